@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.stages.processor import keep_large_blocks
+from lightning_rlhf.core.records import Prompts
+from lightning_rlhf.stages.accelerator import keep_large_blocks
 
 ROOT = Path(__file__).parents[1]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported later, it reports a lack

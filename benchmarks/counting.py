@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_rlhf.kernels import products
-from lightning_rlhf.kernels.joint_linear import ROWS
+from lightning_rlhf.kernels.lora import ROWS
 
 PRODUCTS = {
     torch.ops.aten.mm.default: 0,

@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from common import markdown_table
-from lightning_rlhf.kernels import joint_linear
+from lightning_rlhf.kernels import lora
 from lightning_rlhf.modules.ppo import TRAINING
 from lightning_rlhf.rollout import native
 from machine import middle, options, write
@@ -30,7 +30,7 @@ LARGE = Workload(
 STEP_OFF, UNPACKED = "decoding step off", "output layer not packed"
 SWITCHES: dict[str, Callable[[], Any]] = {
     STEP_OFF: partial(patch.object, native, "decode_step", lambda *_: None),
-    UNPACKED: partial(patch.object, joint_linear, "LARGEST_BF16", 2**26),
+    UNPACKED: partial(patch.object, lora, "LARGEST_BF16", 2**26),
 }
 """What is switched off, with the context that does it: 2**26 is above the layers' weights."""
 WORKLOADS = {

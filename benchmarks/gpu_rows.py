@@ -35,8 +35,9 @@ from gpu_runs import (
     summary,
 )
 from lightning_rlhf.kernels.patch import rounding_of
+from lightning_rlhf.models.config import BASE
 from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.roles import BASE, Roles
+from lightning_rlhf.models.roles import Roles
 from machine import bandwidth, product_rate
 from true_shape import SHAPE, make_checkpoint
 from workloads import LONGEST, SHORTEST, Workload, prompts_of

@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 import ours
 import trl_peer
 from common import Iteration, Setting, calm, circumstances, markdown_table
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 
 VOCABULARY, END = 64, 0
 WANTED = 16  # tokens 1 to 16 are the quarter that is rewarded

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from common import markdown_table
 from counting import Products, flop_counter, random_factor
-from lightning_rlhf.core.types import Experience, Prompts
+from lightning_rlhf.core.records import Experience, Prompts
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 from machine import (

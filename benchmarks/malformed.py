@@ -44,11 +44,11 @@ import torch
 import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.stages import rank_responses, run, train_dpo, train_ppo, train_rm, train_sft
-from lightning_rlhf.stages.reward import text_rewards
+from lightning_rlhf.stages import rank_responses, run, supervised, train_ppo, train_rm
+from lightning_rlhf.stages.reward import build_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
-LOADED = (run, text_rewards)
+LOADED = (run, build_rewards)
 """Modules that commands import on demand, imported once here for all forked commands."""
 MEMORY_BYTES = 6 * 2**30
 """Bytes of address space that a command may use in addition to the loaded modules."""
@@ -115,7 +115,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        modules = (train_sft, train_rm, train_ppo, train_dpo)
+        modules = (supervised, train_rm, train_ppo, supervised)
         return [*((module, "start_from") for module in modules), (rank_responses, "load_policy")]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 

@@ -22,7 +22,7 @@ import torch
 
 from common import ROOT, calm, markdown_table
 from counting import Memory
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from machine import options, write
 from workloads import (
     WORKLOADS,

@@ -16,14 +16,14 @@ from transformers import PreTrainedModel
 
 from common import ROOT, Clock, OnIteration, Setting
 from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
+from lightning_rlhf.core.records import DecodedResponses, Experience, Prompts
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.types import DecodedResponses, Experience, Prompts
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.config import CRITIC, POLICY, VALUE, LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import CRITIC, POLICY, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.score import Critic
 
 CPU = torch.device("cpu")
 

@@ -26,26 +26,29 @@ from torch.utils.data import DataLoader
 
 import ours
 from common import ROOT, Setting, calm, markdown_table
-from lightning_rlhf.callbacks.metrics import DPOMetrics, PPOMetrics, RewardMetrics, SFTMetrics
-from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
+from lightning_rlhf.callbacks.metrics import (
+    DPOMetrics,
+    PPOMetrics,
+    RewardMetrics,
+    SFTMetrics,
+    SharedMetrics,
+)
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.types import Demonstrations, Preferences
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Demonstrations, Preferences
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.parallel.group import join_group
-from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.policy_answers import Task, answer, numbers_of, sample_responses
-from lightning_rlhf.stages.policy_scores import Scorer
-from lightning_rlhf.stages.strategy import strategy
+from lightning_rlhf.stages.accelerator import strategy
+from lightning_rlhf.stages.policy_answers import Scorer, Task, answer, numbers_of, sample_responses
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
 

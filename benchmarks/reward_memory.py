@@ -20,10 +20,10 @@ from omegaconf import OmegaConf
 from common import ROOT, calm, markdown_table, random_prompts
 from counting import Memory
 from lightning_rlhf.core.config import DPOConfig, RMConfig
-from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.core.records import Preferences
+from lightning_rlhf.models.config import POLICY, REWARD, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REWARD, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule

@@ -19,7 +19,7 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 
 from common import markdown_table
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.modules.ppo import PPOModule
 from machine import in_turn, middle, options, write

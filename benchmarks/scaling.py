@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from common import markdown_table
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.modules.ppo import TRAINING
 from machine import in_turn, middle, options, write
 from workloads import (

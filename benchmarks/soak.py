@@ -45,9 +45,9 @@ from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rollout.collector import Collector
-from lightning_rlhf.stages import hand_over
+from lightning_rlhf.stages import model_card
 
 STAGES = ("sft", "rm", "ppo")
 SMALL = {
@@ -98,7 +98,7 @@ MARKED = [
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),
     (checkpoints, "keep_newest", "deletion"),
-    (hand_over, "write_final", "export"),
+    (model_card, "write_final", "export"),
 ]
 """Functions that mark phases: (owner, name of the function, phase)."""
 RECIPE, PROCESSES = "recipe", "two processes"

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PrinterCallback, TrainerCallback, set_seed
 
 from common import Clock, OnIteration, Score, Setting
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 
 CPU = torch.device("cpu")
 Trained = Literal["all", "lora"]

@@ -23,15 +23,15 @@ from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.types import Experience, Prompts
-from lightning_rlhf.kernels import attention, joint_linear, merging, products
+from lightning_rlhf.core.records import Experience, Prompts
+from lightning_rlhf.kernels import attention, decoder, lora, products
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models import language_model
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout import native, policy_outputs, score
+from lightning_rlhf.rollout import native, score
 from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, seconds, write
@@ -164,13 +164,13 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
 def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """Return as `groups` what a rollout is sampled by."""
     step = partial(patch.object, native, "decode_step", lambda *_: None)
-    merged = partial(patch.object, merging, "_can_merge", lambda layer: False)
+    merged = partial(patch.object, decoder, "_can_merge", lambda layer: False)
     return {
         FAST: nullcontext,
         "decoding step off": step,
         "merged adapters off": merged,
         "weights in oneDNN's layout off": partial(
-            patch.object, joint_linear, "can_be_packed", lambda weight: False
+            patch.object, lora, "can_be_packed", lambda weight: False
         ),
         "decoding step and merged adapters off": together(step, merged),
         "preallocated cache off": partial(patch.object, native, "roomy_cache", library_cache),
@@ -295,7 +295,7 @@ def every_position() -> Iterator[None]:
     with (
         patch.object(ppo, "by_length", as_they_come),
         patch.object(ppo, "response_hidden", naive.hidden),
-        patch.object(policy_outputs, "response_logprobs", naive.logprobs),
+        patch.object(score, "response_logprobs", naive.logprobs),
     ):
         yield
 
@@ -310,11 +310,9 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size
         ),
         "logits kept, or computed again": lambda: patch.object(
-            policy_outputs, "response_logprobs", keeping_logits
+            score, "response_logprobs", keeping_logits
         ),
-        "log_softmax by autograd": lambda: patch.object(
-            policy_outputs, "response_logprobs", by_autograd
-        ),
+        "log_softmax by autograd": lambda: patch.object(score, "response_logprobs", by_autograd),
         "logits at every position, padded": every_position,
         "micro-batches of 2": lambda: microbatches(module, 2),
         "one micro-batch of 32": lambda: microbatches(module, 32),

@@ -22,9 +22,8 @@ import ours
 from common import Setting, random_prompts
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import CriticKind
-from lightning_rlhf.core.record import Record
+from lightning_rlhf.core.records import Experience, Prompts, Record
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, Prompts
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 T = TypeVar("T")

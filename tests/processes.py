@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from lightning_rlhf.parallel.group import join_group
-from lightning_rlhf.parallel.replicas import Replicas
+from lightning_rlhf.parallel.replicas import Replicas, join_group
 from lightning_rlhf.parallel.world import world
 
 SECONDS = 120

@@ -28,13 +28,13 @@ from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.rewards import functions
-from lightning_rlhf.rewards.function import FunctionReward
+from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.stages.paths import CONF, RECIPES
+from lightning_rlhf.stages.console import CONF, RECIPES
 from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.reward_section import REWARDS as REWARD_KINDS
-from lightning_rlhf.stages.reward_section import SUM
 from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import REWARDS as REWARD_KINDS
+from lightning_rlhf.stages.stage import SUM
 
 from .composing import parsed_files as parsed_files
 

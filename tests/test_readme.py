@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from lightning_rlhf.callbacks.names import metrics_table
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.console import CONF
 
 README = Path(__file__).parents[1] / "README.md"
 METRICS = README.parent / "docs" / "metrics.md"

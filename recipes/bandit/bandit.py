@@ -27,8 +27,8 @@ from lightning_rlhf.core.errors import require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, Rollout, Scores
 from lightning_rlhf.modules.optim import lr_factor
 
 MEANS = torch.tensor(  # mean reward of each arm, one row per context

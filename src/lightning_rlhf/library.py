@@ -20,16 +20,16 @@ from lightning_rlhf.cli.overrides import (
     refuse_other_stages,
 )
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.folder.folders import claim
 from lightning_rlhf.stages.folder.resume import resume_point
-from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.registry import stage_names
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.start import check_inputs, require_buildable
 
 if TYPE_CHECKING:
-    from lightning_rlhf.stages.launch import Training
+    from lightning_rlhf.stages.prepare import Training
 
 
 def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> Settings:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks import metrics
+from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 from lightning_rlhf.core.results import (
     RESULT,
     EvaluationResult,
@@ -27,7 +28,6 @@ from lightning_rlhf.core.results import (
     SFTStep,
 )
 from lightning_rlhf.core.shaping import AS_IT_IS
-from lightning_rlhf.core.types import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 
 UPDATES = 2
 

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 
-from lightning_rlhf.callbacks.averaging import AVERAGE, WeightAverage
+from lightning_rlhf.callbacks.stopping import AVERAGE, WeightAverage
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import Fit

@@ -29,13 +29,12 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     stamp,
     step_of,
 )
-from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation
+from lightning_rlhf.callbacks.loggers import MetricsFile, read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.metrics_file import MetricsFile, read_rows
 from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
-from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,

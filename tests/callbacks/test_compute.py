@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.compute import (
-    ComputeTotals,
-    compute_line,
-    peak_memory,
-    sum_of,
-)
+from lightning_rlhf.callbacks.compute import ComputeTotals, compute_line, peak_memory, sum_of
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
 
 from .conftest import FakePPO, FakeReward, FakeSFT, Fit
 from .test_metric_callbacks import SaveAt, column

@@ -11,9 +11,8 @@ from wandb_workspaces.reports.v2 import (
     WeavePanelSummaryTable,
 )
 
-from lightning_rlhf.callbacks.dashboard import HEADLINE, SECTIONS, build_workspace
 from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.cli.commands import dashboard
+from lightning_rlhf.cli.commands import HEADLINE, SECTIONS, build_workspace, dashboard
 from lightning_rlhf.core.errors import ConfigError
 
 WORKSPACE = build_workspace("team", "project", "name")

@@ -13,16 +13,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, RULES, Diagnosis, OwnRule, kl_exploding
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.callbacks.rules import (
-    RULES,
-    kl_exploding,
-    reward_against_gold,
-    reward_constant,
-)
-from lightning_rlhf.callbacks.wandb_logger import RunWandb
+from lightning_rlhf.callbacks.rules import reward_against_gold, reward_constant
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
@@ -200,7 +194,7 @@ def test_every_evaluation_counts_once(fit: Fit) -> None:
 
 def test_a_rule_of_the_users_own_is_applied(fit: Fit) -> None:
     Path("own.py").write_text(
-        "from lightning_rlhf.callbacks.history import rule\n"
+        "from lightning_rlhf.callbacks.rules import rule\n"
         "@rule(when='always', cause='none', remedy='none')\n"
         "def mine(history):\n"
         "    return f'{len(history.rows)} rows' if len(history.rows) == 2 else None\n"
@@ -242,7 +236,7 @@ def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) 
 )
 def test_a_rule_that_fails_is_one_line(fit: Fit, fault: str, shown: str) -> None:
     Path("faulty.py").write_text(
-        "from lightning_rlhf.callbacks.history import rule\n"
+        "from lightning_rlhf.callbacks.rules import rule\n"
         "@rule(when='always', cause='none', remedy='none')\n"
         f"def faulty(history):\n    {fault}\n"
     )

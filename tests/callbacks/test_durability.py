@@ -10,14 +10,11 @@ import pytest
 from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks.checkpoint_files import keep_newest, numbered, path_of
-from lightning_rlhf.callbacks.checkpoints import Checkpoints
-from lightning_rlhf.callbacks.evaluation import Evaluation
-from lightning_rlhf.callbacks.loggers import RunTensorBoard
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
+from lightning_rlhf.callbacks.evaluation import Evaluation, Samples
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
-from lightning_rlhf.callbacks.samples import Samples
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.callbacks.whole_files import WholeFiles
 from lightning_rlhf.stages.ppo import STAGE
 
 from .conftest import FakePPO, FakeSFT, Fit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_rlhf.callbacks.early_stop import EarlyStop
+from lightning_rlhf.callbacks.stopping import EarlyStop
 from lightning_rlhf.core.config import Mode, StopConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOStopConfig

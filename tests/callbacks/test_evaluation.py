@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, evaluation_metrics, load_judge
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 
 from .conftest import FakePPO, Fit

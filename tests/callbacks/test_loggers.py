@@ -14,9 +14,8 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.errors import AuthenticationError
 
-from lightning_rlhf.callbacks.dashboard import HEADLINE
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.history import History, rule
+from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.logger_config import (
     LoggerConfig,
     WandbConfig,
@@ -33,7 +32,8 @@ from lightning_rlhf.callbacks.loggers import (
     wandb_tags,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.callbacks.rules import History, rule
+from lightning_rlhf.cli.commands import HEADLINE
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import FakePPO, Fit

@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import EarlyStopping
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightning_rlhf.callbacks.contract import position
-from lightning_rlhf.callbacks.loggers import RunTensorBoard
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
 from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.results import RESULT
 

@@ -9,29 +9,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.callbacks.ppo_metrics import (
+from lightning_rlhf.callbacks.step_metrics import (
     groups_alike,
     repetition_metrics,
     response_sums,
+    reward_metrics,
+    reward_sums,
     rollout_metrics,
+    sft_eval_sums,
+    sft_metrics,
+    sft_train_sums,
     time_metrics,
     update_metrics,
     update_rows,
 )
-from lightning_rlhf.callbacks.supervised_metrics import (
-    reward_metrics,
-    reward_sums,
-    sft_eval_sums,
-    sft_metrics,
-    sft_train_sums,
-)
-from lightning_rlhf.core.results import (
-    IterationSeconds,
-    PairScores,
-    SFTEvaluation,
-    SFTStep,
-)
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.core.records import Experience, UpdateStats
+from lightning_rlhf.core.results import IterationSeconds, PairScores, SFTEvaluation, SFTStep
 
 from .conftest import make_experience, make_updates
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.callbacks.metrics_file import MetricsFile
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.core.errors import CheckpointError, StorageError
 
 

@@ -5,7 +5,7 @@ from dataclasses import fields
 import pytest
 
 from lightning_rlhf.callbacks.names import METRICS, check_names, metrics_table
-from lightning_rlhf.core.types import UpdateStats
+from lightning_rlhf.core.records import UpdateStats
 
 PREFIXES = {
     "rollout": "rollout/",

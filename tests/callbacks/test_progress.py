@@ -9,10 +9,10 @@ import rich
 from rich.console import Console
 
 from lightning_rlhf.callbacks import progress
+from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
-from lightning_rlhf.callbacks.pace import Pace, TimeLeft, clock_text, left_text
 from lightning_rlhf.callbacks.progress import Progress
-from lightning_rlhf.callbacks.samples import Samples
+from lightning_rlhf.io.console import Pace, TimeLeft, clock_text, left_text
 from lightning_rlhf.stages.registry import STAGES
 
 from .conftest import FakePPO, FakeSFT, Fit

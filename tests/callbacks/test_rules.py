@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.history import History, Rule
+from lightning_rlhf.callbacks.diagnosis import RULES, rules_table
 from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.callbacks.rules import RULES, rules_table
+from lightning_rlhf.callbacks.rules import History, Rule
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
 

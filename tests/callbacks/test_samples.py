@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lightning_rlhf.callbacks.samples import Samples, console_table, keep_until, markdown
+from lightning_rlhf.callbacks.evaluation import Samples, console_table, keep_until, markdown
 
 from .conftest import FakePPO, Fit
 

@@ -22,15 +22,10 @@ import wandb
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.image import imsave
 
+from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.logger_config import WandbConfig, WandbMode
-from lightning_rlhf.callbacks.loggers import (
-    RunIdentity,
-    build_loggers,
-    close_loggers,
-    log_pictures,
-)
+from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers, log_pictures
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.samples import Samples
 
 from .conftest import FakePPO, Fit
 

@@ -9,9 +9,9 @@ import pytest
 import rich
 from rich.console import Console
 
-from lightning_rlhf.callbacks import working
 from lightning_rlhf.callbacks.progress import Progress
-from lightning_rlhf.callbacks.working import PERIOD_S, Working
+from lightning_rlhf.io import console
+from lightning_rlhf.io.console import PERIOD_S, Working
 
 from .conftest import FakePPO, Fit
 
@@ -41,7 +41,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(working, "monotonic", found)
+    monkeypatch.setattr(console, "monotonic", found)
     return found
 
 
@@ -68,7 +68,7 @@ def test_what_takes_less_says_nothing(clock: Clock, capsys: pytest.CaptureFixtur
 def test_the_lines_come_by_themselves_and_end_with_the_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(working, "PERIOD_S", 0.01)
+    monkeypatch.setattr(console, "PERIOD_S", 0.01)
     with Working("loading") as loading:
         while "loading  0:00:00 elapsed" not in capsys.readouterr().out:
             pass

@@ -32,7 +32,7 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.sweep_hook import SweepHook
-from lightning_rlhf.stages.paths import HOME, RECIPES
+from lightning_rlhf.stages.console import HOME, RECIPES
 
 from ..composing import PRESETS
 from ..composing import compositions as compositions

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.sampler import SamplingParams
 

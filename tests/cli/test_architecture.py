@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.callbacks import names
-from lightning_rlhf.callbacks.names import Metric, check_names
-from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.callbacks.metric_definitions import Metric
+from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.stages.console import HOME
 
 from .conftest import Workplace, given, rows, weights
 
@@ -84,7 +85,7 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
     file = place.folder / "penalized.py"
     text = file.read_text().replace("return replace(terms, loss=", "return PPOTerms.of(loss=")
     text = text.replace(
-        "import PPOConfig", "import PPOConfig\nfrom lightning_rlhf.core.types import PPOTerms"
+        "import PPOConfig", "import PPOConfig\nfrom lightning_rlhf.core.records import PPOTerms"
     )
     text = text.replace("beta * penalty", "beta * self.scale * penalty")
     init = "    def __init__(self, *args, **named):\n        super().__init__(*args, **named)\n"

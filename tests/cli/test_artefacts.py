@@ -24,9 +24,9 @@ from transformers import (
 
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.stages.console import HOME
 from lightning_rlhf.stages.model_card import license_of
-from lightning_rlhf.stages.paths import HOME
-from lightning_rlhf.stages.reward.text_rewards import text_scorer
+from lightning_rlhf.stages.reward.build_rewards import text_scorer
 from lightning_rlhf.stages.trained import trained_as
 
 from .conftest import Workplace

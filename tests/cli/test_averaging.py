@@ -11,8 +11,8 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_rlhf.callbacks.averaging import AVERAGE
 from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.callbacks.stopping import AVERAGE
 
 from .conftest import PowerCut, Workplace, given, rows, weights
 from .test_pipeline import samples

@@ -19,7 +19,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from transformers import AutoConfig
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.loggers import LoggerConfig, WandbConfig
+from lightning_rlhf.callbacks.logger_config import LoggerConfig, WandbConfig
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.overrides import refuse_other_stages
 from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, SFTConfig
@@ -29,12 +29,11 @@ from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
-from lightning_rlhf.stages import paths
-from lightning_rlhf.stages.reward_section import REWARDS, SUM
+from lightning_rlhf.stages import console
 from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import PolicySource, Settings, TrainerConfig
+from lightning_rlhf.stages.stage import REWARDS, SUM, PolicySource, Settings, TrainerConfig
 
-CONF = paths.CONF
+CONF = console.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent
 
 

@@ -11,7 +11,7 @@ import torch
 from lightning_rlhf.core.results import PairScores
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import Workplace, given
 
@@ -131,7 +131,7 @@ def test_a_learning_rate_too_small_to_move_anything_is_allowed(
 
 
 def test_no_curve_is_in_the_way_of_an_infinite_perplexity(tmp_path: Path) -> None:
-    from lightning_rlhf.callbacks.metrics_file import MetricsFile
+    from lightning_rlhf.callbacks.loggers import MetricsFile
     from lightning_rlhf.report.figures import draw_curves
 
     for step, perplexity in enumerate((9.0, float("inf"), 7.0), start=1):

@@ -17,7 +17,7 @@ from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.overrides import COMMANDS, WITHOUT_RUN
-from lightning_rlhf.stages.paths import HOME, PACKAGE, RECIPES
+from lightning_rlhf.stages.console import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
 

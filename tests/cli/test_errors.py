@@ -383,5 +383,5 @@ def test_a_policy_that_collapsed_is_told_at_the_end(
     command = ["stage=ppo", "overwrite=true"]
     told = "warning: the policy has collapsed: "
     assert told not in finished.mini(*command).succeeded.out
-    monkeypatch.setattr("lightning_rlhf.report.collapse.FAR", 0.01)
+    monkeypatch.setattr("lightning_rlhf.report.tables.FAR", 0.01)
     assert finished.mini(*command, "ppo.lr=100").succeeded.out.count(told) == 1

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.rewards.format_check import FormatResult
-from lightning_rlhf.stages.reward.reward_fitness import cut
-from lightning_rlhf.stages.reward.reward_formats import advice
+from lightning_rlhf.stages.reward.reward_fitness import advice, cut
 
 CHAT: Any = SimpleNamespace(
     response_tokens=lambda text: [*text.split(), "end"],

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from lightning_rlhf.stages.paths import RECIPES
+from lightning_rlhf.stages.console import RECIPES
 
 from .conftest import SHIPPED, Outcome, Workplace, given, make_workplace, tree
 from .others import OTHER, TEMPLATE, save_classifier, train

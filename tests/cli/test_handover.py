@@ -16,9 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.roles import POLICY
-from lightning_rlhf.stages.paths import RECIPES
+from lightning_rlhf.models.config import POLICY, LoRASettings, ModelConfig
+from lightning_rlhf.stages.console import RECIPES
 
 from .conftest import Workplace, tree
 

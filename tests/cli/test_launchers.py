@@ -27,7 +27,7 @@ from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import run_job, set_group
 from lightning_rlhf.cli.sweep_hook import ignore_presets
 from lightning_rlhf.parallel.world import SRUN
-from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.console import CONF
 
 from .conftest import Workplace
 

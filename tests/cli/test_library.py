@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Callback, LearningRateMonitor
 import lightning_rlhf
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.console import NOISY_WARNINGS
-from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.stages.console import HOME, NOISY_WARNINGS
 
 from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, rows, weights
 

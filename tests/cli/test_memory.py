@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.stages import processor as memory
+from lightning_rlhf.stages import accelerator as memory
 
 
 def allows_huge_pages() -> bool:

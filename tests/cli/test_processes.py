@@ -25,12 +25,12 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 from torch.distributed.launcher.api import LaunchConfig
 
-from lightning_rlhf.cli import processes
-from lightning_rlhf.cli.processes import killed_process
+from lightning_rlhf.cli import execute
+from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.parallel.group import join_group
+from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import console, launch, replica, run
+from lightning_rlhf.stages import console, launch, run
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
 from lightning_rlhf.stages.start import check_processes
 
@@ -222,7 +222,7 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
 def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, leave = tmp_path / "first", replica.leave_message
+    file, leave = tmp_path / "first", run.leave_message
 
     def run_in_folder(settings: Settings) -> Path:
         if os.environ["RANK"] == "0":
@@ -237,8 +237,8 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         leave(message)
         os.kill(int(file.read_text()), signal.SIGTERM)
 
-    monkeypatch.setattr(replica, "run_in_folder", run_in_folder)
-    monkeypatch.setattr(replica, "leave_message", leave_and_end)
+    monkeypatch.setattr(run, "run_in_folder", run_in_folder)
+    monkeypatch.setattr(run, "leave_message", leave_and_end)
     outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
     assert outcome.error == "process 1: no such row"
 
@@ -350,7 +350,7 @@ def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
         ended = ProcessFailure(1, 8, -signal.SIGTERM, "none")
         return {1: ended, 0: ProcessFailure(0, 7, 1, str(file))}
 
-    monkeypatch.setattr(processes, "launch", launch)
+    monkeypatch.setattr(execute, "launch", launch)
     outcome = workplace.sweep("stage=sft", "trainer.devices=2", "seed=choice(1)")
     assert outcome.status == 1
     assert outcome.err.count("error: no such model") == 1

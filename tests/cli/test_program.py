@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages import paths
+from lightning_rlhf.stages import console
 
 from .conftest import Workplace
 
@@ -57,7 +57,7 @@ def serve(recipes: Path, least: float) -> None:
 
 @pytest.fixture
 def recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(paths, "RECIPES", tmp_path / "recipes")
+    monkeypatch.setattr(console, "RECIPES", tmp_path / "recipes")
     monkeypatch.setattr(sys, "path", sys.path[:])
     known = set(sys.modules)
     yield tmp_path / "recipes"
@@ -145,7 +145,7 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
 @pytest.fixture
 def bandit(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The program as the recipe imports it."""
-    monkeypatch.syspath_prepend(str(paths.RECIPES / "bandit"))
+    monkeypatch.syspath_prepend(str(console.RECIPES / "bandit"))
     return importlib.import_module("bandit")
 
 

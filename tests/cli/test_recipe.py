@@ -22,14 +22,14 @@ from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.diminishing import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
-from lightning_rlhf.stages import paths
+from lightning_rlhf.stages import console
 from lightning_rlhf.stages.folder.folders import LOCK
 from lightning_rlhf.stages.process import run_command
 from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
 
-RECIPES = paths.RECIPES
+RECIPES = console.RECIPES
 RECIPE: dict[str, Any] = {
     "title": "Small",
     "stages": ["sft", "rm", "ppo"],
@@ -94,7 +94,7 @@ def recipes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def make_kitchen(folder: Path, recipes: Path, monkeypatch: pytest.MonkeyPatch) -> Kitchen:
     """With recipe=small, whose stages run in this process."""
-    monkeypatch.setattr(paths, "RECIPES", recipes)
+    monkeypatch.setattr(console, "RECIPES", recipes)
     kitchen = Kitchen(make_workplace(folder / "work"), recipes)
     monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", kitchen.run)
     kitchen.write()
@@ -500,7 +500,7 @@ def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
     recipe = read_recipe(RECIPES / "dpo")
     main.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+    with initialize_config_dir(str(console.CONF), version_base="1.3"):
         settings = {
             stage: read_settings(compose("config", list(step_overrides(recipe, stage, (), None))))
             for stage in recipe.stages
@@ -579,11 +579,11 @@ def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
 
 @pytest.mark.parametrize("name", ["quickstart", "composite_reward", "course"])
 def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
-    recipe = read_recipe(paths.RECIPES / name)
+    recipe = read_recipe(console.RECIPES / name)
     assert recipe.stages == STAGES
     main.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+    with initialize_config_dir(str(console.CONF), version_base="1.3"):
         settings = {
             stage: read_settings(compose("config", list(step_overrides(recipe, stage, (), None))))
             for stage in recipe.stages
@@ -591,8 +591,8 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
     assert all(found.model.name == "tiny" for found in settings.values())
     components = list(settings["ppo"].reward)
     assert components == (["helpful", "brief"] if name == "composite_reward" else ["head"])
-    data = paths.RECIPES / "quickstart" / "data"
-    judge = load_judge(f"{paths.RECIPES / 'quickstart' / 'judge.py'}:judge")
+    data = console.RECIPES / "quickstart" / "data"
+    judge = load_judge(f"{console.RECIPES / 'quickstart' / 'judge.py'}:judge")
     rows = [json.loads(line) for line in (data / "prompts_val.jsonl").read_text().splitlines()]
     parts = {
         part for row in rows for part, value in judge(row, "", True).items() if value is not None
@@ -608,18 +608,18 @@ def test_a_shipped_recipe_promises_what_is_measured(name: str) -> None:
 
 
 def test_the_course_runs_at_true_size() -> None:
-    recipe = read_recipe(paths.RECIPES / "course")
+    recipe = read_recipe(console.RECIPES / "course")
     given = ("model=qwen2b", "data=hh", "trainer=gpu")
     main.register_resolvers()
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+    with initialize_config_dir(str(console.CONF), version_base="1.3"):
         for stage in recipe.stages:
             cfg = compose("config", list(step_overrides(recipe, stage, given, None)))
             settings = read_settings(cfg)
             assert settings.model.name_or_path == "Qwen/Qwen3.5-2B-Base"
             assert settings.data.preferences.train == "Anthropic/hh-rlhf:train"
             assert settings.trainer.accelerator == "gpu"
-            own = yaml.safe_load((paths.CONF / "stages" / f"{stage}.yaml").read_text())
+            own = yaml.safe_load((console.CONF / "stages" / f"{stage}.yaml").read_text())
             # Numbers of model=tiny are not those of a larger model.
             assert (cfg[stage].lr, cfg[stage].microbatch_size) == (
                 own["lr"],
@@ -634,7 +634,7 @@ def test_stages_are_processes_of_their_own(
 ) -> None:
     """The same as above, but started as the recipe starts them."""
     monkeypatch.undo()
-    monkeypatch.setattr(paths, "RECIPES", kitchen.recipes)
+    monkeypatch.setattr(console, "RECIPES", kitchen.recipes)
 
     def noted(command: Sequence[str], environment: Mapping[str, str]) -> int:
         kitchen.commands.append(list(command))

@@ -21,8 +21,8 @@ import torch
 
 from lightning_rlhf.callbacks.recorder import places
 from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.records import Demonstrations, Experience, PPOTerms
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.types import Demonstrations, Experience, PPOTerms
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import (
     LAST_BATCH,
@@ -34,9 +34,8 @@ from lightning_rlhf.data.rollouts import (
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.sft import SFTModule
-from lightning_rlhf.modules.supervised import SupervisedModule
-from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
+from lightning_rlhf.stages.console import HOME
 
 from .conftest import Outcome, Workplace, given, rows, tree, weights
 

@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.stages.compare import runs_of, write_report, write_steps
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
-from lightning_rlhf.stages.reports import runs_of, write_report, write_steps
-from lightning_rlhf.stages.train_sft import sample_held_out
+from lightning_rlhf.stages.supervised import sample_held_out
 
 from ..report.pages import check
 from .conftest import STAGES, Workplace, tree
@@ -54,7 +54,7 @@ def test_five_responses_to_held_out_prompts_after_sft(
     def weights(training: Any) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in training.roles.parameters()])
 
-    monkeypatch.setattr("lightning_rlhf.stages.train_sft.sample_held_out", sampling)
+    monkeypatch.setattr("lightning_rlhf.stages.supervised.sample_held_out", sampling)
     quiet = workplace.mini("stage=sft", "run=quiet", "samples=false").succeeded.out
     out = workplace.mini("stage=sft", "data.max_val_rows=null").succeeded.out
     for (state, before), (then, after) in zip(states[::2], states[1::2], strict=True):

@@ -92,7 +92,7 @@ class TestWhatIsRefused:
         def load(*arguments: Any) -> None:
             raise AssertionError("it is too late to refuse")
 
-        monkeypatch.setattr("lightning_rlhf.stages.train_sft.run_sft", load)
+        monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
         return finished
 
     @pytest.mark.parametrize("name", ["true", "000006"])

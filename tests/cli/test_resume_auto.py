@@ -24,7 +24,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*arguments: Any) -> None:
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr("lightning_rlhf.stages.train_sft.run_sft", load)
+    monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
 
 
 def test_it_starts_goes_on_and_ends(
@@ -137,7 +137,7 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killed:
-        killed.setattr("lightning_rlhf.stages.hand_over.leave_report", die)
+        killed.setattr("lightning_rlhf.stages.model_card.leave_report", die)
         assert finished.mini(f"stage={stage}", "resume=true").status != 0
     assert (folder / "final").is_dir()
     (folder / ".0123.lightning-rlhf.tmp").write_text("half")  # the page of which the kill came

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rlhf.cli import serve
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.rewards.address import parsed
+from lightning_rlhf.rewards.config import parsed
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 from .conftest import TRAIN_PY, Workplace

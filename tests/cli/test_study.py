@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
 from lightning_rlhf.cli import study
-from lightning_rlhf.cli.overrides import parse_overrides
+from lightning_rlhf.cli.overrides import TRIAL, parse_overrides
 from lightning_rlhf.cli.study import StudyConfig, Trials, space_of
-from lightning_rlhf.cli.sweep import TRIAL, JobResult, whole_name
+from lightning_rlhf.cli.sweep import JobResult, whole_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import ConfigError
 

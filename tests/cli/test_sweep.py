@@ -24,21 +24,14 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.messages import VisibleFormatter
-from lightning_rlhf.cli.sweep import (
-    JobResult,
-    adapt,
-    job_name,
-    job_place,
-    jobs_table,
-    result_of,
-)
+from lightning_rlhf.cli.sweep import JobResult, adapt, job_name, job_place, jobs_table, result_of
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
+from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.eval_reward import STAGE
 from lightning_rlhf.stages.folder.folders import folder_of
 from lightning_rlhf.stages.measured import metrics_of
-from lightning_rlhf.stages.paths import CONF
 from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, Outcome, Workplace, tree, weights
@@ -197,7 +190,7 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
 ) -> None:
     """An error that is no user's."""
     from lightning_rlhf.stages import train_ppo
-    from lightning_rlhf.stages.launch import Prepared
+    from lightning_rlhf.stages.prepare import Prepared
 
     original = train_ppo.hand_over
 

@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.stages.paths import CONF
-from lightning_rlhf.stages.reward.text_rewards import text_reward
-from lightning_rlhf.stages.reward_section import read_reward
+from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.stages.reward.build_rewards import text_reward
+from lightning_rlhf.stages.stage import read_reward
 
 from .conftest import MODULE, Workplace, make_workplace
 from .others import classifier_scores, own_scores, samples, save_classifier, train

@@ -16,18 +16,13 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
+from lightning_rlhf.cli.execute import run_processes
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.processes import run_processes
 from lightning_rlhf.core.errors import ConfigError, StorageError
 from lightning_rlhf.stages import accelerator, trainer_section
 from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
-from lightning_rlhf.stages.objects import (
-    check_trainer,
-    misconfigured,
-    own_arguments,
-    own_callbacks,
-)
-from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.stages.objects import check_trainer, misconfigured, own_arguments, own_callbacks
 from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
 from lightning_rlhf.stages.trainer_section import OWNED, PASSED, read_trainer, resolve_auto

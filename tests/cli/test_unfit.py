@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.manifest import MANIFEST
-from lightning_rlhf.models.verdict import Verdict
-from lightning_rlhf.stages.reports import read
-from lightning_rlhf.stages.reward import text_rewards
+from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
+from lightning_rlhf.stages.compare import read
+from lightning_rlhf.stages.reward import build_rewards
 from lightning_rlhf.stages.run_report import stage_report
 
 from .conftest import Workplace, given, make_workplace
@@ -79,8 +77,8 @@ def test_a_server_says_the_verdict(
         ("local_folder", tmp_path), ("find", found), ("check_text_reward", None),
         ("text_reward", None),
     ):  # fmt: skip
-        monkeypatch.setattr(text_rewards, name, lambda *args, stub=stub: stub)
-    text_rewards.text_scorer(str(tmp_path), [])
+        monkeypatch.setattr(build_rewards, name, lambda *args, stub=stub: stub)
+    build_rewards.text_scorer(str(tmp_path), [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "reward /" in line]
     assert lines == ([] if told is None else [f"reward {tmp_path}: {told}"])
 
@@ -192,7 +190,9 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
 ) -> None:
     judged(finished, UNFIT)
     folder = finished.stage("rm") / "final"
-    monkeypatch.setattr("lightning_rlhf.stages.reward.text_rewards.local_folder", lambda *_: folder)
+    monkeypatch.setattr(
+        "lightning_rlhf.stages.reward.build_rewards.local_folder", lambda *_: folder
+    )
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.results import SFTEvaluation
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import Workplace, given, rows, weights
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_rlhf.core.types import Rollout, Scores
+from lightning_rlhf.core.records import Rollout, Scores
 
 from .conftest import F, Ragged, T
 

@@ -7,8 +7,8 @@ import warnings
 import pytest
 import torch
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import TrainingError
+from lightning_rlhf.core.memory import MicrobatchSize
 
 
 class Device:

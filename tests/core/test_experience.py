@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
-from lightning_rlhf.core.types import Experience, Rollout, Scores
 
 from .configs import ppo_config
 from .conftest import NAN, F, Ragged, close, drawn, pad, ragged

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.experience import estimate, make_experience
-from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, Term, weighted_sum
-from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.records import Experience
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, weighted_sum
 
 from .configs import ppo_config
 from .conftest import NAN, close

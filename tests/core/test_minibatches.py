@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
+from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience
 
 from .configs import ppo_config
 from .conftest import NAN, F, Ragged, T, close, drawn, ragged

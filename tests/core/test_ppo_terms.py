@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.losses import token_weights
-from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms, sum_terms
-from lightning_rlhf.core.types import Experience, PPOTerms
+from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, sum_terms, token_weights
+from lightning_rlhf.core.records import Experience, PPOTerms
 
 MASK = torch.tensor([[True, True], [True, False]])
 

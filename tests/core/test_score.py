@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import Normalization
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, Term, shape_score
+from lightning_rlhf.core.config import Normalization, Term
+from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, shape_score
 
 from .configs import ppo_config
 from .conftest import F, Ragged, T, close, drawn, ragged

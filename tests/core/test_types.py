@@ -9,12 +9,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.core.record import Record
-from lightning_rlhf.core.types import (
+from lightning_rlhf.core.records import (
     CountedExperience,
     Experience,
     Preferences,
     Prompts,
+    Record,
     Rollout,
     Scores,
     counted,

@@ -243,7 +243,7 @@ def test_require() -> None:
 
 def test_configurations_are_read_without_the_libraries_of_the_floors_above() -> None:
     code = (
-        "import sys, lightning_rlhf.core.ppo_config, lightning_rlhf.core.classifier_config\n"
+        "import sys, lightning_rlhf.core.ppo_config, lightning_rlhf.core.config\n"
         "print([m for m in ('torch', 'lightning', 'transformers', 'hydra') if m in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.core.wording import percent
+from lightning_rlhf.core.errors import percent
 
 
 @pytest.mark.parametrize(

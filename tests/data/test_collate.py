@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lightning_rlhf.data.collate import (
-    collate_demonstrations,
-    collate_preferences,
-    collate_prompts,
-)
+from lightning_rlhf.data.batches import collate_demonstrations, collate_preferences, collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 
 T, F = True, False

@@ -15,9 +15,8 @@ import torch
 from lightning import Callback, LightningModule, Trainer
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.datamodule import StageData, digest, digest_columns
+from lightning_rlhf.core.records import Prompts
+from lightning_rlhf.data.batches import StageData, collate_prompts, digest, digest_columns
 from lightning_rlhf.data.lengths import PreferenceTokens, PromptTokens
 
 BATCHES = 11  # of 4 of 10 examples: 4.4 epochs

@@ -16,11 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.lengths import (
-    DemonstrationTokens,
-    DialogueTokens,
-    tokenise,
-)
+from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
 

@@ -7,7 +7,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_rlhf.data.datamodule import Schedule
+from lightning_rlhf.data.batches import Schedule
 
 
 def schedule(

@@ -12,13 +12,13 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.batches import collate_demonstrations
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.collate import collate_demonstrations
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise, turn_targets
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages
-from lightning_rlhf.stages.paths import HOME
+from lightning_rlhf.stages.console import HOME
 
 from .conftest import CHATML, LLAMA
 

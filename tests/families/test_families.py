@@ -22,8 +22,8 @@ from transformers import (
 
 from lightning_rlhf.models.build_roles import attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.models.roles import REFERENCE, REWARD, Roles
+from lightning_rlhf.models.config import REFERENCE, REWARD, LoRASettings, ModelConfig
+from lightning_rlhf.models.roles import Roles
 
 FAMILIES = ("qwen3.5", "qwen3.5-multimodal", "qwen3", "llama")
 STAGES = ("sft", "rm", "ppo")

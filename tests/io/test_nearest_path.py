@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.io.nearest_path import nearest_path
+from lightning_rlhf.io.user_code import nearest_path
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from lightning_rlhf.io.visible import is_hidden, json_line, visible, visible_line
+from lightning_rlhf.io.console import is_hidden, json_line, visible, visible_line
 
 
 @pytest.mark.parametrize(

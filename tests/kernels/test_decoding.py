@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
 
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.kernels.decoding import DecodeStep, can_decode, decode_step
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import POLICY, Roles
-from lightning_rlhf.rollout.cache import roomy_cache
+from lightning_rlhf.models.config import POLICY, LoRASettings
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.rollout.native import NativeSampler, last_hidden, position_ids
 from lightning_rlhf.rollout.sampler import SamplingParams
 
@@ -125,14 +125,14 @@ def test_packed_weights_change_nothing(name: str, monkeypatch: pytest.MonkeyPatc
     """Those of larger models are."""
     roles = build(name)
     expected = stepped(roles, ours=False)
-    monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", 0)
+    monkeypatch.setattr("lightning_rlhf.kernels.lora.SMALLEST", 0)
     torch.testing.assert_close(stepped(roles, ours=True), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     roles, hidden = build("qwen3"), torch.randn(3, 32)
     for smallest in (0, 2**30):
-        monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", smallest)
+        monkeypatch.setattr("lightning_rlhf.kernels.lora.SMALLEST", smallest)
         step = DecodeStep(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
@@ -159,7 +159,7 @@ def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
 
     dtype: of the weights; those in fp32 are rounded by autocast.
     """
-    monkeypatch.setattr("lightning_rlhf.kernels.joint_linear.SMALLEST", smallest)
+    monkeypatch.setattr("lightning_rlhf.kernels.lora.SMALLEST", smallest)
     roles = build(name)
     exact = stepped(roles, ours=False)
     roles.causal_lm.to(dtype)

@@ -9,8 +9,8 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_rlhf.kernels import joint_linear as product
-from lightning_rlhf.kernels.joint_linear import JointLinear
+from lightning_rlhf.kernels import lora as product
+from lightning_rlhf.kernels.lora import JointLinear
 from lightning_rlhf.kernels.patch import patch
 
 LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])

@@ -26,8 +26,8 @@ from lightning_rlhf.kernels.layers import (
     library_class,
 )
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY, LoRASettings
+from lightning_rlhf.models.roles import Roles
 
 from .conftest import VOCABULARY, build_model
 

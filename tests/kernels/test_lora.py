@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lightning_rlhf.kernels import lora
 from lightning_rlhf.kernels.lora import FusedLoRALinear, _AddedLoRA, _MergedLoRA
-from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.roles import Roles
 
 from .test_merging import TOKENS, a_policy
 

@@ -11,8 +11,8 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.models.config import POLICY, REFERENCE, LoRASettings
+from lightning_rlhf.models.roles import Roles
 
 TOKENS = torch.tensor([[3, 9, 4, 11, 7], [8, 2, 2, 5, 10]])
 

@@ -15,9 +15,9 @@ from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.packing import WORTH, Packing, columns_to_add, gather_rows, scatter_rows
 from lightning_rlhf.kernels.products import rounded_up
-from lightning_rlhf.models.checkpointing import recompute
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import CRITIC, POLICY, Roles
+from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
+from lightning_rlhf.models.loading import recompute
+from lightning_rlhf.models.roles import Roles
 
 from .conftest import VOCABULARY, build_model
 from .test_layers import FAMILIES, a_policy, relative

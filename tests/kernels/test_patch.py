@@ -13,13 +13,13 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.kernels import decode_layers, patch
+from lightning_rlhf.core.records import Prompts
+from lightning_rlhf.kernels import decoding, patch
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import choose
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY, LoRASettings
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 
@@ -188,8 +188,8 @@ def test_a_step_that_computes_something_else_is_left_out_with_a_warning(
         return NativeSampler(roles, PARAMS).sample(prompts, 1, generator).tokens
 
     expected = sample(Roles(build_model("qwen3"), "plain"))
-    attended = decode_layers._attended
-    monkeypatch.setattr(decode_layers, "_attended", lambda *args: 2 * attended(*args))
+    attended = decoding._attended
+    monkeypatch.setattr(decoding, "_attended", lambda *args: 2 * attended(*args))
     roles = Roles(build_model("qwen3"))
     with pytest.warns(UserWarning, match="sampling is slower.* gives other hidden states"):
         found = sample(roles)

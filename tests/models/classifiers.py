@@ -21,9 +21,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.models.classifier import Classifier
-from lightning_rlhf.models.classifier_loading import load_classifier
+from lightning_rlhf.core.config import ClassifierConfig
+from lightning_rlhf.models.classifier import Classifier, load_classifier
 
 WORDS = [f"w{i}" for i in range(50)]
 IDS = {

@@ -19,12 +19,11 @@ from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.build_roles import start_from
-from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
+from lightning_rlhf.models.config import POLICY, REWARD, SFT, VALUE, LoRASettings, ModelConfig
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.manifest import Manifest, tokenizer_hash
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")

@@ -13,9 +13,8 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.models.adapter import check_adapter, check_for_model, check_settings
+from lightning_rlhf.models.adapter import ADAPTER, check_adapter, check_for_model, check_settings
 from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.weights import ADAPTER
 
 from .conftest import Lineage
 

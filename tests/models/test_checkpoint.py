@@ -23,16 +23,15 @@ from lightning_rlhf.models import checkpoint
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
+    check_fingerprint,
     random_reward,
     start_from,
 )
-from lightning_rlhf.models.checkpoint import Final, find, load_head
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.checkpoint import Final, find, load_head, tokenizer_hash, versions
+from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.fingerprint import check_fingerprint
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.manifest import tokenizer_hash, versions
-from lightning_rlhf.models.roles import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 Make = Callable[..., Any]

@@ -21,7 +21,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from lightning_rlhf.core.classifier_config import PAIR
+from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.models.classifier import Classifier
 
 from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from lightning_rlhf.core.classifier_config import PAIR
+from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 
 from .classifiers import DECODER, SHAPE, load, row, save_classifier, save_tokenizer

@@ -11,21 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models.build_roles import add_policy, attach_reward, start_from
+from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.critic_loading import add_critic
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import (
-    BASE,
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    REWARD,
-    SFT,
-    VALUE,
-    Roles,
-)
+from lightning_rlhf.models.roles import Roles
 
 from .conftest import LORA, TOKENIZER, build_config, build_manifest, build_model, randomise
 

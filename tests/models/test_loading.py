@@ -30,10 +30,10 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, R
 from lightning_rlhf.models import loading
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.config import LoRASettings, ModelConfig
+from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
 from lightning_rlhf.models.loading import check_kernels, load_causal_lm, load_tokenizer
 from lightning_rlhf.models.quantization import quantization_of
-from lightning_rlhf.models.roles import BASE, POLICY, Roles, trainable_names
+from lightning_rlhf.models.roles import Roles, trainable_names
 
 ABSENT = "nobody-at-all/no-such-model"
 SMALL = {

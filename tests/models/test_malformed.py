@@ -13,11 +13,10 @@ import pytest
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.adapter import KEYS
-from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.manifest import MANIFEST
-from lightning_rlhf.models.roles import REWARD, Roles
-from lightning_rlhf.models.weights import ADAPTER
+from lightning_rlhf.models.adapter import ADAPTER, KEYS
+from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.config import REWARD
+from lightning_rlhf.models.roles import Roles
 
 from .conftest import Lineage
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.kernels.patch import rounding, rounding_of, same_logits
 from lightning_rlhf.models.build_roles import (
+    add_critic,
     add_policy,
     attach_reward,
     check_positions,
@@ -24,21 +25,11 @@ from lightning_rlhf.models.build_roles import (
     refuse_positions,
     start_from,
 )
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.critic_loading import add_critic
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.export import exported
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.roles import (
-    BASE,
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    REWARD,
-    SFT,
-    Roles,
-    trainable_names,
-)
+from lightning_rlhf.models.roles import Roles, trainable_names
 
 from .conftest import build_model
 

@@ -21,11 +21,11 @@ from transformers import (
 
 from lightning_rlhf.models.build_roles import attach_reward, start_from, whole_reward
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import RewardHeads, score_bias, with_padding
 from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.roles import REWARD, Roles
-from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
+from lightning_rlhf.models.roles import Roles
 
 PAD = 0
 LONG, SHORT = [5, 9, 23, 41, 7, 77], [8, 14, 3]
@@ -161,9 +161,7 @@ def test_a_model_without_a_classifier_in_transformers_stays_a_language_model(
     tmp_path: Any, make_model: Any, make_manifest: Any, make_config: Any,
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(
-        "lightning_rlhf.models.sequence_classifier.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {}
-    )
+    monkeypatch.setattr("lightning_rlhf.models.heads.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
     own = Roles(make_model("llama"), "plain")
     own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)

@@ -24,20 +24,19 @@ from transformers import (
 )
 
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.record import Record
+from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.models.config import CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.roles import CRITIC, POLICY, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
-from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.stages.strategy import strategy
+from lightning_rlhf.rollout.score import Critic
+from lightning_rlhf.stages.accelerator import strategy
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "llama", "qwen3_5")

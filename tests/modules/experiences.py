@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, UpdateStats
-from lightning_rlhf.models.roles import POLICY, VALUE
+from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 

@@ -15,17 +15,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.callbacks.compute import iteration_totals, step_totals
-from lightning_rlhf.core.types import Demonstrations, Preferences, Prompts, SampledResponses
+from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
+from lightning_rlhf.models.config import POLICY, REWARD, SFT
 from lightning_rlhf.models.flops import Weights, weights_of
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
-from lightning_rlhf.modules import target_logprobs
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 
 from . import conftest
 from .conftest import within_fit
@@ -243,10 +244,8 @@ def test_a_batch_of_a_supervised_stage_is_counted(
     role: str, finetune: str, counted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # torch does not count the gradient that a frozen output layer computes in its forward pass.
-    plain = partial(target_logprobs.token_logprobs, frozen_head=False)
-    monkeypatch.setattr(
-        target_logprobs, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k)
-    )
+    plain = partial(supervised.token_logprobs, frozen_head=False)
+    monkeypatch.setattr(supervised, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k))
     roles = Roles(language_model("qwen3").requires_grad_(finetune == "full"), "plain")
     if role == REWARD:
         roles.heads[REWARD] = RewardHeads.random(256, 1, torch.Generator().manual_seed(2))

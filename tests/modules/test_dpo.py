@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.core.records import Preferences
+from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 
 from .conftest import (

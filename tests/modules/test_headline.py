@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
 from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import Outputs, prompts, rm_config, rm_roles, sft_config, sft_roles
 from .experiences import Make

@@ -18,15 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightning_rlhf.core.device_memory import available_memory, left_in_group, total_memory
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.memory import available_memory, left_in_group, total_memory
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
-from lightning_rlhf.models.checkpointing import recompute
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY
+from lightning_rlhf.models.loading import recompute
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.preflight.memory_plan import (
     Bytes,

@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import VOCABULARY, fit, prompts

@@ -12,10 +12,11 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.results import IterationSeconds
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience, UpdateStats
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience
-from lightning_rlhf.models.roles import CRITIC, REFERENCE, REWARD
+from lightning_rlhf.core.records import Experience
+from lightning_rlhf.models.config import CRITIC, REFERENCE, REWARD
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_rlhf.models.roles import VALUE
+from lightning_rlhf.models.config import VALUE
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts
 from .experiences import ADAPTER, Make, named, on_policy

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import Experience
-from lightning_rlhf.models.roles import POLICY, REFERENCE
+from lightning_rlhf.core.records import Experience
+from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import close, parameters, prompts, within_fit

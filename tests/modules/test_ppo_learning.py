@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import VOCABULARY, Outputs, fit, prompts, shake

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
+from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule, exceeds
 
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit

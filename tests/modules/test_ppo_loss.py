@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.core.records import Experience, UpdateStats
 
 from .conftest import close, fit, prompts, same_direction
 from .experiences import Make, off_policy, on_policy, updated

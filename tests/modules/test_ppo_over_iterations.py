@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import DecodedResponses, Experience
+from lightning_rlhf.core.records import DecodedResponses, Experience
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Outputs, close, fit, prompts

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.types import Experience, PPOTerms, UpdateStats
+from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import Kernels
 from lightning_rlhf.models import language_model
-from lightning_rlhf.models.roles import VALUE
+from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 

@@ -15,18 +15,15 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.core.types import Prompts, SampledResponses
-from lightning_rlhf.data.collate import (
-    collate_demonstrations,
-    collate_preferences,
-    collate_prompts,
-)
+from lightning_rlhf.core.records import Prompts, SampledResponses
+from lightning_rlhf.data.batches import collate_demonstrations, collate_preferences, collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, SFT, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.preflight import preflight
 from lightning_rlhf.stages.preflight.preflight import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.types import UpdateStats
+from lightning_rlhf.core.records import UpdateStats
 from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward

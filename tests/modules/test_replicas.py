@@ -18,14 +18,14 @@ from lightning.pytorch import Callback
 from torch import Tensor, distributed, nn
 
 from lightning_rlhf.callbacks.checkpoints import trained as batches_of
-from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
+from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
-from lightning_rlhf.core.types import Experience, Rollout
+from lightning_rlhf.core.records import Experience, Rollout
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel import replicas as collectives
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 

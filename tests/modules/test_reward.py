@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.core.records import Preferences
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.reward import RewardModule
 
 from .conftest import (

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.types import Demonstrations
-from lightning_rlhf.models.roles import SFT, Roles
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.core.records import Demonstrations
+from lightning_rlhf.models.config import SFT
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import (
     VOCABULARY,

@@ -16,18 +16,17 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rlhf.callbacks.ppo_metrics import update_metrics, update_rows
+from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
-from lightning_rlhf.core.record import Record
-from lightning_rlhf.core.types import DecodedResponses, Prompts, SampledResponses, Scores
+from lightning_rlhf.core.records import DecodedResponses, Prompts, Record, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.stages.advice import advise
 
 from .conftest import (

@@ -11,12 +11,11 @@ from torch import Tensor
 
 from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.logprobs import token_logprobs
-from lightning_rlhf.core.losses import token_weights
+from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, token_weights
 from lightning_rlhf.core.masking import masked_sum
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms
+from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.core.types import Experience
 
 from .trl_iteration import BATCH, MICROBATCH, PENALTY, RESPONSE_LENGTH, VOCABULARY, Iteration
 

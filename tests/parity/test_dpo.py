@@ -18,10 +18,10 @@ from trl import DPOTrainer
 
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.results import DPOScores
-from lightning_rlhf.data.collate import collate_preferences
+from lightning_rlhf.data.batches import collate_preferences
 from lightning_rlhf.data.lengths import PreferenceTokens
-from lightning_rlhf.models.config import LoRASettings
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY, LoRASettings
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 
 from .conftest import close

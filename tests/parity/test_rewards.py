@@ -8,8 +8,8 @@ from transformers import LlamaForCausalLM
 
 from lightning_rlhf.core.kl import ESTIMATORS, k2, k3
 from lightning_rlhf.core.masking import masked_moments, masked_rescale, masked_whiten
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.core.shaping import NO_SCORES, shape_rewards, shape_score
-from lightning_rlhf.core.types import Prompts
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams

@@ -28,7 +28,7 @@ from transformers import (
     set_seed,
 )
 
-from lightning_rlhf.core.types import Rollout, Scores
+from lightning_rlhf.core.records import Rollout, Scores
 
 VOCABULARY = 11
 PAD = VOCABULARY  # no token the policy could sample

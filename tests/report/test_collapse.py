@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_rlhf.report.collapse import collapsed
+from lightning_rlhf.report.tables import collapsed
 
 # Of a run that went well: 4 nats over 14 tokens.
 WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}

@@ -39,7 +39,7 @@ from lightning_rlhf.report.fitness import (
     ScoredSample,
     measure_probes,
 )
-from lightning_rlhf.rewards.probes import ProbeKind
+from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated
 

@@ -11,13 +11,13 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from matplotlib.image import imread
 
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.errors import counted
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
 from lightning_rlhf.report.fitness import ScoredProbe, ScoredSample, measure_probes
 from lightning_rlhf.report.fitness_page import Written, write_fitness
-from lightning_rlhf.report.markdown import plain, table
+from lightning_rlhf.report.tables import plain, table
 
 from .pairs import measure, pair, simulated
 

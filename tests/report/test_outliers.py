@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 
 from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
 from lightning_rlhf.report.estimates import inner_range, shared_edges
-from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.report.figures import draw_curves, view
 from lightning_rlhf.report.fitness import ScoredSample
 from lightning_rlhf.report.fitness_page import draw_fitness
-from lightning_rlhf.report.outliers import view
 
 from .pairs import measure, pair, scored
 

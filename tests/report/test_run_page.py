@@ -11,7 +11,16 @@ import pytest
 
 from lightning_rlhf.report.conclusion import Evaluated, Verdict
 from lightning_rlhf.report.curves import BLUE, Axis, Line, Panel
-from lightning_rlhf.report.plots import Mark, Plot, Series, draw
+from lightning_rlhf.report.plots import (
+    MOST_POINTS,
+    Mark,
+    Plot,
+    Series,
+    draw,
+    place_text,
+    thinned,
+    tick_text,
+)
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
@@ -24,7 +33,6 @@ from lightning_rlhf.report.run_page import (
     write_page,
 )
 from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.scales import MOST_POINTS, place_text, thinned, tick_text
 
 from .pages import Page, check
 

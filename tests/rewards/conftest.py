@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.types import DecodedResponses, Rollout
+from lightning_rlhf.core.records import DecodedResponses, Rollout
 from lightning_rlhf.rewards.server import RewardServer, Score, listening_socket
 
 Answer = tuple[int, dict[str, str], bytes]

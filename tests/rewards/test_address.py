@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.address import parsed, redacted, token_in
+from lightning_rlhf.rewards.config import parsed, redacted, token_in
 from lightning_rlhf.rewards.http import authorization
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.rewards.function import FunctionReward
-from lightning_rlhf.rewards.functions import length_band
+from lightning_rlhf.rewards.functions import FunctionReward, length_band
 from lightning_rlhf.rewards.weighted import checked
 
 from .conftest import make_replies, messages

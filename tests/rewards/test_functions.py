@@ -10,8 +10,8 @@ import pytest
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.io.user_code import load_function
 from lightning_rlhf.rewards import functions
-from lightning_rlhf.rewards.function import FunctionReward
 from lightning_rlhf.rewards.functions import (
+    FunctionReward,
     exact_match,
     json_validity,
     length_band,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.rewards.learned import LearnedReward
 
 from .three import decoded

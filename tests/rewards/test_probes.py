@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.rewards.probes import FLATTERY, PROBES, REFUSAL, Probe, make_probes
+from lightning_rlhf.rewards.format_check import FLATTERY, PROBES, REFUSAL, Probe, make_probes
 
 ROW = {
     "prompt": "User: hello\n\nAssistant: hi\n\nUser: what is\na cat?",

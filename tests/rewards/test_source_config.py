@@ -10,12 +10,7 @@ import yaml
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.rewards.config import (
-    ComponentConfig,
-    FunctionConfig,
-    HTTPConfig,
-    ModelConfig,
-)
+from lightning_rlhf.rewards.config import ComponentConfig, FunctionConfig, HTTPConfig, ModelConfig
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
 GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.rewards.learned import Features, TextModel, TextReward
 
 from .conftest import make_replies

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.core.shaping import Term
 from lightning_rlhf.rewards.weighted import Reward
 
 from .three import decoded

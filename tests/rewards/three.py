@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.records import DecodedResponses
 
 from .conftest import make_replies
 

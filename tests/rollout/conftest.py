@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from lightning_rlhf.core.types import Prompts, SampledResponses
-from lightning_rlhf.models.config import LoRASettings
+from lightning_rlhf.core.records import Prompts, SampledResponses
+from lightning_rlhf.models.config import POLICY, VALUE, LoRASettings
 from lightning_rlhf.models.heads import ScalarHead
-from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.types import Prompts
-from lightning_rlhf.models.roles import POLICY, Roles
-from lightning_rlhf.rollout.annotate import annotate
-from lightning_rlhf.rollout.decoded import as_responses, decode_responses
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts
+from lightning_rlhf.models.config import POLICY
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.score import annotate
 
 from .conftest import sample
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_rlhf.rollout import cache
-from lightning_rlhf.rollout.cache import RoomyLayer
+from lightning_rlhf.rollout import decode_state
+from lightning_rlhf.rollout.decode_state import RoomyLayer
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from lightning_rlhf.rollout.cache import RoomyLayer
 def test_it_holds_all_tokens_of_the_rows_that_are_left(
     gap: int, moves: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cache, "GAP", gap)
+    monkeypatch.setattr(decode_state, "GAP", gap)
     layer, left = RoomyLayer(12), torch.tensor([2, 0])
     tokens = torch.randn(2, 3, 2, 12, 4)  # keys and values, B, heads, S, size
     places = set()

@@ -7,16 +7,21 @@ import statistics
 import pytest
 import torch
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts, SampledResponses
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
-from lightning_rlhf.rollout.annotate import annotate
-from lightning_rlhf.rollout.calibrate import reward_moments, sample_reference, sample_rewards
-from lightning_rlhf.rollout.dealt import deal
+from lightning_rlhf.rollout.build_sampler import (
+    deal,
+    reward_moments,
+    sample_reference,
+    sample_rewards,
+)
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.score import annotate
 
 PARAMS = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=[1])
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.rollout import build_sampler as building
 from lightning_rlhf.rollout.build_sampler import build_sampler
-from lightning_rlhf.rollout.checked_sampler import CheckedSampler
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import CheckedSampler, SamplingParams
 
 NAME = "server.py:Server"
 PROMPTS = Prompts(

@@ -7,9 +7,9 @@ from itertools import chain
 import pytest
 import torch
 
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.rollout.dealt import count_mine, deal
+from lightning_rlhf.rollout.build_sampler import count_mine, deal
 
 
 def batch(rows: int) -> Prompts:

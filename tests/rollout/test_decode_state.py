@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lightning_rlhf.core.types import Prompts
+from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.rollout.decode_state import DecodeState
 
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from transformers import StoppingCriteria
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.types import Prompts, Rollout
-from lightning_rlhf.models.roles import POLICY, VALUE, Roles
-from lightning_rlhf.rollout.annotate import annotate
-from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.models.config import POLICY, VALUE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.hf import HFSampler, _Finite
 from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.score import Critic, annotate
 
 END = (1, 2, 3, 4, 5, 6)
 

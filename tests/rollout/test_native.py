@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import TrainingError
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels import products
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import DecodeStep
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models.roles import POLICY, REFERENCE, VALUE, Roles
+from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout import native
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler, position_ids

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.rollout.sample import sample
+from lightning_rlhf.rollout.native import sample
 
 LARGEST = 1 - 2**-24
 """torch.rand's largest number in fp32."""

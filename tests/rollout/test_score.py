@@ -5,18 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.shaping import Term
-from lightning_rlhf.core.types import DecodedResponses, Prompts, Rollout
+from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.score import (
-    padding_share,
-    response_hidden,
-    response_logprobs,
-    score,
-)
+from lightning_rlhf.rollout.score import padding_share, response_hidden, response_logprobs, score
 
 from .conftest import sample
 

@@ -10,9 +10,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.models.roles import POLICY, VALUE, Roles
+from lightning_rlhf.models.config import POLICY, VALUE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
 from .conftest import sample

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.stages.folder.ending import Ending, write_ending
+from lightning_rlhf.stages.folder.changes import Ending, write_ending
 from lightning_rlhf.stages.measured import (
     Measured,
     StageResult,

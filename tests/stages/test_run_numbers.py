@@ -12,10 +12,15 @@ import pytest
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.report.conclusion import Evaluated
 from lightning_rlhf.stages import sft
+from lightning_rlhf.stages.measured import RunFiles
 from lightning_rlhf.stages.rank import STAGE
-from lightning_rlhf.stages.run_files import RunFiles
-from lightning_rlhf.stages.run_numbers import amount, results, single_numbers
-from lightning_rlhf.stages.run_report import leave_report, reward_verdicts
+from lightning_rlhf.stages.run_report import (
+    amount,
+    leave_report,
+    results,
+    reward_verdicts,
+    single_numbers,
+)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.types import counted
+from lightning_rlhf.core.records import counted
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.decode_state import ASKED
 

@@ -9,11 +9,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout.cache import GROWTH, roomy_cache
 from lightning_rlhf.rollout.collector import Collector
-from lightning_rlhf.rollout.critic import Critic
+from lightning_rlhf.rollout.decode_state import GROWTH, roomy_cache
+from lightning_rlhf.rollout.score import Critic
 
 from ..modules.conftest import language_model, prompts
 from .conftest import Make, on_device

@@ -12,13 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.decoding import DecodeStep, can_decode
 from lightning_rlhf.kernels.layers import OneDNNLinear, library_class, own_class
-from lightning_rlhf.kernels.merging import merged_adapters
-from lightning_rlhf.models.copies import copied_bytes, copies_fit, linear_layers
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY
+from lightning_rlhf.models.language_model import copied_bytes, copies_fit, linear_layers
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import TRAINING
-from lightning_rlhf.rollout.cache import roomy_cache
+from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.stages.accelerator import LINEAR_ATTENTION, linear_attention_line
 
 from ..modules.conftest import LORA, language_model, prompts
@@ -32,7 +33,9 @@ def test_no_copy_of_the_weights_where_it_strains_the_memory(
     """The same responses, by the layers with the adapters beside, and a peak without copies."""
     peaks, found = {}, {}
     for free in (1e9, 1e4):
-        monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _, f=free: f)
+        monkeypatch.setattr(
+            "lightning_rlhf.models.language_model.available_memory", lambda _, f=free: f
+        )
         module = make_ppo()
         module.roles._kernel_choice = "fast"
         module.to(NAME)
@@ -69,7 +72,9 @@ def test_a_copy_in_16_bits_has_room_where_those_in_fp32_do_not(
     head = roles.causal_lm.get_output_embeddings().weight.numel()
     roles.to(NAME)
     assert copied_bytes(roles.causal_lm) == 2 * 4 * numbers
-    monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _: 3 * 4 * numbers)
+    monkeypatch.setattr(
+        "lightning_rlhf.models.language_model.available_memory", lambda _: 3 * 4 * numbers
+    )
     with torch.autocast(NAME, torch.bfloat16):
         assert copied_bytes(roles.causal_lm) == 2 * (numbers + head)
         assert copies_fit(roles.causal_lm)
@@ -78,7 +83,7 @@ def test_a_copy_in_16_bits_has_room_where_those_in_fp32_do_not(
 
 
 def test_the_cpu_copies_whatever_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightning_rlhf.models.copies.available_memory", lambda _: 0)
+    monkeypatch.setattr("lightning_rlhf.models.language_model.available_memory", lambda _: 0)
     assert Roles(language_model("qwen3")).copies_weights
 
 

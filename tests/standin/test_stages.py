@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.record import Record
-from lightning_rlhf.models.roles import POLICY, SFT, Roles
+from lightning_rlhf.core.records import Record
+from lightning_rlhf.models.config import POLICY, SFT
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import EVALUATION
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.sft import SFTModule
+from lightning_rlhf.modules.supervised import SFTModule
 
 from ..modules.conftest import (
     LORA,

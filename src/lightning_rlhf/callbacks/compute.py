@@ -1,4 +1,4 @@
-"""Totals of what a run has computed, over all resumes."""
+"""Totals of what a run has computed, over all resumes; metric files that follow its checkpoints."""
 
 from __future__ import annotations
 
@@ -8,18 +8,36 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_rlhf.callbacks.contract import position
-from lightning_rlhf.callbacks.metric_rows import Rows
-from lightning_rlhf.callbacks.terminal import print_line
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.core.config import DPOConfig
+from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import IterationResult
-from lightning_rlhf.core.types import Preferences
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.flops import weights_of
-from lightning_rlhf.models.roles import POLICY, REFERENCE, REWARD
 from lightning_rlhf.rollout.native import NativeSampler
+
+
+class Rows(Callback):
+    """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
+    before a checkpoint is written. For a module that logs its metrics with `self.log`."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.rewind(position(trainer, pl_module))
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.flush()
+
 
 PETA = 1e15
 PREFIX = "compute/"

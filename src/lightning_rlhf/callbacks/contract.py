@@ -1,14 +1,21 @@
-"""Protocols of the module attributes that callbacks read, and the x-axis of metrics."""
+"""What callbacks read of a module, and checks of the metrics and weights that they are given."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
+import lightning as L
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
 
-from lightning_rlhf.core.shaping import ScoreMoments, Term
-from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.config import Stage, Term
+from lightning_rlhf.core.errors import ConfigError, DivergedError
+from lightning_rlhf.core.records import Experience
+from lightning_rlhf.core.shaping import ScoreMoments
+from lightning_rlhf.rewards.format_check import JUDGE
 
 
 class Chat(Protocol):
@@ -66,3 +73,70 @@ def position(trainer: Trainer, pl_module: LightningModule) -> int:
 def is_evaluation(trainer: Trainer) -> bool:
     """Return False in a sanity check over a part of the validation set, else True."""
     return not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
+
+
+def require_finite_metrics(
+    stage: Stage, step: int, made: int, metrics: Mapping[str, float]
+) -> None:
+    """Raise DivergedError unless the metrics of the evaluation after `step` are finite.
+
+    made: number of optimizer steps so far. Numbers of a judge are not checked.
+    """
+    found = [
+        f"{name} is {value:g}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(value)
+    ]
+    if found:
+        raise DivergedError(
+            f"{stage} has diverged: after step {step}, {' and '.join(found)}. {advice(stage, made)}"
+        )
+
+
+def require_finite_weights(
+    stage: Stage, step: int, made: int, weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise DivergedError unless every tensor of `weights`, with their names, is finite."""
+    weights = list(weights)
+    found = [name for name, tensor in weights if not tensor.isfinite().all()]
+    if found:
+        raise DivergedError(
+            f"{stage} has diverged: after step {step}, {len(found)} of {len(weights)} trained "
+            f"parameters are NaN or infinite (the first: {found[0]}). {advice(stage, made)}"
+        )
+
+
+def advice(stage: str, made: int) -> str:
+    """Return what to do about numbers that are not finite after `made` optimizer steps."""
+    if made == 0:
+        reward = ", or a reward of enormous size" * (stage == "ppo")
+        return (
+            "No update was made before them, so that no learning rate did this: it is the model "
+            f"that the run starts from, or its data{reward}"
+        )
+    reward = ", and so does a reward of enormous size" * (stage == "ppo")
+    beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
+    return (
+        f"A learning rate that is too large does this{reward}. Start over (overwrite=true or "
+        f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
+    )
+
+
+def require_logged(what: str, name: str, logged: Collection[str]) -> None:
+    """Raise ConfigError unless the metric is among those that were logged.
+
+    what: description of the setting that names the metric.
+    """
+    if name not in logged:
+        allowed = ", ".join(sorted(logged)) or "none, as no metric was logged"
+        raise ConfigError(f"{what} is {name!r}, which was not logged; allowed: {allowed}")
+
+
+class CheckMonitors(Callback):
+    """Callback that checks the metric of every EarlyStopping. Place it before them."""
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for callback in trainer.early_stopping_callbacks:
+            if callback is not None and callback.strict:
+                what = f"the metric that {type(callback).__name__} monitors"
+                require_logged(what, callback.monitor, trainer.callback_metrics)

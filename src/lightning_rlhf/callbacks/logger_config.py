@@ -20,7 +20,7 @@ from lightning_rlhf.core.validation import (
     check_value,
     described,
 )
-from lightning_rlhf.io.reading import read_text
+from lightning_rlhf.io.storage import read_text
 
 Kind = Literal["csv", "tensorboard", "wandb"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]

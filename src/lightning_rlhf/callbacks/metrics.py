@@ -1,4 +1,4 @@
-"""Callbacks that turn what a step returns into logged metrics."""
+"""Callbacks that turn what a step returns into logged metrics, in every process of a run."""
 
 from __future__ import annotations
 
@@ -7,40 +7,34 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.compute import (
-    CountedRows,
-    iteration_totals,
-    peak_memory,
-    step_totals,
-)
+from lightning_rlhf.callbacks.compute import CountedRows, iteration_totals, peak_memory, step_totals
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
 from lightning_rlhf.callbacks.names import check_names
-from lightning_rlhf.callbacks.ppo_metrics import (
+from lightning_rlhf.callbacks.step_metrics import (
+    Phase,
+    dpo_metrics,
+    dpo_sums,
     groups_alike,
     repetition_metrics,
     response_sums,
+    reward_metrics,
+    reward_sums,
     rollout_metrics,
+    sft_eval_sums,
+    sft_metrics,
+    sft_train_sums,
     time_metrics,
     update_metrics,
     update_rows,
 )
-from lightning_rlhf.callbacks.supervised_metrics import (
-    Phase,
-    dpo_metrics,
-    dpo_sums,
-    reward_metrics,
-    reward_sums,
-    sft_eval_sums,
-    sft_metrics,
-    sft_train_sums,
-)
 from lightning_rlhf.core.results import RESULT, DPOStep, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
-from lightning_rlhf.rewards.prefixes import PART
+from lightning_rlhf.parallel.replicas import Replicas
+from lightning_rlhf.rewards.format_check import PART
 
 
 def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
@@ -254,3 +248,39 @@ def _totals(sums: Sequence[Tensor]) -> list[float]:
     """Return column sums over batches. Those of a checkpoint come from the CPU."""
     total: list[float] = torch.stack([row.to(sums[-1].device) for row in sums]).sum(dim=0).tolist()
     return total
+
+
+class SharedMetrics(Callback):
+    """Gives every process the `trainer.callback_metrics` of the first, so that rules agree in all.
+
+    Place it after the callbacks that log metrics, which the first process alone has.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        ppo_view(pl_module).logs_headline = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
+        batch_idx: int,
+    ) -> None:  # fmt: skip
+        self.share(trainer)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if is_evaluation(trainer):
+            self.share(trainer)
+
+    def share(self, trainer: Trainer) -> None:
+        """Take the metrics of the first process for those of this one, unless this is it.
+
+        `LightningModule.log` would take longer for all of them than a step of a small model.
+        """
+        found = self.replicas.first(
+            lambda: {name: float(value) for name, value in trainer.callback_metrics.items()}
+        )
+        if not self.replicas.is_first:
+            trainer.callback_metrics.update(
+                {name: torch.tensor(value) for name, value in found.items()}
+            )

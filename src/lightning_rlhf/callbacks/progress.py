@@ -17,8 +17,7 @@ from rich.progress import Progress as RichProgress
 from rich.text import Text
 
 from lightning_rlhf.callbacks.contract import is_evaluation, position
-from lightning_rlhf.callbacks.pace import Pace, clock_text, left_text
-from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.io.console import Pace, Working, clock_text, left_text
 
 LINES = 10
 """Number of plain lines with metrics per run, besides the first one. Lines without metrics are

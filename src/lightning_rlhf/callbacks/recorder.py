@@ -13,12 +13,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lightning_rlhf.callbacks.contract import ppo_view
-from lightning_rlhf.callbacks.terminal import print_line
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.types import Experience
+from lightning_rlhf.core.records import Experience
+from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import (
@@ -28,6 +27,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     write_table,
 )
+from lightning_rlhf.io.console import print_line
 
 BY_ROW = ("old_logprobs", "ref_logprobs", "old_values", "component_scores")
 """Fields of Experience in which a row does not depend on the others."""

@@ -18,11 +18,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, counted, require
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.storage import Kind, written_whole
-from lightning_rlhf.io.visible import visible
 
 if TYPE_CHECKING:
     from lightning_rlhf.stages.chat import Conversation, Reply
@@ -61,8 +60,8 @@ def opened(given: argparse.Namespace) -> Conversation:
     ):
         check_value(key, value, kind)
     from lightning_rlhf.cli.export import refuse_code
+    from lightning_rlhf.models.adapter import check_weights
     from lightning_rlhf.models.checkpoint import find
-    from lightning_rlhf.models.weights import check_weights
     from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
     finals = [find(source, "FINAL") for source in given.finals]
@@ -80,10 +79,10 @@ def opened(given: argparse.Namespace) -> Conversation:
 
     import torch
 
-    from lightning_rlhf.callbacks.working import Working
+    from lightning_rlhf.io.console import Working
     from lightning_rlhf.stages.chat import Conversation, load_speaker
     from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.reward.text_rewards import text_scorer
+    from lightning_rlhf.stages.reward.build_rewards import text_scorer
 
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

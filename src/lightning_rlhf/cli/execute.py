@@ -1,13 +1,18 @@
-"""A job that Hydra has composed: run its stage or its recipe, and say how to go on after a stop."""
+"""A job that Hydra has composed: its processes, its stage or recipe, and how to go on."""
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
+import signal
+import sys
+import uuid
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -15,28 +20,30 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
-from lightning_rlhf.callbacks.terminal import print_line
+from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.messages import composition_error, program_name
 from lightning_rlhf.cli.overrides import (
     check_stage,
+    key_of,
     parse_overrides,
     refuse_absent_callbacks,
     refuse_other_stages,
     refuse_processes,
     stage_of,
+    without_secrets,
 )
-from lightning_rlhf.cli.processes import run_processes
 from lightning_rlhf.cli.recipe import (
     own_configs,
+    quoted,
     read_recipe,
     recipe_folder,
     run_program,
     run_recipe,
 )
-from lightning_rlhf.cli.secrecy import without_secrets
-from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages import paths
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.parallel.world import IN_LAUNCHER, world
+from lightning_rlhf.stages import console
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
     FINAL,
@@ -50,6 +57,142 @@ from lightning_rlhf.stages.registry import STAGES, stage_names
 from lightning_rlhf.stages.settings import folder_names, plain, read_settings
 from lightning_rlhf.stages.stage import AUTO, Settings
 from lightning_rlhf.stages.start import check_run, complete, plan_run, run_stage
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+
+DECIDED = ("job", "resume", "overwrite")
+"""Keys whose values were decided in this process."""
+HERE = "127.0.0.1"
+"""Address at which the processes meet: the look-up of a name, such as localhost, may fail."""
+MEET_S = 30
+"""Seconds after which an attempt to meet has failed; the launcher makes two."""
+SHUTDOWN_S = 3600
+"""Seconds after a signal in which the processes finish their step and write a checkpoint."""
+
+
+def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
+    """Run the stage in `trainer.devices` processes on this machine, and wait for them.
+
+    overrides: overrides of the job.
+
+    Raises: Stopped where a signal ended it, RLHFError where a process was killed, PrintedError
+        where one failed with a message, and SystemExit where one failed otherwise.
+    """
+    if settings.trainer.num_nodes > 1:
+        raise ConfigError(
+            f"trainer.num_nodes is {settings.trainer.num_nodes}, but this command starts processes "
+            "on this machine alone; allowed: on each machine torchrun "
+            f"--nnodes={settings.trainer.num_nodes} --nproc-per-node={settings.trainer.devices} "
+            "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_rlhf "
+            f"{shlex.join([*own_configs(), *overrides])}, or srun (docs/scaling.md)"
+        )
+    from lightning_rlhf.stages.accelerator import check_devices  # which imports torch
+
+    check_devices(settings)
+    words = [word for word in overrides if key_of(word) not in DECIDED]
+    words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
+    words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
+    trains, folder = settings.definition.trains, folder_of(settings)
+    failures = launch(
+        settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
+        SAID if trains else "",
+    )  # fmt: skip
+    statuses = {rank: failure.exitcode for rank, failure in failures.items()}
+    if (killed := killed_process(statuses)) is not None:
+        rank, number = killed
+        goes_on = (
+            f"resume=auto goes on in {folder}" if trains else "the same command starts it over"
+        )
+        raise RLHFError(
+            f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
+            f"others with it; {goes_on}"
+        )
+    for failure in failures.values():
+        if "timestamp" in failure.error_file_data:  # which `print_error` has left
+            raise PrintedError(failure.message)
+    if failures:
+        sys.exit(max(statuses.values()))
+    assert (folder / FINAL).is_dir()
+
+
+def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
+    """Return rank and signal of the process that a signal ended; None where none was.
+
+    The launcher sends SIGTERM to those that are left when another one has ended: it counts only if
+    no process ended in another way.
+
+    failures: rank -> exit status, or below 0 a signal's number.
+    """
+    killed = [(rank, -status) for rank, status in sorted(failures.items()) if status < 0]
+    others = [one for one in killed if one[1] != signal.SIGTERM]
+    if not others and len(killed) < len(failures):
+        return None
+    return next(iter(others or killed), None)
+
+
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
+    """Run `python command` in several processes; return rank -> failure of those that failed.
+
+    An exit status below 0 is a signal's number.
+    said: message to print at the first signal, with a place for its name.
+
+    Raises: Stopped where a signal came to this process, after the processes have ended, and
+        RLHFError where they do not meet.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    stop = Stop(said)
+
+    def receive(signum: int, frame: FrameType | None) -> None:
+        is_second = stop.signal is not None
+        stop.receive(signum, frame)  # a second one ends this process, and the others with it
+        if not is_second:
+            raise SignalException(f"received signal {signum}", signal.Signals(signum))
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint=f"{HERE}:0",
+        rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
+        local_addr=HERE,
+        max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S,
+        signals_to_handle="SIGHUP,SIGQUIT",
+    )
+    heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+    logging.disable(logging.CRITICAL)  # the launcher's own report of a failed process
+    before = dict(os.environ)
+    handlers = {number: signal.signal(number, receive) for number in heard}
+    os.environ |= {IN_LAUNCHER: str(os.getpid()), IN_RECIPE: "processes"}
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as error:
+        return dict(error.failures)
+    except (RendezvousError, DistError) as error:
+        reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        raise RLHFError(
+            f"the processes of the run do not meet at {HERE} ({first_line(reason)}); allowed: "
+            "a machine on which a program can connect to that address, or trainer.devices=1"
+        ) from error
+    except SignalException as error:
+        raise Stopped(error.sigval) from error
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(before)
+        logging.disable(logging.NOTSET)
+    return {}
+
 
 NEXT = {"sft": "rm", "rm": "ppo", "ppo": "eval_policy"}
 """Stage -> the one that follows it."""
@@ -115,7 +258,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
         refuse_processes("a recipe")
         folder_names(plain(cfg))
-        folder = recipe_folder(cfg.recipe, paths.RECIPES)
+        folder = recipe_folder(cfg.recipe, console.RECIPES)
         recipe = read_recipe(folder)
         try:
             if recipe.program is None:

@@ -12,9 +12,8 @@ from typing import Any, get_args
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
-from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.io.user_code import code_of_command
-from lightning_rlhf.models.weights import attention_of_the_hub
+from lightning_rlhf.io.user_code import code_of_command, nearest_path
+from lightning_rlhf.models.adapter import attention_of_the_hub
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
 from lightning_rlhf.stages.registry import stage_names
@@ -64,9 +63,9 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
 
     # The slow imports come after the checks of names and folders.
     from lightning_rlhf.stages.accelerator import check_accelerator
-    from lightning_rlhf.stages.chosen import export_of
     from lightning_rlhf.stages.console import quiet_libraries
     from lightning_rlhf.stages.run import computing
+    from lightning_rlhf.stages.select import export_of
 
     quiet_libraries()
     check_accelerator(settings)
@@ -149,8 +148,8 @@ def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: boo
         ConfigError: the folder holds no model of a stage, or `out` exists.
         CheckpointError: it is damaged, or its base weights are others now.
     """
+    from lightning_rlhf.models.adapter import check_weights, is_folder
     from lightning_rlhf.models.checkpoint import find
-    from lightning_rlhf.models.weights import check_weights, is_folder
 
     final = find(source, "FINAL")
     check_weights(final.adapter)

@@ -34,8 +34,6 @@ from lightning_rlhf.cli.overrides import (
     completed_stages,
     options_last,
     parse_arguments,
-)
-from lightning_rlhf.cli.secrecy import (
     refuse_secrets,
     secrets_of,
     without_address,
@@ -44,11 +42,11 @@ from lightning_rlhf.cli.secrecy import (
 )
 from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
+from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
-from lightning_rlhf.io.visible import visible
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
-from lightning_rlhf.stages import paths
+from lightning_rlhf.stages import console
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
 
@@ -143,7 +141,7 @@ def register_resolvers() -> None:
 
     OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)
     OmegaConf.register_new_resolver("program", program_name, replace=True)
-    OmegaConf.register_new_resolver("recipes", lambda p: str(paths.RECIPES / p), replace=True)
+    OmegaConf.register_new_resolver("recipes", lambda p: str(console.RECIPES / p), replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
@@ -155,7 +153,7 @@ def resolved(cfg: DictConfig) -> Any:
         return None
 
 
-@hydra.main(version_base="1.3", config_path=str(paths.CONF), config_name="config")
+@hydra.main(version_base="1.3", config_path=str(console.CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
     # Imported here: a configuration that is not composed is refused at once.

@@ -15,10 +15,18 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
 
-from lightning_rlhf.cli.overrides import COMMANDS, GROUPS, TRIAL, WITHOUT_RUN, parse_overrides
-from lightning_rlhf.cli.secrecy import address_at, without_address, without_secrets
+from lightning_rlhf.cli.overrides import (
+    COMMANDS,
+    GROUPS,
+    TRIAL,
+    WITHOUT_RUN,
+    address_at,
+    parse_overrides,
+    without_address,
+    without_secrets,
+)
 from lightning_rlhf.core.errors import unknown_key
-from lightning_rlhf.io.visible import visible
+from lightning_rlhf.io.console import visible
 
 OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "

@@ -21,23 +21,14 @@ from rich import get_console
 from rich.table import Table
 from yaml import YAMLError
 
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import (
-    check_stage,
-    key_of,
-    parse_overrides,
-    search_path,
-    stage_of,
-)
+from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, search_path, stage_of
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
-from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.manifest import MANIFEST
-from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.io.console import Working, print_line
+from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
 from lightning_rlhf.report.tables import before_after_table, side_by_side
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import differing_keys
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
@@ -156,8 +147,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     with held(first, folder):
         ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
+    from lightning_rlhf.stages.compare import write_promises, write_report, write_steps
     from lightning_rlhf.stages.measured import StageResult
-    from lightning_rlhf.stages.reports import write_promises, write_report, write_steps
 
     metrics = summarise(stages, ran)
     if cfg.job is None:

@@ -15,13 +15,12 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.validation import PositiveInt, check_value
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.io.nearest_path import nearest_path
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""

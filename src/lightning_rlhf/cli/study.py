@@ -28,17 +28,15 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.checkpoints import trained
 from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.callbacks.goal import require_metrics
-from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides
-from lightning_rlhf.cli.secrecy import without_secrets
+from lightning_rlhf.callbacks.names import METRICS, require_metrics
+from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import NEUTRAL, ODD, JobResult, folder_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
-from lightning_rlhf.io.lock import locked
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.storage import locked
 from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import FINAL

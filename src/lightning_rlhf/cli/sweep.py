@@ -23,17 +23,17 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.goal import signed
+from lightning_rlhf.callbacks.names import signed
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of
+from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of, without_secrets
 from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder, split_step
-from lightning_rlhf.cli.secrecy import without_secrets
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.stages import paths, ppo
-from lightning_rlhf.stages.console import print_error, print_line
+from lightning_rlhf.stages import console, ppo
+from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import (
     CONFIG,
@@ -182,7 +182,7 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
-            steps = read_recipe(recipe_folder(recipe, paths.RECIPES)).stages
+            steps = read_recipe(recipe_folder(recipe, console.RECIPES)).stages
             stage, inner = split_step(steps[-1]) if steps else (stage, None)
     job = "/".join(str(part) for part in (cfg.job, inner) if part is not None) or None
     return stage, run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)

@@ -14,8 +14,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rlhf.core.record import Record
-from lightning_rlhf.core.types import DecodedResponses, Experience, Rollout, Scores, UpdateStats
+from lightning_rlhf.core.records import (
+    DecodedResponses,
+    Experience,
+    Record,
+    Rollout,
+    Scores,
+    UpdateStats,
+)
 
 RESULT = "result"
 """Key of the record that a training step returns."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
-from lightning_rlhf.core.types import Experience, Scores
+from lightning_rlhf.core.records import Experience, Scores
 
 
 @dataclass(frozen=True)

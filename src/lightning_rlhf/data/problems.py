@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from lightning_rlhf.core.wording import percent
+from lightning_rlhf.core.errors import percent
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, prompt_text
 

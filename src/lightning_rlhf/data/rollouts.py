@@ -17,7 +17,7 @@ from lightning_rlhf.io.storage import make_folder, written_whole
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lightning_rlhf.core.types import Experience
+    from lightning_rlhf.core.records import Experience
 
 FOLDER, LAST_BATCH = "rollouts", "last_batch.parquet"
 """Names in a run folder: of recorded iterations, and of the batch at which SFT, RM or DPO ended."""

@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from pyarrow import ArrowException, RecordBatch, parquet
 
-from lightning_rlhf.core.errors import DataError, HubError, first_line
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.errors import DataError, HubError, counted, first_line
 from lightning_rlhf.data.rows import BadRow, Row
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")

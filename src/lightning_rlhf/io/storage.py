@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders: completely or not at all."""
+"""Atomic writing of files and folders, the lock of a folder, and readers of its files."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypeGuard
 
-from lightning_rlhf.core.errors import StorageError
+from filelock import FileLock
+
+from lightning_rlhf.core.errors import CheckpointError, StorageError
+from lightning_rlhf.core.validation import LARGEST
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, an exhausted quota and an exceeded limit of a file's size."""
@@ -235,3 +238,63 @@ def readable(size: int) -> str:
     if size < 1e6:
         return f"{size / 1e3:.1f} kB"
     return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold the lock `file` inside; the system frees it when this process ends.
+
+    Only a killed process leaves the file behind, unlocked.
+    Raises filelock.Timeout at once where another process holds it.
+    """
+    lock = FileLock(file, timeout=0)
+    lock.acquire()
+    try:
+        yield
+    finally:
+        # Removed before the release, by the holder alone: another process finds it gone.
+        file.unlink(missing_ok=True)
+        lock.release()
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file with its line ends unchanged.
+
+    Raises CheckpointError where it cannot be read or is not UTF-8.
+    """
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is damaged: byte {error.start + 1} is no UTF-8") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each line of a JSONL file and the object in it.
+
+    A last line without a line end is ignored: the process that wrote it was interrupted.
+    Raises CheckpointError, with the line number, where a complete line is no JSON object.
+    """
+    for number, line in enumerate(read_text(path).split("\n")[:-1], start=1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise damaged_line(path, number, str(error)) from error
+        if not isinstance(found, dict):
+            raise damaged_line(path, number, f"it holds no object, but a {type(found).__name__}")
+        yield line, found
+
+
+def is_number(found: object) -> TypeGuard[int | float]:
+    """Return whether a value of JSON is a number exact as a float, or NaN or infinite."""
+    if isinstance(found, int) and not isinstance(found, bool):
+        return abs(found) <= LARGEST
+    return isinstance(found, float)
+
+
+def damaged_line(path: Path, number: int, reason: str) -> CheckpointError:
+    """Return the error about line `number`, counted from 1."""
+    return CheckpointError(
+        f"{path}, line {number}, is damaged: {reason}. Delete that line, or mend it"
+    )

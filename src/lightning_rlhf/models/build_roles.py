@@ -1,29 +1,110 @@
-"""Loading of earlier stages' checkpoints as roles on one base, each checked by its fingerprint."""
+"""Loading of earlier stages' checkpoints as roles on one base, and of the critic.
+
+Each checkpoint is checked by its fingerprint: stored logits on a probe input, which identify its
+model and its parent model.
+"""
 
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import torch
+from peft import PeftModel
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.device_memory import total_memory
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.memory import total_memory
+from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.kernels.patch import rounding, same_logits
+from lightning_rlhf.models.adapter import check_for_model, check_weights
 from lightning_rlhf.models.checkpoint import Final, find, load_head
-from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.fingerprint import check_fingerprint, has_fingerprint
-from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.roles import (
+from lightning_rlhf.models.config import (
     BASE,
+    CRITIC,
     POLICY,
     REFERENCE,
     REWARD,
     SFT,
-    Roles,
+    VALUE,
+    ModelConfig,
 )
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.loading import load_causal_lm, naming
+from lightning_rlhf.models.quantization import quantization_of
+from lightning_rlhf.models.roles import Roles
+
+FINGERPRINT = "fingerprint.safetensors"
+REROUNDED = {"int8": 0.1, "nf4": 3e-2}
+"""Kind of rounding -> largest relative difference of the logits between two computations with it.
+
+On one machine there is none. Another device may round a weight that lies between two codes to the
+other one; checkpoints of int8 of earlier versions were computed with rounded activations.
+"""
+
+
+def fingerprint(final: Final, of: str) -> torch.Tensor | None:
+    """Return the stored probe logits of the model ("self") or of its parent model ("below").
+
+    The parent is the model that it was trained from, to which an adapter is applied. None where
+    the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
+    """
+    file = final.own_file(FINGERPRINT)
+    if not file.is_file():
+        return None
+    try:
+        found = load_file(file)[of]
+    except (SafetensorError, OSError, KeyError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not found.is_floating_point():
+        raise CheckpointError(f"{file} cannot be read: {of} is of {found.dtype}, no logits")
+    return found
+
+
+def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
+    """Return True if `role` gives the logits stored in `final`, or `final` has no fingerprint."""
+    expected = fingerprint(final, of)
+    if expected is None:
+        return True
+    found = roles.probe(role)
+    return found.shape == expected.shape and same_logits(found, expected, tolerance(roles, final))
+
+
+def tolerance(roles: Roles, final: Final) -> float:
+    """Return the largest relative difference between a model's logits and its fingerprint.
+
+    A quantised model may be used with a checkpoint of full precision, or of another kind of
+    rounding; a different model deviates by more than that.
+    """
+    here, there = quantization_of(roles.causal_lm), trained_on(final)
+    if here == "none":
+        return rounding(roles.causal_lm)
+    dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
+    alike = (here, dtype) == there
+    return max(rounding(roles.causal_lm), REROUNDED[here]) if alike else 0.5
+
+
+def trained_on(final: Final) -> tuple[str, str]:
+    """Return quantization and data type of the base of an adapter; whole weights have no base."""
+    config = final.manifest.config if final.manifest and final.is_adapter else {}
+    model = config.get("model") or {}
+    return model.get("quantization", "none"), model.get("dtype", "")
+
+
+def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
+    """Raise CheckpointError if `role` gives other logits than those stored in `final`."""
+    if not has_fingerprint(roles, role, final, of):
+        here, (there, _) = quantization_of(roles.causal_lm), trained_on(final)
+        why = f" with model.quantization={there}, which is {here} here" if here != there else ""
+        raise CheckpointError(
+            f"{final.path} does not fit: the {role} model here gives other logits than "
+            f"{'it gave' if of == 'self' else 'the model that it was trained on gave'}{why}. Train "
+            "it again from this model, or point to the checkpoint that belongs to it"
+        )
+
 
 SAMPLING_BYTES = 25
 """Bytes per sampled response position: token 8, mask 1, log-probability 4, value 4, and 4 for each
@@ -240,3 +321,90 @@ def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
                 f"the {role} does not start as the SFT model: its logits changed when the "
                 "policy's adapter was added. This is a fault of the adapter library's version"
             )
+
+
+def add_critic(
+    roles: Roles,
+    config: ModelConfig,
+    kind: CriticKind,
+    *,
+    sft: Final | None,
+    reward: Final | None,
+    scale: tuple[float, float],
+    seed: int,
+) -> tuple[Roles, str]:
+    """Add a value head on the policy's trunk, on an adapter of its own, or on a model of its own.
+
+    reward: the reward model that the critic is initialised from; None starts every value at 0.
+    scale: mean and standard deviation by which the reward model's output is standardised.
+
+    Returns: the roles, and the name of the role in them, whose hidden states the head reads.
+
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model, or
+    where the critic is a model and the weights are quantised.
+    """
+    match kind:
+        case "head":
+            owner, role = roles, POLICY
+        case "adapter":
+            owner, role = roles, CRITIC
+            if reward is None:
+                roles.add_adapter(CRITIC, config.lora, seed)
+            elif reward.is_adapter:
+                roles.load_adapter(CRITIC, reward.adapter, trainable=True)
+            else:
+                raise ConfigError(
+                    f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole "
+                    "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
+                )
+        case "model":
+            if config.quantization != "none":
+                raise ConfigError(
+                    "ppo.critic is 'model', whose weights are trained, but model.quantization is "
+                    f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
+                )
+            owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
+            owner.assign(CRITIC)
+    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    if reward is not None:
+        owner.heads[VALUE] = standardised_head(reward, owner.hidden_size, *scale)
+    return owner, role
+
+
+def whole_weights(
+    config: ModelConfig, sft: Final | None, reward: Final | None, seed: int
+) -> PreTrainedModel:
+    """Return the reward model, or without one the SFT model, as trainable fp32 weights.
+
+    An adapter is merged into the model that it was trained on: quantised weights are rounded, and
+    their rounded values merged.
+    """
+    weights, adapters = None, []
+    for final in (sft, reward):
+        if final is not None and final.is_adapter:
+            adapters.append(str(final.adapter))
+        elif final is not None:
+            weights, adapters = str(final.path), []
+    if weights is None and sft is not None:  # an adapter on the base that it was trained on
+        weights = sft.base_folder
+        seed = sft.manifest.base_seed if sft.manifest else seed
+    quantised = config.quantization != "none"
+    model = load_causal_lm(config, weights, trainable=not quantised, seed=seed)
+    if quantised:
+        model = model.dequantize(torch.float32).float()
+    for adapter in adapters:
+        check_weights(Path(adapter))
+        check_for_model(Path(adapter), model)
+        with naming(adapter, "ppo.critic"):
+            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+    return model.requires_grad_(True)
+
+
+def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
+    """Return a value head that computes (reward - mean) / std of the reward model's mean head."""
+    heads = load_head(reward, REWARD, hidden_size)
+    head = ScalarHead(hidden_size)
+    with torch.no_grad():
+        head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
+        head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
+    return head

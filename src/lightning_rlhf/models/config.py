@@ -8,14 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.core.config import DType, KernelChoice, Quantization
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import (
-    STRICT,
-    PositiveInt,
-    Text,
-    described,
-    rule,
-    section,
-)
+from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, described, rule, section
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.checkpoint import ROLES, find
-from lightning_rlhf.models.fingerprint import FINGERPRINT
-from lightning_rlhf.models.manifest import MANIFEST, Manifest
-from lightning_rlhf.models.roles import BASE, REFERENCE, REWARD, SFT, Roles
-from lightning_rlhf.models.sequence_classifier import classifier_adapter, save_classifier
+from lightning_rlhf.models.build_roles import FINGERPRINT
+from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest, find
+from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT
+from lightning_rlhf.models.heads import classifier_adapter, save_classifier
+from lightning_rlhf.models.roles import Roles
 
 
 def write_final(

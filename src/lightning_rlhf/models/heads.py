@@ -1,12 +1,29 @@
-"""Linear heads on hidden states: a scalar head for values, and an ensemble of heads for rewards."""
+"""Scalar heads on hidden states, and reward models as sequence classifiers of transformers."""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
 
 import torch
 from jaxtyping import Float
+from peft import LoraConfig
 from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from lightning_rlhf.models.adapter import json_object
 
 
 class ScalarHead(nn.Module):
@@ -53,3 +70,136 @@ class RewardHeads(nn.Module):
         """Return the fp32 output of each of the H heads for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())
+
+
+SCORE = "score"
+"""Name of the output layer of transformers' sequence classifiers of decoder models."""
+OWN_PAD = "language_model_pad_token_id"
+"""Key of a classifier's config.json: the pad token id of the language model that it is made of,
+which decides whether the embedding of that token is trained."""
+
+
+def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | None:
+    """Return the name that the trunk of `causal_lm` has in the classifier that `config` describes.
+
+    None where transformers has no such classifier, or one with an output layer of another form.
+    """
+    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        return None
+    with torch.device("meta"):
+        empty = AutoModelForSequenceClassification.from_config(config)
+    if not isinstance(getattr(empty, SCORE, None), nn.Linear):
+        return None
+    trunk = type(causal_lm.base_model)
+    return next((name for name, part in empty.named_modules() if type(part) is trunk), None)
+
+
+def score_weight(heads: nn.Module) -> Float[Tensor, "1 d"]:
+    """Return the weight of a classifier's output layer, which has no bias.
+
+    score = mean over heads of (reward - bias of the head): Bradley-Terry rewards are defined up to
+    a constant.
+    """
+    assert isinstance(heads, RewardHeads)
+    return heads.linear.weight.detach().float().mean(dim=0, keepdim=True).cpu()
+
+
+def score_bias(heads: nn.Module) -> float:
+    """Return the constant by which the reward is larger than a classifier's score."""
+    assert isinstance(heads, RewardHeads)
+    return float(heads.linear.bias.detach().float().mean())
+
+
+def classifier_adapter(
+    config: LoraConfig, state: dict[str, Tensor], causal_lm: PreTrainedModel, heads: nn.Module
+) -> tuple[LoraConfig, dict[str, Tensor]] | None:
+    """Return an adapter on a language model as one on the classifier of the same base weights.
+
+    A multimodal base is a classifier with a vision tower, which the adapter leaves out. None where
+    transformers has no classifier for the base.
+    """
+    name = trunk_name(_stored_config(causal_lm), causal_lm)
+    if name is None:
+        return None
+    own = f"base_model.model.{causal_lm.base_model_prefix}."
+    trunk = f"base_model.model.{name}."
+    state = {key.replace(own, trunk, 1): tensor for key, tensor in state.items()}
+    state[f"base_model.model.{SCORE}.weight"] = score_weight(heads)
+    targets: Any = config.target_modules
+    if own != trunk:
+        alternatives = targets if isinstance(targets, str) else "|".join(map(re.escape, targets))
+        targets = rf"{re.escape(name)}\..*?({alternatives})"
+    changed = dataclasses.replace(
+        config, task_type="SEQ_CLS", modules_to_save=[SCORE], target_modules=targets
+    )
+    return changed, state
+
+
+def _stored_config(causal_lm: PreTrainedModel) -> PretrainedConfig:
+    """Return the configuration in the folder of the weights, which may be of a larger model."""
+    folder = Path(causal_lm.name_or_path)
+    own: PretrainedConfig = causal_lm.config
+    if not (folder / "config.json").is_file():
+        return own
+    kind = json_object(folder / "config.json").get("model_type")
+    return own if kind == own.model_type else AutoConfig.from_pretrained(folder)
+
+
+def save_classifier(
+    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module, pad_token_id: int | None
+) -> bool:
+    """Write a fully trained reward model as a sequence classifier with one label.
+
+    The output layer of the language model stays in the file where it is not tied to the embedding:
+    the stages here compare its logits with the fingerprint.
+
+    Returns: False, and nothing is written, where transformers has no classifier for the model.
+    """
+    config = copy.deepcopy(causal_lm.config)
+    if trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
+        return False
+    weight = score_weight(heads).to(causal_lm.dtype)
+    causal_lm.save_pretrained(
+        folder, state_dict={**causal_lm.state_dict(), f"{SCORE}.weight": weight}
+    )
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.num_labels = 1
+    setattr(config, OWN_PAD, config.pad_token_id)
+    config.pad_token_id = pad_token_id
+    config.save_pretrained(folder)
+    return True
+
+
+def restore_padding(causal_lm: PreTrainedModel) -> None:
+    """Give a language model that was read from a classifier's folder its own pad token again.
+
+    Training would leave out the embedding of that token.
+    """
+    config = causal_lm.config
+    if hasattr(config, OWN_PAD):
+        config.pad_token_id = getattr(config, OWN_PAD)
+        causal_lm.get_input_embeddings().padding_idx = config.pad_token_id
+        delattr(config, OWN_PAD)
+
+
+def with_padding(
+    tokenizer: PreTrainedTokenizerBase, end_token_ids: Collection[int]
+) -> PreTrainedTokenizerBase:
+    """Return a copy of the tokenizer whose pad token ends no response.
+
+    Sequence classifiers read their score at the last token that is not the pad token. The pad token
+    stays as it is where it fits or where no special token does.
+    """
+    ends = set(end_token_ids)
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
+        return tokenizer
+    special = [
+        (token, added.content)
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special and token not in ends
+    ]
+    changed = copy.deepcopy(tokenizer)
+    if special:
+        changed.pad_token = min(special, key=lambda one: ("pad" not in one[1].lower(), one[0]))[1]
+    return changed

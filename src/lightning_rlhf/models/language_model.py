@@ -1,25 +1,79 @@
-"""A language model on its device: the layers that compute it, its hidden states and its logits."""
+"""A language model on its device: its layers, the copies of weights they use, and its logits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Self
 
 import torch
 from jaxtyping import Bool, Float, Int
 from peft import PeftModel
+from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.masking import picker
+from lightning_rlhf.core.memory import available_memory
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
+from lightning_rlhf.kernels.lora import can_be_packed
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import use_kernels
-from lightning_rlhf.kernels.products import ROWS, compiles_by_shape
-from lightning_rlhf.models.copies import copies_fit
+from lightning_rlhf.kernels.products import ROWS, compiles_by_shape, computing_dtype
+
+MOST_COPIED = 0.5
+"""Largest share of the free memory that the copies may take."""
+
+
+def copies_fit(causal_lm: PreTrainedModel) -> bool:
+    """Return whether the copies for sampling do not strain the model's device; else warn.
+
+    A CPU always copies: what a run samples does not depend on what else the machine does.
+    """
+    if causal_lm.device.type == "cpu":
+        return True
+    wanted, free = copied_bytes(causal_lm), available_memory(causal_lm.device)
+    fit = wanted <= MOST_COPIED * free
+    if not fit:
+        warnings.warn(
+            f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} of "
+            f"{free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain never makes "
+            "any",
+            stacklevel=2,
+        )
+    return fit
+
+
+def copied_bytes(causal_lm: PreTrainedModel) -> int:
+    """Return the bytes of the copies of weights from which model.kernels=fast samples.
+
+    They are all linear layers as a step of decoding reads them (`JointLinear`), in the dtype of the
+    computation; the output layer, if it is packed or of another dtype; and in fp32 the layers that
+    have adapters once more, with the adapters added.
+    """
+    dtype = computing_dtype(causal_lm)
+    layers = [layer.weight for layer in linear_layers(causal_lm.base_model)]
+    head = causal_lm.get_output_embeddings().weight
+    copied = 0
+    if all(weight.dtype in (dtype, torch.float32) for weight in layers):
+        copied = sum(weight.numel() for weight in layers) * dtype.itemsize
+        if head.dtype != dtype or can_be_packed(head):
+            copied += head.numel() * dtype.itemsize
+    if dtype != torch.float32:
+        return copied
+    adapted = (layer for layer in causal_lm.modules() if isinstance(layer, LoRALinear))
+    return copied + sum(layer.base_layer.weight.nbytes for layer in adapted)
+
+
+def linear_layers(trunk: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the linear layers of a trunk, without those of adapters."""
+    for name, layer in trunk.named_modules():
+        if isinstance(layer, nn.Linear) and "lora_" not in name:
+            yield layer
+
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
 """Families whose trunks take a dictionary: kind of layer -> mask of its attention."""

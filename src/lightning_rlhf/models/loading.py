@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,16 +23,13 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.device_memory import total_memory
+from lightning_rlhf.core.config import ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
+from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import choose
-from lightning_rlhf.models.checkpointing import recompute
-from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.quantization import quantization_config, quantization_of
-from lightning_rlhf.models.sequence_classifier import restore_padding
-from lightning_rlhf.models.weights import (
+from lightning_rlhf.models.adapter import (
     DEEPEST,
     beyond_depth,
     check_references,
@@ -38,6 +38,62 @@ from lightning_rlhf.models.weights import (
     missing_folder,
     refuse_missing_folder,
 )
+from lightning_rlhf.models.config import ModelConfig
+from lightning_rlhf.models.heads import restore_padding
+from lightning_rlhf.models.quantization import quantization_config, quantization_of
+
+RoleContext = Callable[[], AbstractContextManager[None]]
+
+
+def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
+    """Return the layers that are recomputed one by one.
+
+    Raises ConfigError where the model has none.
+    """
+    found = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    if not found:
+        raise ConfigError(
+            f"model.gradient_checkpointing=true, but {model.config.model_type} has no layers "
+            "that can be recomputed; allowed: false"
+        )
+    return found
+
+
+def recompute(model: PreTrainedModel) -> None:
+    """Mark a model whose layers are to be recomputed. Raises ConfigError where it has none."""
+    layers_of(model)
+    model.recomputes = True
+
+
+def checkpoint_layers(model: PreTrainedModel, current_role: Callable[[], RoleContext]) -> None:
+    """Let the model's layers keep their inputs alone, and recompute the rest for the gradient.
+
+    transformers' own way is for models in training mode, which have dropout.
+
+    current_role: returns the context that a layer computed now must be recomputed in.
+    """
+    for layer in layers_of(model):
+        layer.forward = partial(_checkpointed, layer, current_role)
+
+
+def _checkpointed(
+    layer: GradientCheckpointingLayer,
+    current_role: Callable[[], RoleContext],
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    forward = partial(type(layer).forward, layer)
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)  # type: ignore[no-any-return]
+    role = current_role()
+    return checkpoint(  # type: ignore[no-any-return]
+        forward,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,  # there is no dropout
+        context_fn=lambda: (nullcontext(), role()),
+        **kwargs,
+    )
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -225,7 +281,7 @@ def read_weights(
             "random"
         )
     if quantization_of(model) in ("int8", "nf4"):
-        from lightning_rlhf.models.quantized_layers import use_exact_layers  # needs bitsandbytes
+        from lightning_rlhf.models.quantization import use_exact_layers  # needs bitsandbytes
 
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]

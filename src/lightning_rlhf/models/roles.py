@@ -1,4 +1,8 @@
-"""Several roles on one base model.
+"""Addition of LoRA adapters to a model: new ones, and those of a checkpoint.
+
+The output layer, through which all roles predict, and the probe input of fingerprints.
+
+Several roles on one base model.
 
 Every role is the base model with a stack of active adapters:
 
@@ -13,31 +17,118 @@ whether the SFT adapter was merged or is a separate adapter.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
+from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real
+from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.kernels.merging import merged_adapters
-from lightning_rlhf.kernels.patch import patch
-from lightning_rlhf.models.checkpointing import checkpoint_layers
-from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.config import CRITIC as CRITIC
-from lightning_rlhf.models.config import POLICY as POLICY
-from lightning_rlhf.models.config import VALUE as VALUE
+from lightning_rlhf.kernels.patch import patch, rounding, same_logits
+from lightning_rlhf.models.adapter import check_for_model, check_settings, check_weights
+from lightning_rlhf.models.config import (
+    BASE,
+    REFERENCE,
+    REWARD,
+    SFT,
+    LoRASettings,
+)
 from lightning_rlhf.models.language_model import LanguageModel
-from lightning_rlhf.models.output_layer import check_not_adapted, check_output_layer, probe_tokens
-from lightning_rlhf.models.peft_model import with_loaded_adapter, with_new_adapter
+from lightning_rlhf.models.loading import checkpoint_layers, naming
+
+
+def with_new_adapter(
+    model: PreTrainedModel | PeftModel, name: str, settings: LoRASettings, seed: int
+) -> PeftModel:
+    """Return the model with a new adapter, whose initial weights depend on (seed, name) alone.
+
+    Raises: ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds no
+        module to adapt.
+    """
+    check_settings(settings, _without_adapters(model))
+    targets = settings.target_modules
+    config = LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        target_modules=targets if isinstance(targets, str) else list(targets),
+        lora_dropout=0.0,
+        task_type="CAUSAL_LM",
+    )
+    start = np.random.SeedSequence((seed, *name.encode())).generate_state(1)
+    try:
+        with torch.random.fork_rng(devices=[]):  # PEFT draws the weights on the CPU
+            torch.manual_seed(int(start[0]))
+            if isinstance(model, PeftModel):
+                model.add_adapter(name, config)
+                return model
+            return PeftModel(model, config, adapter_name=name)
+    except ValueError as error:
+        raise CheckpointError(
+            f"model.lora.target_modules={targets}: {first_line(error)}"
+        ) from error
+
+
+def with_loaded_adapter(model: PreTrainedModel | PeftModel, name: str, folder: Path) -> PeftModel:
+    """Return the model with the adapter of a `final/` folder. Raises CheckpointError."""
+    check_weights(folder)
+    check_for_model(folder, _without_adapters(model))
+    with naming(str(folder), name), warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*missing adapter keys.*")
+        if isinstance(model, PeftModel):
+            model.load_adapter(str(folder), adapter_name=name)
+            return model
+        return PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+
+
+def _without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
+def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
+    """Return the fixed sequence of tokens that models are compared on, on the model's device."""
+    vocab_size = int(causal_lm.get_output_embeddings().out_features)
+    return (torch.arange(1, 17) * 7919 % vocab_size)[None].to(causal_lm.device)
+
+
+@torch.no_grad()
+def check_output_layer(causal_lm: PreTrainedModel) -> None:
+    """Raise CheckpointError unless the model's logits are those of its output layer.
+
+    Models that cap or scale their logits are not supported. A model without weights, on torch's
+    device `meta`, has no logits and is not checked.
+    """
+    if causal_lm.device.type == "meta":
+        return
+    tokens = probe_tokens(causal_lm)
+    hidden = causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
+    ours = causal_lm.get_output_embeddings()(hidden).float()
+    theirs = causal_lm(input_ids=tokens).logits.float()
+    if not same_logits(ours, theirs, rounding(causal_lm)):
+        raise CheckpointError(
+            f"{causal_lm.config.model_type} changes its logits after the output layer "
+            "(soft-capping or scaling), which is not supported"
+        )
+
+
+def check_not_adapted(causal_lm: PreTrainedModel) -> None:
+    """Raise CheckpointError where the output layer has an adapter."""
+    if isinstance(causal_lm.get_output_embeddings(), BaseTunerLayer):
+        raise CheckpointError(
+            "the output layer has an adapter (model.lora.target_modules names it), but all "
+            "roles predict through one output layer; leave it out"
+        )
 
 
 class Roles(LanguageModel):

@@ -8,17 +8,17 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.losses import preference_loss
+from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep
-from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.roles import POLICY, REFERENCE, Roles
+from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     backward,
+    halving_microbatches,
     log_headline,
     zero_gradients,
 )
-from lightning_rlhf.modules.supervised import SupervisedModule
-from lightning_rlhf.modules.target_logprobs import target_logprobs
-from lightning_rlhf.modules.update_guard import halving_microbatches
+from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 

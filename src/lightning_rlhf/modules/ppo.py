@@ -14,21 +14,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, whitened
 from lightning_rlhf.core.kl import next_kl_coef
-from lightning_rlhf.core.losses import token_weights
+from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, sum_terms, token_weights
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.ppo_terms import PolicyOutputs, ppo_terms, sum_terms
-from lightning_rlhf.core.results import (
-    RESULT,
-    EvaluationResult,
-    IterationResult,
-    IterationSeconds,
-)
-from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
-from lightning_rlhf.core.types import (
+from lightning_rlhf.core.records import (
     Experience,
     PPOTerms,
     Prompts,
@@ -36,18 +28,19 @@ from lightning_rlhf.core.types import (
     counted,
     row_lengths,
 )
+from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
+from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.models.roles import POLICY, Roles
+from lightning_rlhf.models.config import POLICY
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
+from lightning_rlhf.modules.optim import UpdateGuard, halving_microbatches
 from lightning_rlhf.modules.ptx import PTX
-from lightning_rlhf.modules.update_guard import UpdateGuard, halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import Collector
-from lightning_rlhf.rollout.critic import Critic
-from lightning_rlhf.rollout.policy_outputs import policy_outputs
 from lightning_rlhf.rollout.sampler import Sampler
-from lightning_rlhf.rollout.score import padding_share, response_hidden
+from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
 TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
 

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.types import Demonstrations
-from lightning_rlhf.data.collate import collate_demonstrations
-from lightning_rlhf.data.datamodule import Schedule, digest
+from lightning_rlhf.core.records import Demonstrations
+from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.target_logprobs import target_logprobs
+from lightning_rlhf.modules.supervised import target_logprobs
 
 
 class PTX:

@@ -10,16 +10,17 @@ from torch import Tensor
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.masking import upload
+from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import RESULT, PairScores, RewardStep
-from lightning_rlhf.core.types import Preferences
-from lightning_rlhf.models.roles import REWARD, Roles
+from lightning_rlhf.models.config import REWARD
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     backward,
+    halving_microbatches,
     log_headline,
     zero_gradients,
 )
 from lightning_rlhf.modules.supervised import SupervisedModule
-from lightning_rlhf.modules.update_guard import halving_microbatches
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 

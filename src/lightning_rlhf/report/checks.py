@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.core.wording import counted, percent
+from lightning_rlhf.core.errors import counted, percent
 from lightning_rlhf.data.problems import LONGER_SHARE, LengthShare, Problem, Problems
-from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, ProbeResult
-from lightning_rlhf.rewards.probes import PROBES
+from lightning_rlhf.rewards.format_check import PROBES
 
 Outcome = Literal["flag", "clear", "not tested"]
 

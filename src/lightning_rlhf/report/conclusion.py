@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.errors import counted
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.tables import LABELS
-from lightning_rlhf.rewards.prefixes import JUDGE
+from lightning_rlhf.rewards.format_check import JUDGE
 
 Level = Literal["good", "doubtful", "bad", "unknown"]
 LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")

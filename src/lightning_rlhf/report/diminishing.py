@@ -13,7 +13,7 @@ from numpy import ndarray
 from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
-from lightning_rlhf.core.wording import counted
+from lightning_rlhf.core.errors import counted
 from lightning_rlhf.report.estimates import Interval, mean_interval
 
 REWARD, KL, GOLD = "reward_mean", "kl_divergence", "eval/judge/gold"

@@ -26,7 +26,7 @@ from lightning_rlhf.report.estimates import (
     resampled_means,
     shared_edges,
 )
-from lightning_rlhf.rewards.probes import PROBES, ProbeKind
+from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
 
 
 @dataclass(frozen=True, kw_only=True)

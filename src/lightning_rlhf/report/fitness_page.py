@@ -15,9 +15,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from lightning_rlhf.core.wording import counted, percent
+from lightning_rlhf.core.errors import counted, percent
 from lightning_rlhf.data.problems import Problems
-from lightning_rlhf.models.verdict import PAGE, Verdict
+from lightning_rlhf.models.checkpoint import PAGE, Verdict
 from lightning_rlhf.report.checks import (
     CHECKS,
     MIN_COUNT,
@@ -33,13 +33,11 @@ from lightning_rlhf.report.checks import (
 )
 from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE, SHARE
 from lightning_rlhf.report.estimates import Correlation, Distribution, Group, Interval
-from lightning_rlhf.report.figures import DPI, GREY, LEGEND, STYLE, head
+from lightning_rlhf.report.figures import DPI, GREY, LEGEND, MARGIN, STYLE, head, mark_outside, view
 from lightning_rlhf.report.fitness import Fitness, ProbeResult
-from lightning_rlhf.report.markdown import plain, table
-from lightning_rlhf.report.outliers import MARGIN, mark_outside, view
 from lightning_rlhf.report.run_page import TEMPLATES
-from lightning_rlhf.report.tables import spread
-from lightning_rlhf.rewards.probes import PROBES
+from lightning_rlhf.report.tables import plain, spread, table
+from lightning_rlhf.rewards.format_check import PROBES
 
 NUMBERS, PICTURES = "fitness.json", "report"
 CHARACTERS = 200

@@ -12,11 +12,11 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lightning_rlhf.io.visible import visible
+from lightning_rlhf.io.console import visible
 from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict, heading_of
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.plots import Plot, color_class, draw
-from lightning_rlhf.report.token_text import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_TOKENS = 400

@@ -7,17 +7,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from lightning_rlhf.report.curves import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    Axis,
-    Line,
-    Panel,
-    panel_for_each,
-)
-from lightning_rlhf.report.plots import Area, Mark, Plot, Series
-from lightning_rlhf.report.scales import Point
+from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE, Axis, Line, Panel, panel_for_each
+from lightning_rlhf.report.plots import Area, Mark, Plot, Point, Series
 
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Metric -> (steps, values)."""

@@ -1,8 +1,10 @@
-"""Tables that are shown at the end of a run and of a sweep."""
+"""Tables and texts of pages and of the console: Markdown, tokens in colours, the end of a run."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.io.reading import damaged_line, is_number, json_lines
-from lightning_rlhf.io.visible import visible, visible_line
-from lightning_rlhf.models.verdict import Verdict
-from lightning_rlhf.rewards.prefixes import EVAL_PART, JUDGE, short_name
+from lightning_rlhf.io.console import visible, visible_line
+from lightning_rlhf.io.storage import damaged_line, is_number, json_lines
+from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE, short_name
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of the metrics whose names a judge or the reward chooses."""
@@ -196,3 +198,78 @@ def score_text(sample: Sample) -> str:
     is_judged = "gold" in parts and parts["gold"] is not None
     gold = f"gold {parts['gold']:+z.2f}, " if is_judged else ""
     return f"{gold}reward {sample['score']:+z.2f}"
+
+
+_SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
+
+
+def plain(text: str, characters: int) -> str:
+    """Return `text` escaped, so that it is displayed literally, in one line.
+
+    Runs of white space become one space. The text is cut to `characters` before Markdown's and
+    HTML's special characters are escaped.
+    """
+    line = visible(" ".join(text.split()))
+    cut = line if len(line) <= characters else line[: characters - 1] + "…"
+    return _SPECIAL.sub(r"\\\1", cut) if cut else "*(empty)*"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> str:
+    """Return a table of cells that are already Markdown; the columns `right` are right-aligned."""
+    rule = ["---:" if column in right else "---" for column in range(len(heading))]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heading, rule, *rows))
+
+
+GREEN, RED, ORANGE, BLUE = "0 160 80", "225 45 45", "225 125 0", "50 120 235"
+"""Colours of a token: advantage above and below 0, KL above and below 0."""
+
+
+def colour(share: float, above: str, below: str) -> str:
+    """Return a translucent colour, readable on a light and on a dark page."""
+    strength = min(1.0, abs(share)) if math.isfinite(share) else 0.0
+    return f"rgb({above if share > 0 else below} / {0.55 * strength:.3f})"
+
+
+def marked(text: str) -> str:
+    """Return the visible text with its line breaks marked and kept."""
+    return visible(text).replace("\n", "⏎\n")
+
+
+def signed(number: float) -> str:
+    """Return a number with its sign: three decimals, or six digits from a million on."""
+    is_large = math.isfinite(number) and abs(number) >= 1e6
+    return f"{number:+g}" if is_large else f"{number:+z.3f}"
+
+
+def scale(numbers: Sequence[float]) -> float:
+    """Return the largest finite absolute value; 1 where all are 0."""
+    return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0) or 1.0
+
+
+FAR = 1.0
+"""KL divergence in nats a token above which the policy has collapsed: its tokens are then on
+average e times as likely as under the reference."""
+SURE = 0.01
+"""Entropy in nats a token below which the policy has collapsed: it nearly always picks the same
+token."""
+
+
+def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
+    """Return a description of the collapse that the last iteration's metrics show, or None.
+
+    stage: name of the section whose keys the description names.
+
+    A policy has collapsed if kl_divergence / response_tokens > FAR (or NaN), or entropy < SURE.
+    """
+    per_token = row["kl_divergence"] / row["rollout/response_tokens"]
+    found = []
+    if not per_token <= FAR:  # true of NaN as well
+        found.append(f"kl_divergence is {per_token:.3g} nats a token (above {FAR:g})")
+    if "entropy" in row and not row["entropy"] >= SURE:
+        found.append(f"entropy is {row['entropy']:.3g} nats a token (below {SURE:g})")
+    if not found:
+        return None
+    return (
+        f"the policy has collapsed: {' and '.join(found)} in the last iteration. Look at samples/; "
+        f"a smaller {stage}.lr, or a larger {stage}.kl_coef, keeps it near the SFT model"
+    )

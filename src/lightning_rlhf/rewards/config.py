@@ -1,17 +1,21 @@
 """The validated components of a reward. Values live in conf/reward/*.yaml.
 
 A component is named by its place in the configuration, so that an error can name the key:
-`reward` where there is one, `reward.components.NAME` where there are several.
+`reward` where there is one, `reward.components.NAME` where there are several. Secrets in addresses
+of servers are sent but never shown.
 """
 
-from typing import Annotated, Any, ClassVar, Literal
+from __future__ import annotations
+
+import os
+import re
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.classifier_config import ClassifierConfig
-from lightning_rlhf.core.config import Normalization, Term
-from lightning_rlhf.core.errors import require
+from lightning_rlhf.core.config import ClassifierConfig, Normalization, Term
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import (
     STRICT,
     NonNegativeInt,
@@ -22,7 +26,47 @@ from lightning_rlhf.core.validation import (
     described,
     rule,
 )
-from lightning_rlhf.rewards.address import ALLOWED, parsed
+
+if TYPE_CHECKING:
+    from urllib3.util import Url
+
+
+HIDDEN = "***"
+"""Text shown in place of a secret."""
+ALLOWED = "http://HOST:PORT/PATH or https://..."
+
+
+def redacted(url: str) -> str:
+    """Return an address, or any text, without user, password and query, which may hold tokens."""
+    without_user = re.sub(r"^([\w+.-]*://|//)?.*@", rf"\1{HIDDEN}@", url, flags=re.DOTALL)
+    return re.sub(r"[?#].*", f"?{HIDDEN}", without_user, flags=re.DOTALL)
+
+
+def parsed(url: str, key: str) -> Url:
+    """Return the parts of the address. Raises ConfigError, which shows none of its secrets."""
+    from urllib3.exceptions import LocationParseError
+    from urllib3.util import parse_url
+
+    require(isinstance(url, str), key, url, ALLOWED)
+    try:
+        parts = parse_url(url)
+    except LocationParseError:
+        raise ConfigError(f"{key} is {redacted(url)!r}; allowed: {ALLOWED}") from None
+    is_whole = parts.scheme in ("http", "https") and bool(parts.host)
+    require(is_whole, key, redacted(url), ALLOWED)
+    return parts
+
+
+def token_in(variable: str, key: str) -> str:
+    """Return the token in the environment variable that the configuration key `key` names.
+
+    Raises ConfigError, which does not show the token, if there is none.
+    """
+    token = os.environ[variable].strip() if variable in os.environ else ""
+    require(re.fullmatch(r"[!-~]+", token) is not None, key, variable,
+            "an environment variable that holds a token, or null")  # fmt: skip
+    return token
+
 
 FormatCheck = Literal["strict", "warn", "off"]
 Unfit = Literal["refuse", "warn"]

@@ -23,11 +23,10 @@ from urllib3.exceptions import TimeoutError as SlowError
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import make_headers
 
-from lightning_rlhf.core.errors import ConfigError, RewardError
-from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.core.wording import counted, quoted
+from lightning_rlhf.core.errors import ConfigError, RewardError, counted, quoted
+from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.io.user_code import permitted
-from lightning_rlhf.rewards.address import HIDDEN, parsed, redacted, token_in
+from lightning_rlhf.rewards.config import HIDDEN, parsed, redacted, token_in
 
 Question = Mapping[str, Any]
 """Prompt (as text and as messages), response and columns of one response."""

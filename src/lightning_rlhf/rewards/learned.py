@@ -11,9 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.types import DecodedResponses
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import DecodedResponses
 
 TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
 """Function from (tokens, mask) to the number of each of H heads for each row."""

@@ -23,10 +23,9 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from typing_extensions import TypedDict
 
-from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.core.wording import counted, quoted
+from lightning_rlhf.core.errors import ConfigError, RLHFError, counted, quoted
+from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.user_code import FAULTS
-from lightning_rlhf.io.visible import visible
 
 MAX_RESPONSES, MAX_TURNS = 16_384, 1_024
 """Maximum numbers of responses in a request, and of messages in a prompt."""

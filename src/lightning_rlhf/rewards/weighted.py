@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.core.shaping import AS_IT_IS, Term
-from lightning_rlhf.core.types import DecodedResponses
-from lightning_rlhf.core.wording import counted, quoted
+from lightning_rlhf.core.config import Term
+from lightning_rlhf.core.errors import RewardError, counted, quoted
+from lightning_rlhf.core.records import DecodedResponses
+from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.io.user_code import number
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import LogitsError
-from lightning_rlhf.core.types import Prompts, SampledResponses
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.sampler import SamplingParams
 

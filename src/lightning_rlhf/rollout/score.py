@@ -1,25 +1,33 @@
-"""Predictions of policy and reference for responses, and scores of the reward."""
+"""Predictions of policy, reference and critic for responses, and scores of the reward."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from jaxtyping import Bool, Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
+from lightning_rlhf.core.losses import PolicyOutputs
 from lightning_rlhf.core.masking import by_length, from_first_real, picker
-from lightning_rlhf.core.shaping import weighted_sum
-from lightning_rlhf.core.types import (
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.records import (
     DecodedResponses,
     Experience,
+    Rollout,
     SampledResponses,
     Scores,
     known_mask,
     row_lengths,
 )
-from lightning_rlhf.models.roles import REFERENCE, Roles
+from lightning_rlhf.core.shaping import weighted_sum
+from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
+from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
 
 
@@ -121,3 +129,142 @@ def scatter(
     """Return numbers of real tokens, given row by row, as padded rows; 0 on padding."""
     found = torch.cat(list(columns))
     return found.new_zeros(mask.shape).masked_scatter(mask, found)
+
+
+@dataclass(frozen=True)
+class Critic:
+    """V(s_t), the value head on the hidden states of a role.
+
+    On the policy's own trunk (role POLICY) it costs nothing while sampling. As an adapter or a
+    separate model, its loss has no gradient in the policy, and it needs one more forward pass.
+    """
+
+    roles: Roles
+    role: str
+
+    @property
+    def head(self) -> ScalarHead:
+        """Return the value head."""
+        head = self.roles.heads[VALUE]
+        assert isinstance(head, ScalarHead)
+        return head
+
+    @property
+    def shares_trunk(self) -> bool:
+        """Return whether the head reads the policy's own hidden states."""
+        return self.role == POLICY
+
+    def values(
+        self,
+        batch: SampledResponses | Experience,
+        *,
+        policy_hidden: Float[Tensor, "N d"] | None = None,
+    ) -> Float[Tensor, " N"]:
+        """Return V before each real response token, row by row.
+
+        policy_hidden: hidden states of the policy at these tokens, if known: a critic on its trunk
+            then needs no forward pass.
+        """
+        if self.shares_trunk and policy_hidden is not None:
+            return self.head(policy_hidden)
+        with self.roles.use_role(self.role):
+            return self.head(response_hidden(self.roles, batch))
+
+    @torch.no_grad()
+    def all_values(
+        self, batch: SampledResponses | Experience, batch_size: int
+    ) -> Float[Tensor, "B T"]:
+        """Return V before each response token, 0 on padding, `batch_size` rows at a time."""
+        order = by_length(batch.mask)
+        values = [self.values(batch.select(rows)) for rows in order.split(batch_size)]
+        return scatter(values, batch.response_mask[order])[order.argsort()]
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield the parameters that only the critic trains."""
+        yield from self.head.parameters()
+        if not self.shares_trunk:
+            yield from self.roles.trained_by(self.role)
+
+
+def annotate(
+    sampled: SampledResponses,
+    roles: Roles,
+    critic: Critic | None,
+    *,
+    is_exact: bool,
+    temperature: float,
+    policy_rows: MicrobatchSize,
+    batch_size: int,
+) -> Rollout:
+    """Return the responses with log-probabilities of the active role and values of the critic.
+
+    Args:
+        is_exact: `Sampler.is_exact`: whether the sampler's numbers are used and not recomputed.
+        temperature: divisor of the logits, the same as while sampling.
+        policy_rows: number of rows that the policy reads at a time, halved where the memory runs
+            out.
+        batch_size: number of rows that a critic on another trunk than the policy's reads at a time.
+    """
+    logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
+    if logprobs is None:
+        on_trunk = critic if critic is not None and critic.shares_trunk else None
+        logprobs, values = policy_rows.fitting(
+            partial(predict, sampled, roles, on_trunk, temperature)
+        )
+    if values is None and critic is not None:
+        values = critic.all_values(sampled, batch_size)
+    return Rollout(
+        tokens=sampled.tokens,
+        mask=sampled.mask,
+        response_mask=sampled.response_mask,
+        ended=sampled.ended,
+        logprobs=logprobs,
+        values=torch.zeros_like(logprobs) if values is None else values,
+        index=sampled.index,
+    )
+
+
+@torch.no_grad()
+def predict(
+    batch: SampledResponses | Experience,
+    roles: Roles,
+    critic: Critic | None,
+    temperature: float,
+    batch_size: int,
+) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
+    """Return log-probabilities of the active role and values of the critic at each response token.
+
+    Both are 0 on padding and computed `batch_size` rows at a time; values are None without a
+    critic.
+    """
+    order = by_length(batch.mask)
+    logprobs, values = [], []
+    for rows in order.split(batch_size):
+        micro_batch = batch.select(rows)
+        hidden = response_hidden(roles, micro_batch)
+        logprobs.append(response_logprobs(roles, hidden, micro_batch, temperature)[0])
+        if critic is not None:
+            values.append(critic.values(micro_batch, policy_hidden=hidden))
+    mask, place = batch.response_mask[order], order.argsort()
+    return (
+        scatter(logprobs, mask)[place],
+        scatter(values, mask)[place] if critic is not None else None,
+    )
+
+
+def policy_outputs(
+    roles: Roles, hidden: Float[Tensor, "N d"], micro_batch: Experience, config: PPOConfig
+) -> PolicyOutputs:
+    """Return the predictions of the active role for a micro-batch, with a gradient.
+
+    hidden: hidden states of the role, as `response_hidden` returns them.
+    """
+    vocabulary_kl = None
+    logprobs, entropy = response_logprobs(
+        roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
+    )
+    if config.kl_in == "loss" and config.kl_estimator == "full":
+        with torch.no_grad(), roles.use_role(REFERENCE):
+            ref_hidden = response_hidden(roles, micro_batch)
+        vocabulary_kl = response_kl(roles, hidden, ref_hidden, config.temperature)
+    return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=vocabulary_kl)

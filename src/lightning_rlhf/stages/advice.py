@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.callbacks.finite import advice as smaller_lr
-from lightning_rlhf.core.errors import (
-    LogitsError,
-    NotFiniteError,
-    PolicyLogitsError,
-    TrainingError,
-)
+from lightning_rlhf.callbacks.contract import advice as smaller_lr
+from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError, TrainingError
 
 
 def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:

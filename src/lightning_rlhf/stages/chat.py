@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import CheckpointError, LogitsError
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, Messages
-from lightning_rlhf.models.build_roles import check_positions, start_from
+from lightning_rlhf.models.adapter import ADAPTER, json_object
+from lightning_rlhf.models.build_roles import check_fingerprint, check_positions, start_from
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.fingerprint import check_fingerprint
+from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.loading import load_tokenizer
-from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
-from lightning_rlhf.models.weights import ADAPTER, json_object
-from lightning_rlhf.rollout.annotate import predict
-from lightning_rlhf.rollout.cache import roomy_cache
-from lightning_rlhf.rollout.decoded import as_responses
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.collector import as_responses
+from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.rollout.native import last_hidden, position_ids
+from lightning_rlhf.rollout.score import predict
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"

@@ -1,4 +1,4 @@
-"""Output of the command line, and filters for the output of libraries."""
+"""Output of the command line, filters for that of libraries, and the paths of shipped files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.terminal import print_line as print_line
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.io.visible import visible, visible_line
+from lightning_rlhf.core.errors import counted
+from lightning_rlhf.io.console import print_line, visible, visible_line
 from lightning_rlhf.parallel.world import world
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.lengths import Tokenised
     from lightning_rlhf.data.problems import Problems
     from lightning_rlhf.data.readers import Rows
+
+
+PACKAGE = Path(lightning_rlhf.__file__).parent
+CHECKOUT = PACKAGE.parents[1]
+HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
+"""Folder that holds conf/ and recipes/: the checkout, or the installed package."""
+CONF, RECIPES = HOME / "conf", HOME / "recipes"
+
 
 NOISY_LOGGERS = (
     "lightning.pytorch.utilities.rank_zero",
@@ -40,7 +47,6 @@ NOISY_WARNINGS = (
     ".*LeafSpec.*",
     ".*is_gradient_checkpointing.*",
 )
-PACKAGE = Path(lightning_rlhf.__file__).parent
 PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
 """Number of rows below which a note is printed: each is 5 % of the training or validation rows."""

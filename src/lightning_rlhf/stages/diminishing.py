@@ -11,13 +11,12 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter
 
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.samples import SAMPLES
-from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.io.reading import json_lines, read_text
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.callbacks.evaluation import SAMPLES
+from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.core.errors import CheckpointError, counted
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.storage import json_lines, read_text, written_whole
+from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import BLUE, ORANGE
 from lightning_rlhf.report.diminishing import (
     FEWEST_POINTS,
@@ -32,11 +31,9 @@ from lightning_rlhf.report.diminishing import (
 )
 from lightning_rlhf.report.figures import DPI, GREY, LEGEND, ROW_IN, STYLE, WIDTH_IN, head
 from lightning_rlhf.report.run_plots import HELD_OUT
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
-from lightning_rlhf.stages.measured import by_prompt
-from lightning_rlhf.stages.run_files import damage_named
+from lightning_rlhf.stages.measured import by_prompt, damage_named
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 ALLOWED = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"

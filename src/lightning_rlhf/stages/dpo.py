@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 def run(settings: Settings, config: DPOConfig) -> Path:
     """Train a policy from the SFT model and hand it over."""
-    from lightning_rlhf.stages.train_dpo import run_dpo  # which imports torch and Lightning
+    from lightning_rlhf.stages.supervised import run_dpo  # which imports torch and Lightning
 
     return run_dpo(settings, config)
 
 
 def prepare(settings: Settings, config: DPOConfig) -> Any:
     """Return the stage before its first step, as `train_dpo.prepare_dpo`."""
-    from lightning_rlhf.stages.train_dpo import prepare_dpo
+    from lightning_rlhf.stages.supervised import prepare_dpo
 
     return prepare_dpo(settings, config)
 
 
 def export(settings: Settings, config: DPOConfig, given: Any) -> Path:
     """Write a checkpoint as a folder like `final/`, as `train_dpo.export_dpo`."""
-    from lightning_rlhf.stages.train_dpo import export_dpo
+    from lightning_rlhf.stages.supervised import export_dpo
 
     return export_dpo(settings, config, given)
 

@@ -12,13 +12,13 @@ from rich import get_console
 from lightning_rlhf.callbacks.evaluation import Judge, evaluation_metrics, load_judge
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
 from lightning_rlhf.callbacks.names import check_names
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig
 from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Demonstration
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.roles import REFERENCE, SFT
+from lightning_rlhf.models.config import REFERENCE, SFT
 from lightning_rlhf.report.comparison import (
     DECODINGS,
     Decoding,
@@ -28,11 +28,12 @@ from lightning_rlhf.report.comparison import (
     passes,
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
-from lightning_rlhf.stages.console import note_on_few, print_line
+from lightning_rlhf.stages.console import note_on_few
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import identity, make_ready
+from lightning_rlhf.stages.launch import identity
 from lightning_rlhf.stages.policies import Source, find_policies, other_decoding, other_sft
 from lightning_rlhf.stages.policy_answers import (
+    Scorer,
     Task,
     answer,
     fitting,
@@ -42,7 +43,7 @@ from lightning_rlhf.stages.policy_answers import (
     sample_responses,
     told_verdicts,
 )
-from lightning_rlhf.stages.policy_scores import Scorer
+from lightning_rlhf.stages.prepare import make_ready
 from lightning_rlhf.stages.reward.build_rewards import light_sources
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings

@@ -13,30 +13,32 @@ from jaxtyping import Float
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import EvalConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
-from lightning_rlhf.core.types import DecodedResponses
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.roles import SFT
+from lightning_rlhf.models.config import SFT
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.report.fitness_page import Written
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.decoded import decode_responses
-from lightning_rlhf.stages.console import note_on_few, print_line, print_problems
+from lightning_rlhf.rollout.collector import decode_responses
+from lightning_rlhf.stages.console import note_on_few, print_problems
 from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import Prepared, identity, make_ready
+from lightning_rlhf.stages.launch import identity
+from lightning_rlhf.stages.prepare import Prepared, make_ready
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_fitness import (
+    check_formats,
     check_lengths,
     fitting,
     log_fitness,
@@ -44,7 +46,6 @@ from lightning_rlhf.stages.reward.reward_fitness import (
     sft_samples,
     write_report,
 )
-from lightning_rlhf.stages.reward.reward_formats import check_formats
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 

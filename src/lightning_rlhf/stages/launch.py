@@ -13,41 +13,30 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks.averaging import WeightAverage
 from lightning_rlhf.callbacks.checkpoint_files import load
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, trained
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
-from lightning_rlhf.callbacks.contract import position
-from lightning_rlhf.callbacks.early_stop import EarlyStop
-from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers
-from lightning_rlhf.callbacks.metrics_file import read_rows
-from lightning_rlhf.callbacks.monitors import CheckMonitors
+from lightning_rlhf.callbacks.contract import CheckMonitors, position
+from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers, close_loggers, read_rows
+from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import Progress
-from lightning_rlhf.callbacks.shared_metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
-from lightning_rlhf.callbacks.whole_files import WholeFiles
-from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.callbacks.stopping import EarlyStop, WeightAverage
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.core.errors import CheckpointError, counted
+from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.accelerator import linear_attention_line
-from lightning_rlhf.stages.check_learned import check_learned
-from lightning_rlhf.stages.chosen import choose
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import check_final, goal_of, stop_metric
 from lightning_rlhf.stages.folder.folders import CHECKPOINTS, METRICS, claim, run_name
 from lightning_rlhf.stages.folder.resume import origin, resume_point
-from lightning_rlhf.stages.hand_over import hand_over as hand_over
 from lightning_rlhf.stages.objects import build_trainer, misconfigured
 from lightning_rlhf.stages.preflight.preflight import preflight
-from lightning_rlhf.stages.prepare import Prepared as Prepared
-from lightning_rlhf.stages.prepare import Training as Training
-from lightning_rlhf.stages.prepare import make_ready as make_ready
-from lightning_rlhf.stages.prepare import tokenised as tokenised
+from lightning_rlhf.stages.prepare import Prepared
 from lightning_rlhf.stages.run_report import leave_report
+from lightning_rlhf.stages.select import check_learned, choose
 from lightning_rlhf.stages.stage import Settings
 
 AtEnd = Callable[[Sequence[Logger], int], None]

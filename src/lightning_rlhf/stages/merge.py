@@ -7,23 +7,20 @@ from pathlib import Path
 
 import torch
 
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
+from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, whole_weights
 from lightning_rlhf.models.checkpoint import Final, find, load_head
-from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.critic_loading import whole_weights
+from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.fingerprint import REROUNDED, fingerprint
+from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
-from lightning_rlhf.models.roles import POLICY, REWARD, SFT, Roles
-from lightning_rlhf.models.sequence_classifier import score_bias, with_padding
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.stages.folder.folders import FINAL
-from lightning_rlhf.stages.hand_over import end_generation
-from lightning_rlhf.stages.model_card import license_of, model_card
+from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
 from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.trained import trained_as
 

@@ -27,15 +27,15 @@ from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_rlhf.callbacks.max_time import MaxTime
 from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
+from lightning_rlhf.stages.accelerator import strategy
 from lightning_rlhf.stages.folder.folders import check_writable
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
-from lightning_rlhf.stages.strategy import strategy
 
 _CHECKPOINTS = (
     "a run writes checkpoints from which it resumes exactly; checkpoint_every, checkpoint_minutes "

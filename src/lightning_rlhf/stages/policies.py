@@ -10,11 +10,10 @@ from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.io.nearest_path import nearest_path
-from lightning_rlhf.models.checkpoint import Final, digest, find
+from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.models.adapter import json_object
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
-from lightning_rlhf.models.manifest import FROM_CONFIG, Manifest
-from lightning_rlhf.models.weights import json_object
 from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import (
@@ -26,8 +25,7 @@ from lightning_rlhf.stages.folder.folders import (
     folder_of,
 )
 from lightning_rlhf.stages.folder.resume import run_id
-from lightning_rlhf.stages.sections import section
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.stage import Settings, section
 
 TRAINED = (ppo.STAGE.name, dpo.STAGE.name)
 """Names of the stages that train a policy from the SFT model."""

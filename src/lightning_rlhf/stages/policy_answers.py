@@ -1,9 +1,9 @@
-"""Responses of policies to the same prompts, one model in memory at a time."""
+"""Responses of policies to the same prompts, one model in memory at a time, and their scores."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -12,36 +12,41 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.callbacks.evaluation import Judge, evaluated
 from lightning_rlhf.core.config import ResponsesConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import LogitsError, TrainingError
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import perplexity
-from lightning_rlhf.core.types import Prompts, Rollout
-from lightning_rlhf.data.collate import collate_prompts
+from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
 from lightning_rlhf.data.readers import Rows, sample
 from lightning_rlhf.data.rows import Demonstration, Prompt
+from lightning_rlhf.io.console import Working
 from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
     check_vocabulary,
     start_from,
 )
-from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT, Roles
-from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import Decoding
-from lightning_rlhf.rollout.annotate import annotate, predict
-from lightning_rlhf.rollout.dealt import DealtBatch, count_mine, deal, sample_mine
-from lightning_rlhf.rollout.decoded import as_responses
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.build_sampler import DealtBatch, count_mine, deal, sample_mine
+from lightning_rlhf.rollout.collector import as_responses, decode_responses
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.launch import Prepared
+from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.stages.policies import Kept, Source
-from lightning_rlhf.stages.reward.build_rewards import hub_rewards
+from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.reward.build_rewards import build_reward, hub_rewards
+from lightning_rlhf.stages.reward.reward_fitness import check_formats
 from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.select import load_weights
 
 Part = tuple[Int[Tensor, " B"], Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
@@ -254,3 +259,47 @@ def loss(task: Task, roles: Roles, role: str) -> float:
         found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
     sums, tokens = zip(*replicas.merged(starts, found), strict=True)
     return -sum(sums) / sum(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """The reward, the SFT model as the reference, and the judge."""
+
+    task: Task
+    roles: Roles
+    """Models on the device, whose reference is the SFT model."""
+    reward: Reward
+    judge: Judge | None
+    microbatch: MicrobatchSize
+    """Number of responses that the models read at a time."""
+
+    @classmethod
+    def load(cls, task: Task, light: Mapping[str, Any], judge: Judge | None) -> Scorer:
+        """Load the SFT model and the reward.
+
+        light: checked components of the reward, as `light_sources` returns them.
+        """
+        settings = task.ready.settings
+        roles, _ = load_policy(task, task.ready.parents.get(SFT))
+        microbatch = MicrobatchSize(f"{settings.stage}.batch_size", task.config.batch_size)
+        reward = build_reward(task.ready, roles, light, microbatch)
+        roles.to(task.ready.device)
+        check_formats(task.ready, reward)
+        return cls(task=task, roles=roles, reward=reward, judge=judge, microbatch=microbatch)
+
+    def samples(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        """Yield one sample a response that this process sampled, as `evaluated` returns them."""
+        ready = self.task.ready
+        names = [term.name for term in self.reward.terms]
+        for _, rollout in parts:
+            decoded = decode_responses(rollout.to(ready.device), self.task.rows, ready.chat)
+            scores = score(
+                self.roles,
+                decoded,
+                self.reward,
+                temperature=self.task.config.temperature,
+                batch_size=self.microbatch.rows,
+                over_vocabulary=False,
+            )
+            result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
+            yield from evaluated(result, names, self.judge)

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from lightning_rlhf.io.reading import json_lines
+from lightning_rlhf.io.storage import json_lines
 from lightning_rlhf.report.conclusion import Evaluated, heading_of
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.evaluation_page import SAMPLES
 from lightning_rlhf.report.run_page import PairedSample, TextTable
 from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.report.tables import score_text
-from lightning_rlhf.rewards.prefixes import EVAL_PART, PASS
-from lightning_rlhf.stages.measured import NUMBERS
-from lightning_rlhf.stages.run_files import damage_named, optional_json
+from lightning_rlhf.rewards.format_check import EVAL_PART, PASS
+from lightning_rlhf.stages.measured import NUMBERS, damage_named, optional_json
 
 METRICS = {number: metric for metric, number in NUMBERS.items()}
 """Number of a response -> the metric that is its mean, where it is not named after it."""

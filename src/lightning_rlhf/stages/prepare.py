@@ -15,20 +15,21 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.callbacks.working import Working
+from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.datamodule import StageData
 from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.data.lengths import Tokenised, tokenise
 from lightning_rlhf.data.readers import Rows, TrainVal, sample
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.io.console import Working
 from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.loading import load_tokenizer
-from lightning_rlhf.models.roles import SFT, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.stages.accelerator import device_of
 from lightning_rlhf.stages.console import print_lengths
-from lightning_rlhf.stages.folder.ending import Export
+from lightning_rlhf.stages.folder.changes import Export
 from lightning_rlhf.stages.folder.folders import find_parents, folder_of
 from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks, own_loggers
 from lightning_rlhf.stages.stage import Settings

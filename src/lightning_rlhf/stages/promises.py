@@ -12,10 +12,10 @@ from rich.table import Table
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.report.run_page import Kept, PromiseRow
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
-from lightning_rlhf.stages.settings import Settings
+from lightning_rlhf.stages.stage import Settings
 
 if TYPE_CHECKING:  # with torch and Lightning, which reading a recipe does not need
     from lightning_rlhf.stages.measured import Measured, StageResult

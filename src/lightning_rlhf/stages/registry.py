@@ -8,7 +8,7 @@ from typing import Any
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.stages import dpo, eval_policy, eval_reward, ppo, rank, rm, sft
-from lightning_rlhf.stages.paths import CONF
+from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.stage import Stage
 
 STAGES: Mapping[str, Stage] = {

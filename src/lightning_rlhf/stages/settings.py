@@ -20,19 +20,17 @@ from lightning_rlhf.core.validation import Seed, Text, build, check_value, descr
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
-from lightning_rlhf.stages.reward_section import (
-    check_components,
-    check_normalization,
-    read_reward,
-    redacted_section,
-)
-from lightning_rlhf.stages.sections import section
 from lightning_rlhf.stages.stage import (
     AUTO,
     PolicySource,
     PreflightMode,
     Settings,
     Stage,
+    check_components,
+    check_normalization,
+    read_reward,
+    redacted_section,
+    section,
 )
 from lightning_rlhf.stages.trainer_section import read_trainer, resolve_auto
 

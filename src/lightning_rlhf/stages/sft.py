@@ -15,21 +15,21 @@ if TYPE_CHECKING:
 
 def run(settings: Settings, config: SFTConfig) -> Path:
     """Fine-tune a language model and hand it over as the SFT model."""
-    from lightning_rlhf.stages.train_sft import run_sft  # which imports torch and Lightning
+    from lightning_rlhf.stages.supervised import run_sft  # which imports torch and Lightning
 
     return run_sft(settings, config)
 
 
 def prepare(settings: Settings, config: SFTConfig) -> Any:
     """Return the stage before its first step, as `train_sft.prepare_sft`."""
-    from lightning_rlhf.stages.train_sft import prepare_sft
+    from lightning_rlhf.stages.supervised import prepare_sft
 
     return prepare_sft(settings, config)
 
 
 def export(settings: Settings, config: SFTConfig, given: Any) -> Path:
     """Write a checkpoint as a folder like `final/`, as `train_sft.export_sft`."""
-    from lightning_rlhf.stages.train_sft import export_sft
+    from lightning_rlhf.stages.supervised import export_sft
 
     return export_sft(settings, config, given)
 

@@ -8,8 +8,8 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.readers import check_sources
 from lightning_rlhf.io.user_code import check_file
+from lightning_rlhf.models.adapter import refuse_missing_folder
 from lightning_rlhf.models.config import BASE, SFT
-from lightning_rlhf.models.weights import refuse_missing_folder
 from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.stages.final import check_final
@@ -32,7 +32,7 @@ def run_stage(settings: Settings) -> Path:
     """
     check_processes(settings, world())
     if world().size > 1:
-        from lightning_rlhf.stages.replica import run_replica
+        from lightning_rlhf.stages.run import run_replica
 
         return run_replica(settings, begin)
     with held(settings, folder_of(settings)):

@@ -1,4 +1,4 @@
-"""The training run of stage=ppo."""
+"""The training run of stage=ppo, and the demonstrations of ppo.ptx_coef."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from typing import Any
 from rich import get_console
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.evaluation import Evaluation, load_judge
+from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Samples, load_judge
+from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.metrics_file import read_rows
 from lightning_rlhf.callbacks.recorder import Recorder
-from lightning_rlhf.callbacks.samples import COUNT, Samples
-from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.device_memory import MicrobatchSize
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.data.collate import collate_prompts
-from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.data.batches import StageData, collate_prompts
+from lightning_rlhf.data.lengths import tokenise
 from lightning_rlhf.data.readers import Rows, load
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import (
     add_policy,
     check_positions,
@@ -29,38 +28,46 @@ from lightning_rlhf.models.build_roles import (
     check_vocabulary,
     start_from,
 )
-from lightning_rlhf.models.roles import POLICY, SFT, VALUE, Roles
-from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.models.config import POLICY, SFT, VALUE
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.ptx import PTX
-from lightning_rlhf.report.collapse import collapsed
-from lightning_rlhf.report.tables import before_after_table
+from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import check_sampler
-from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
-from lightning_rlhf.stages.folder.ending import Export, read_ending
+from lightning_rlhf.stages.folder.changes import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
-from lightning_rlhf.stages.launch import (
-    Prepared,
-    Training,
-    fit,
-    hand_over,
-    make_ready,
-    print_compute,
-    tokenised,
-)
-from lightning_rlhf.stages.ptx import read_ptx
+from lightning_rlhf.stages.launch import fit, print_compute
+from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.prepare import Prepared, Training, make_ready, tokenised
 from lightning_rlhf.stages.reward.build_rewards import (
     build_critic,
     build_reward,
     hub_rewards,
     light_sources,
 )
-from lightning_rlhf.stages.reward.reward_formats import check_formats
+from lightning_rlhf.stages.reward.reward_fitness import check_formats
 from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.select import load_weights
 from lightning_rlhf.stages.stage import Settings
+
+
+def read_ptx(ready: Prepared, config: PPOConfig) -> PTX | None:
+    """Return the demonstrations that stage=sft trains on, for each update; None if ptx_coef is 0.
+
+    Raises ConfigError or DataError where they cannot be read.
+    """
+    if config.ptx_coef == 0:
+        return None
+    data, seed = ready.settings.data, ready.settings.seed
+    with Working("reading the demonstrations"):
+        rows = load("demonstrations", data, seed).train
+        found = tokenise(rows, ready.chat, data)
+    print_lengths("demonstration", rows, found)
+    return PTX(found.examples, config, pad_id=ready.chat.pad_token_id, seed=seed)
 
 
 @dataclass(frozen=True, kw_only=True)

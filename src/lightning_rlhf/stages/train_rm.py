@@ -13,33 +13,29 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.metrics import RewardMetrics
-from lightning_rlhf.callbacks.working import Working
 from lightning_rlhf.core.config import RMConfig
-from lightning_rlhf.core.device_memory import MicrobatchSize
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.core.types import SampledResponses
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import SampledResponses
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Preference
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.config import REFERENCE, REWARD, SFT
 from lightning_rlhf.models.heads import RewardHeads
-from lightning_rlhf.models.roles import REFERENCE, REWARD, SFT, Roles
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.calibrate import reward_moments
-from lightning_rlhf.stages.chosen import load_weights
-from lightning_rlhf.stages.console import print_evaluation, print_line, print_problems
-from lightning_rlhf.stages.folder.ending import Export
+from lightning_rlhf.rollout.build_sampler import reward_moments
+from lightning_rlhf.stages.console import print_evaluation, print_problems
+from lightning_rlhf.stages.folder.changes import Export
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
-from lightning_rlhf.stages.launch import (
-    Prepared,
-    hand_over,
-    make_ready,
-    print_compute,
-    tokenised,
-)
+from lightning_rlhf.stages.launch import print_compute
+from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.prepare import Prepared, make_ready, tokenised
 from lightning_rlhf.stages.reward.reward_fitness import (
     check_lengths,
     fitting,
@@ -50,6 +46,7 @@ from lightning_rlhf.stages.reward.reward_fitness import (
     sft_samples,
     write_report,
 )
+from lightning_rlhf.stages.select import load_weights
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, Temperature, build, check_value
-from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.checkpoint import MANIFEST, Final
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.manifest import MANIFEST
-from lightning_rlhf.stages.sections import section
+from lightning_rlhf.stages.stage import section
 
 
 def trained_as(final: Final) -> tuple[ModelConfig, Mapping[str, Any]]:

@@ -13,10 +13,8 @@ from pydantic import Field
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import Count, build, check_value, described, refuse_unknown
-from lightning_rlhf.stages.sections import section
-from lightning_rlhf.stages.stage import TrainerConfig
+from lightning_rlhf.stages.stage import AUTO, TrainerConfig, section
 
-AUTO = "auto"
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
 CPU = {"precision": "32-true", "weights_dtype": "float32"}
 """Values of the keys set to auto, on a GPU and on the CPU."""

@@ -17,7 +17,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_rlhf.cli import main
-from lightning_rlhf.stages import paths
+from lightning_rlhf.stages import console
 
 from ..conftest import MINI, Outcome, Workplace, make_workplace, process_state, tree
 
@@ -56,7 +56,7 @@ def composed(*overrides: str) -> DictConfig:
     main.register_resolvers()
     _, presets, *mini = MINI
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(paths.CONF), version_base="1.3"):
+    with initialize_config_dir(str(console.CONF), version_base="1.3"):
         path = f"hydra.searchpath=[file://{presets}]"
         return compose("config", [*mini, *overrides, path], return_hydra_config=True)
 

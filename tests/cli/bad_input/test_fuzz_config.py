@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.io.visible import is_hidden
+from lightning_rlhf.io.console import is_hidden
 from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.settings import Settings, read_settings
+from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import Settings
 
 from .conftest import Refusals, composed
 

@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from rich.console import Console
 
-from lightning_rlhf.io.visible import is_hidden
-from lightning_rlhf.models.verdict import Verdict
+from lightning_rlhf.io.console import is_hidden
+from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.report.tables import SweepRow, before_after_table, side_by_side, sweep_table
 
 from .conftest import Refusals

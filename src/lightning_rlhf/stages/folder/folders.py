@@ -14,14 +14,13 @@ from typing import Literal
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import UNFINISHED, delete, is_marked, make_folder, written_whole
+from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
-from lightning_rlhf.models.weights import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
-from lightning_rlhf.stages.console import print_line
-from lightning_rlhf.stages.folder.changes import changes, listed, read_config
-from lightning_rlhf.stages.folder.ending import ENDING
+from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
 from lightning_rlhf.stages.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
@@ -143,7 +142,7 @@ def is_ours(name: str) -> bool:
 
 def delete_unfinished(folder: Path) -> None:
     """Delete files and folders that a killed process left half written, and failed.txt."""
-    from lightning_rlhf.callbacks.samples import SAMPLES  # which takes seconds to import
+    from lightning_rlhf.callbacks.evaluation import SAMPLES  # which takes seconds to import
     from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
 
     for place in (folder, *(folder / name for name in (CHECKPOINTS, SAMPLES, ROLLOUTS))):
@@ -185,7 +184,7 @@ def is_unbegun(folder: Path) -> bool:
     if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
         return False
     # Imported here, since it takes seconds: errors in names are raised before.
-    from lightning_rlhf.callbacks.metrics_file import read_rows
+    from lightning_rlhf.callbacks.loggers import read_rows
     from lightning_rlhf.data.rollouts import LAST_BATCH, recorded_iterations
 
     is_batch_kept = recorded_iterations(folder) or (folder / LAST_BATCH).exists()

@@ -21,10 +21,8 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.io.lock import locked
-from lightning_rlhf.io.reading import read_text
-from lightning_rlhf.io.storage import make_folder
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.storage import locked, make_folder, read_text
 from lightning_rlhf.stages.folder.changes import changes, listed
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
@@ -195,8 +193,8 @@ def check_resumable(path: Path, settings: Settings) -> None:
     Also where another file that the run continues is damaged.
     """
     # Imported here, since it takes seconds: errors in names are raised before.
-    from lightning_rlhf.callbacks.metrics_file import read_rows
-    from lightning_rlhf.callbacks.samples import read_samples, train_samples
+    from lightning_rlhf.callbacks.evaluation import read_samples, train_samples
+    from lightning_rlhf.callbacks.loggers import read_rows
 
     folder = folder_of(settings)
     read_rows(folder / METRICS)

@@ -19,12 +19,11 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.callbacks.working import Working
-from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError
+from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError, counted
 from lightning_rlhf.core.masking import by_length, from_first_real
-from lightning_rlhf.core.types import Preferences, Prompts, Rollout, SampledResponses
-from lightning_rlhf.core.wording import counted
-from lightning_rlhf.data.datamodule import StageData
+from lightning_rlhf.core.records import Preferences, Prompts, Rollout, SampledResponses
+from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.products import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
@@ -32,15 +31,11 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.supervised import SupervisedModule
-from lightning_rlhf.modules.target_logprobs import target_logprobs
-from lightning_rlhf.rollout.annotate import predict
-from lightning_rlhf.rollout.decoded import decode_responses
+from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
+from lightning_rlhf.rollout.collector import decode_responses
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.policy_outputs import policy_outputs
-from lightning_rlhf.rollout.score import response_hidden
-from lightning_rlhf.stages.console import print_line
+from lightning_rlhf.rollout.score import policy_outputs, predict, response_hidden
 from lightning_rlhf.stages.preflight.memory_plan import (
     PLANNED,
     MemoryPlan,

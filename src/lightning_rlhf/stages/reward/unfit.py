@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.models.checkpoint import Final
-from lightning_rlhf.models.verdict import PAGE, Verdict
-from lightning_rlhf.models.weights import json_object
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.models.adapter import json_object
+from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict
 from lightning_rlhf.rewards.config import LearnedConfig, RandomConfig
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.folder.changes import differing_keys, read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, folder_of, reward_role
 from lightning_rlhf.stages.stage import Settings, reward_key

@@ -1,8 +1,4 @@
-"""The mathematics of PPO's metrics: from records to named numbers, padding left out.
-
-A rollout is first reduced to sums over each response's real tokens. Sums gather over processes
-without padding them to one length, and every metric follows from them.
-"""
+"""Metrics of a step of PPO, and of a step on given texts."""
 
 from __future__ import annotations
 
@@ -10,13 +6,21 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Literal
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.results import IterationSeconds
-from lightning_rlhf.core.types import Experience, UpdateStats
+from lightning_rlhf.core.records import Experience, UpdateStats
+from lightning_rlhf.core.results import (
+    DPOScores,
+    IterationSeconds,
+    PairScores,
+    SFTEvaluation,
+    SFTStep,
+)
+from lightning_rlhf.core.text_metrics import perplexity
 
 SUMS = (
     "score", "ended", "tokens", "kl", "rewards",
@@ -154,4 +158,68 @@ def time_metrics(seconds: IterationSeconds, sums: Float[Tensor, "B 10"]) -> dict
         "time/other_s": seconds.other,
         "time/tokens_per_s": tokens / iteration_s,
         "time/episodes_per_s": len(sums) / iteration_s,
+    }
+
+
+Phase = Literal["update", "eval"]
+
+
+def sft_train_sums(result: SFTStep) -> Float[Tensor, " 2"]:
+    """Return [summed negative log-likelihood, target tokens] of a training step."""
+    tokens = result.tokens.float()
+    return torch.stack([result.loss.float() * tokens, tokens])
+
+
+def sft_eval_sums(result: SFTEvaluation) -> Float[Tensor, " 2"]:
+    """Return [summed negative log-likelihood, target tokens] of a validation step."""
+    return torch.stack([result.nll_sum.float(), result.tokens.float()])
+
+
+def sft_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+    """Return the loss in nats per target token, and the perplexity exp(loss), inf on overflow."""
+    nll, tokens = sums
+    loss = nll / tokens if tokens else math.nan
+    return {f"{phase}/loss": loss, f"{phase}/perplexity": perplexity(loss)}
+
+
+def reward_sums(scores: PairScores) -> Float[Tensor, " 5"]:
+    """Return [pairs, loss of the pairs, pairs ranked right, chosen, rejected].
+
+    A tie is half right.
+    """
+    chosen, rejected = scores.chosen.float(), scores.rejected.float()
+    columns = [torch.ones_like(chosen), scores.losses, scores.ranked_right, chosen, rejected]
+    return torch.stack([column.sum() for column in columns])
+
+
+def reward_metrics(
+    sums: Sequence[float], phase: Phase, loss_name: str = "rm_loss"
+) -> dict[str, float]:
+    """Return means over pairs; rm_loss = -log sigmoid(chosen - rejected)."""
+    pairs, *summed = sums
+    loss, right, chosen, rejected = (x / pairs if pairs else math.nan for x in summed)
+    return {
+        f"{phase}/{loss_name}": loss,
+        f"{phase}/accuracy": right,
+        f"{phase}/reward_chosen": chosen,
+        f"{phase}/reward_rejected": rejected,
+        f"{phase}/reward_margin": chosen - rejected,
+    }
+
+
+def dpo_sums(scores: DPOScores) -> Float[Tensor, " 8"]:
+    """Return `reward_sums`, and the sums of both log-probabilities and of the chosen tokens."""
+    columns = (scores.chosen_logprob, scores.rejected_logprob, scores.chosen_tokens)
+    sums = [column.float().sum() for column in columns]
+    return torch.cat([reward_sums(scores), torch.stack(sums)])
+
+
+def dpo_metrics(sums: Sequence[float], phase: Phase) -> dict[str, float]:
+    """Return means over pairs, and the loss of SFT on the chosen responses, a mean over tokens."""
+    pairs, (chosen, rejected, tokens) = sums[0], sums[5:]
+    return {
+        **reward_metrics(sums[:5], phase, "dpo_loss"),
+        f"{phase}/logps_chosen": chosen / pairs if pairs else math.nan,
+        f"{phase}/logps_rejected": rejected / pairs if pairs else math.nan,
+        f"{phase}/sft_loss": -chosen / tokens if tokens else math.nan,
     }

@@ -1,4 +1,4 @@
-"""The end of a training: the step that is chosen, and its weights in place of the last ones."""
+"""The end of a training: the step that is chosen, and the check that its weights are finite."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.averaging import AVERAGE
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
     SUFFIX,
@@ -24,15 +23,17 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.metrics_file import read_rows
+from lightning_rlhf.callbacks.contract import advice, position, require_finite_weights
+from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.progress import number_text
+from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import CheckpointError, require
+from lightning_rlhf.core.errors import CheckpointError, TrainingError, require
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.stages.console import print_line
 from lightning_rlhf.stages.final import goal_of
-from lightning_rlhf.stages.folder.ending import Ending, Export, Value, read_ending, write_ending
+from lightning_rlhf.stages.folder.changes import Ending, Export, Value, read_ending, write_ending
 from lightning_rlhf.stages.folder.folders import METRICS
 from lightning_rlhf.stages.folder.resume import origin
 from lightning_rlhf.stages.stage import Settings
@@ -166,3 +167,38 @@ def text_of(ending: Ending) -> str:
         if value.chosen is not None and value.last is not None
     )
     return f"final/ is step {ending.step} (final={ending.final}): {found}"
+
+
+REFUSED: Mapping[str, str] = {
+    "update/nonfinite": "with a loss or gradient that is not finite",
+    "update/skipped": "above ppo.max_ratio",
+    "update/stopped": "above ppo.target_kl",
+}
+"""Metric -> description of the updates that it counts."""
+
+
+def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
+    """Raise TrainingError unless updates were made and the trained weights are finite."""
+    made = trainer.global_step
+    if made == 0:
+        raise TrainingError(nothing_learned(stage, refused(folder / METRICS)))
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    require_finite_weights(stage, position(trainer, module), made, trained)
+
+
+def refused(metrics: Path) -> dict[str, int]:
+    """Return how many updates of the whole run were not made, by each metric of REFUSED."""
+    rows = read_rows(metrics).values()
+    cells = {name: [float(row[name]) for row in rows if name in row] for name in REFUSED}
+    return {name: int(sum(x for x in cells[name] if math.isfinite(x))) for name in REFUSED}
+
+
+def nothing_learned(stage: str, counts: Mapping[str, int]) -> str:
+    """Return why no update of the run was made, and what to change. counts: as of `refused`."""
+    found = [f"{counts[name]} {which}" for name, which in REFUSED.items() if counts[name]]
+    limits = [REFUSED[name].split()[-1] for name in list(REFUSED)[1:] if counts[name]]
+    remedy = f"A larger {' and a larger '.join(limits)}, or null, lets updates through"
+    return (
+        f"{stage} has learned nothing, and writes no final/: none of its updates was made "
+        f"({', '.join(found)}). {remedy if limits else advice(stage, 0)}"
+    )

@@ -1,0 +1,227 @@
+"""Console output: escaping of foreign text, lines, progress outside of training, remaining time.
+
+A terminal obeys control characters (they move the cursor, set its title, hide later text), and
+bidirectional ones reorder a line. Here they are replaced by their escapes.
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from threading import Event, Thread
+from time import monotonic
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rich import get_console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+
+CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories that are escaped: control, format, half of a surrogate pair, line separator,
+paragraph separator."""
+JOINERS = "\u200c\u200d"
+"""Format characters that are used in the spelling of many languages and of emoji."""
+
+
+def visible(text: str) -> str:
+    r"""Return `text` with each character that a terminal would obey or hide as its escape.
+
+    "\x1b[31m" -> "\\x1b[31m". Newlines stay; `visible_line` shows these as well.
+    """
+    if text.isprintable():
+        return text
+    return "".join(escape(c) if is_hidden(c) and c != "\n" else c for c in text)
+
+
+def visible_line(text: str) -> str:
+    r"""Return `text` in one line: as `visible`, a newline is shown as \n."""
+    return visible(text).replace("\n", "\\n")
+
+
+def json_line(value: Any) -> str:
+    """Return `value` as JSON in one line, every hidden character in it as JSON's own escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    if text.isprintable():
+        return text
+    return "".join(json.dumps(c)[1:-1] if is_hidden(c) else c for c in text)
+
+
+def is_hidden(character: str) -> bool:
+    """Return whether a terminal would obey the character, or not show it."""
+    return unicodedata.category(character) in CATEGORIES and character not in JOINERS
+
+
+def escape(character: str) -> str:
+    r"""Return Python's escape of a character, for example \x1b or \u202e."""
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def print_line(message: str, style: str = "") -> None:
+    """Print a line without markup, with control characters made visible.
+
+    style: a Rich style, for example "yellow".
+    """
+    get_console().print(
+        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
+    )
+
+
+RECENT = 20
+"""Number of latest durations whose median is used: enough to be robust to a slow iteration, few
+enough to follow a trend."""
+
+
+@dataclass(frozen=True)
+class TimeLeft:
+    """An estimate of the remaining time of a run."""
+
+    seconds: float
+    """Estimated time in seconds."""
+    without_evaluations: bool
+    """True while evaluations are still to come and none has been timed."""
+
+
+class Pace:
+    """The durations, in seconds, of recent iterations without evaluation and of evaluations."""
+
+    def __init__(self) -> None:
+        self._iterations: deque[float] = deque(maxlen=RECENT)
+        self._evaluations: deque[float] = deque(maxlen=RECENT)
+
+    def add_iteration(self, seconds: float) -> None:
+        self._iterations.append(seconds)
+
+    def add_evaluation(self, seconds: float) -> None:
+        self._evaluations.append(seconds)
+
+    def left(self, iterations: int, evaluations: int) -> TimeLeft | None:
+        """Return the estimated time of the given numbers of iterations and evaluations.
+
+        It is the sum of count times median duration; None before the first iteration was timed.
+        """
+        if not self._iterations:
+            return None
+        seconds = iterations * median(self._iterations)
+        if evaluations == 0:
+            return TimeLeft(seconds, without_evaluations=False)
+        if not self._evaluations:
+            return TimeLeft(seconds, without_evaluations=True)
+        return TimeLeft(
+            seconds + evaluations * median(self._evaluations), without_evaluations=False
+        )
+
+
+def clock_text(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds: 3725 -> 1:02:05."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}"
+
+
+def left_text(left: TimeLeft | None) -> str:
+    """Return the estimate as text for the console."""
+    if left is None:
+        return "time left unknown"
+    return f"{clock_text(left.seconds)}{' and evaluations' * left.without_evaluations} left"
+
+
+T = TypeVar("T")
+PERIOD_S = 10.0
+"""Seconds before the first line, and between lines."""
+
+
+class Working:
+    """A context manager that displays a task and its progress while the block runs.
+
+    On a terminal, if a total is known, it is a progress bar, removed when the block ends. Otherwise
+    it prints a line every PERIOD_S seconds; a shorter block prints nothing.
+    """
+
+    def __init__(
+        self, what: str, total: int | None = None, *, line: Callable[[], str] | None = None
+    ) -> None:
+        """Describe the task.
+
+        what: description of the task.
+        total: amount of work, in the units of `advance`; None where unknown.
+        line: function that returns the line to print; None prints `what`, the progress and the
+            elapsed time.
+        """
+        self._what = what
+        self._total = total
+        self._line = line
+        self._done = 0
+        self._stopped = Event()
+        self._bar: Progress | None = None
+
+    def __enter__(self) -> Working:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the display; `with` blocks call it."""
+        self._start = monotonic()
+        if self._total is not None and get_console().is_terminal:
+            self._bar = Progress(
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                console=get_console(),
+                transient=True,
+            )
+            self._task = self._bar.add_task(self._what, total=self._total)
+            self._bar.start()
+        else:
+            Thread(target=self.print_until, args=(self._stopped.wait,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Stop the display; `with` blocks call it."""
+        self._stopped.set()
+        if self._bar is not None:
+            self._bar.stop()
+
+    def print_until(self, stops: Callable[[float], bool]) -> None:
+        """Print a line each time `stops(PERIOD_S)` returns False, until it returns True."""
+        while not stops(PERIOD_S):
+            print_line(self.line)
+
+    @property
+    def line(self) -> str:
+        """Return the line to print: the task, its progress and the elapsed time."""
+        if self._line is not None:
+            return self._line()
+        done = "" if self._total is None else f" {self._done}/{self._total}"
+        return f"{self._what}{done}  {clock_text(monotonic() - self._start)} elapsed"
+
+    def advance(self, done: int = 1) -> None:
+        """Add `done` units to the finished amount of work."""
+        self._done += done
+        if self._bar is not None:
+            self._bar.advance(self._task, done)
+
+    def track(self, items: Iterable[T], size: Callable[[T], int] = lambda _: 1) -> Iterator[T]:
+        """Yield the items; each counts as `size(item)` units once the next one is requested."""
+        for item in items:
+            yield item
+            self.advance(size(item))
