@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -68,6 +70,17 @@ def test_the_peak_of_this_process_counts_a_large_tensor() -> None:
     assert peak_memory(torch.device("cpu")) >= found + 2**23
     del held
     assert peak_memory(torch.device("cpu")) >= found + 2**23
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+def test_the_peak_is_not_that_of_the_process_which_started_this_one() -> None:
+    large = torch.ones(2**28)  # 1.07 GB, which ru_maxrss of a child starts at
+    code = (
+        "import torch; from lightning_rlhf.callbacks.compute import peak_memory;"
+        "print(peak_memory(torch.device('cpu')))"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 1e7 < int(found.stdout) < large.nbytes
 
 
 def test_a_resumed_run_goes_on_with_the_totals(fit: Fit, tmp_path: Path) -> None:

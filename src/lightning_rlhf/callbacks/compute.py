@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -170,11 +172,17 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the largest memory so far in bytes: of tensors on a GPU, else of the process."""
+    """Return the largest memory so far in bytes: of tensors on a GPU, else of the process.
+
+    Linux's ru_maxrss starts at that of the process that started this one; VmHWM starts anew.
+    """
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
+    status = Path("/proc/self/status")
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def sum_of(stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
