@@ -283,8 +283,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             raise PowerCut
 
         if where == "hand_over":
-            for stage in ("sft", "rm", "ppo"):
-                monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.hand_over", pull)
+            for stage in ("supervised", "rm", "ppo"):
+                monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.hand_over", pull)
             return
         hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"
         original = getattr(Checkpoints, hook)

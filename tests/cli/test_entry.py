@@ -161,7 +161,7 @@ def test_each_run_sets_its_own_threads(
 ) -> None:
     """One after the other in one process, as in a sweep."""
     before = torch.get_num_threads()
-    monkeypatch.setattr("lightning_rlhf.stages.run.THREADS", 3)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.THREADS", 3)
     found = []
     for threads in ("1", "null"):
         workplace.mini("stage=sft", f"run=of{threads}", f"trainer.threads={threads}").succeeded  # noqa: B018

@@ -89,10 +89,10 @@ class TestWhatIsRefused:
     def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         shutil.rmtree(finished.stage("sft") / "final")
 
-        def load(*arguments: Any) -> None:
+        def load(*arguments: Any, **named: Any) -> None:
             raise AssertionError("it is too late to refuse")
 
-        monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
+        monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
         return finished
 
     @pytest.mark.parametrize("name", ["true", "000006"])

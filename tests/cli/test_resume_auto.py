@@ -21,10 +21,10 @@ def cut_off(finished: Workplace) -> Workplace:
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where a stage begins."""
 
-    def load(*arguments: Any) -> None:
+    def load(*arguments: Any, **named: Any) -> None:
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
 
 
 def test_it_starts_goes_on_and_ends(
@@ -83,9 +83,6 @@ def test_what_is_refused_is_left_as_it_is(
 ) -> None:
     """Another configuration in each state, damage without a way on, and other models."""
     unbuilt(monkeypatch)
-    monkeypatch.setattr(
-        "lightning_rlhf.stages.train_rm.run_rm", lambda *_: pytest.fail("it has begun")
-    )
     folder = finished.stage("sft")
     words, told = ["stage=sft", "sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
     if left != "final":
@@ -176,9 +173,7 @@ class TestSamples:
     def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         """PPO's three iterations, whose checkpoints of 2 and 3 are there; nothing is trained."""
         shutil.rmtree(finished.stage("ppo") / "final")
-        monkeypatch.setattr(
-            "lightning_rlhf.stages.train_ppo.run_ppo", lambda *_: pytest.fail("begun")
-        )
+        unbuilt(monkeypatch)
         return finished
 
     def refused(self, place: Workplace) -> str:

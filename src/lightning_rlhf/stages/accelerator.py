@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +30,6 @@ from lightning_rlhf.parallel.replicas import ended_processes
 from lightning_rlhf.parallel.world import World, world
 from lightning_rlhf.rewards.config import ModelConfig
 from lightning_rlhf.stages.stage import Settings, reward_key
-from lightning_rlhf.stages.trainer_section import driver_has_gpu
 
 if TYPE_CHECKING:
     from lightning_rlhf.models.roles import Roles
@@ -114,7 +114,7 @@ def print_device(settings: Settings) -> None:
     name, note = "the CPU", ""
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
-    elif torch.version.cuda is None and driver_has_gpu():
+    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         note = f"; {build_of_torch()} and cannot use the GPU"
     size = world().size
     threads = f" of {counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
