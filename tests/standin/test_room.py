@@ -64,7 +64,7 @@ def test_a_copy_in_16_bits_has_room_where_those_in_fp32_do_not(
     """
     roles = Roles(language_model("qwen3"), "fast")
     roles.add_adapter(POLICY, LORA)
-    numbers = sum(layer.weight.numel() for layer in linear_layers(roles.causal_lm.base_model))
+    numbers = sum(i * o for *_, i, o in linear_layers(roles.causal_lm.base_model))
     head = roles.causal_lm.get_output_embeddings().weight.numel()
     roles.to(NAME)
     assert copied_bytes(roles.causal_lm) == 2 * 4 * numbers
