@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     check_checkpoint,
@@ -270,27 +271,14 @@ class Adds(Callback):
 
 
 def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: Run) -> None:
-    told = r"^Remembers\.state_dict\(\)\['rules'\]\['first'\] is an object of type SFTConfig, from"
+    told = r"^Remembers\.state_dict\(\) holds objects .*core\.config\.SFTConfig"
     with pytest.raises(CheckpointError, match=told):
         run.train(Remembers({"first": config()}), checkpoint_every=1)
     assert run.steps == [1]
 
 
-def test_a_callback_without_a_state_to_save_is_named(run: Run) -> None:
-    class Fails(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"length": self.length}  # type: ignore[attr-defined]
-
-    told = (
-        r"^Fails\.state_dict\(\) raised AttributeError: 'Fails' object has no attribute 'length', "
-    )
-    with pytest.raises(CheckpointError, match=told):
-        run.train(Fails(), checkpoint_every=1)
-    assert run.steps == []
-
-
 def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
-    told = r"^checkpoint\['mine'\]\[0\] is an object of type PosixPath, from which no run"
+    told = r"^checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;"
     with pytest.raises(CheckpointError, match=told):
         run.train(Adds())
     assert run.steps == []
@@ -488,12 +476,11 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
 def test_a_full_disk_leaves_the_checkpoint_before(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tree: Any, file: Any) -> None:
-        file.write(b"half of it")
+    def full(checkpoint: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(torch, "save", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(checkpoints, "outline", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
@@ -505,10 +492,10 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 def test_what_ended_the_run_is_told_where_nothing_can_be_saved(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tree: Any, file: Any) -> None:
+    def full(checkpoint: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr(checkpoints, "outline", full)
     with pytest.raises(RewardError, match="away"):
         run.train(module=Fails("rollout", RewardError("away")))
     assert "no checkpoint of step 2: " in capsys.readouterr().out
