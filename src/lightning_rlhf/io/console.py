@@ -37,7 +37,8 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(escape(c) if is_hidden(c) and c != "\n" else c for c in text)
+    hidden = {c for c in text if is_hidden(c) and c != "\n"}
+    return "".join(ascii(c)[1:-1] if c in hidden else c for c in text)
 
 
 def visible_line(text: str) -> str:
@@ -56,11 +57,6 @@ def json_line(value: Any) -> str:
 def is_hidden(character: str) -> bool:
     """Return whether a terminal would obey the character, or not show it."""
     return unicodedata.category(character) in CATEGORIES and character not in JOINERS
-
-
-def escape(character: str) -> str:
-    r"""Return Python's escape of a character, for example \x1b or \u202e."""
-    return character.encode("unicode_escape").decode("ascii")
 
 
 def print_line(message: str, style: str = "") -> None:
@@ -132,7 +128,7 @@ class Working:
             self._task = self._bar.add_task(self._what, total=self._total)
             self._bar.start()
         else:
-            Thread(target=self.print_until, args=(self._stopped.wait,), daemon=True).start()
+            Thread(target=self._print_lines, daemon=True).start()
 
     def stop(self) -> None:
         """Stop the display; `with` blocks call it."""
@@ -140,9 +136,8 @@ class Working:
         if self._bar is not None:
             self._bar.stop()
 
-    def print_until(self, stops: Callable[[float], bool]) -> None:
-        """Print a line each time `stops(PERIOD_S)` returns False, until it returns True."""
-        while not stops(PERIOD_S):
+    def _print_lines(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
             print_line(self.line)
 
     @property
