@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.stages.evaluate_policy import run_eval_policy
 from lightning_rlhf.stages.policies import policy_folders
@@ -23,13 +24,7 @@ class EvalPolicy(Stage):
     also_reads = ("demonstrations",)
     reads_reward = True
     reads_judge = True
-    summary = (
-        "eval/reward_mean",
-        "eval/reward_gain",
-        "eval/win_rate",
-        "eval/kl",
-        "eval/perplexity",
-    )
+    summary = (HELD_OUT, "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity")
     hands_over = "report"
     numbers = "evaluation.json"
     divides = True

@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, KL
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
@@ -29,7 +30,7 @@ from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import check_sampler
+from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.changes import read_ending
@@ -56,17 +57,11 @@ class PPO(Stage):
     data = "prompts"
     reads_reward = True
     reads_judge = True
-    goal = (("eval/reward_mean", "max"),)
+    goal = ((HELD_OUT, "max"),)
     unit = "iteration"
     validates_first = True
-    headlines = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
-    summary = (
-        "eval/reward_mean",
-        "eval/kl",
-        "eval/response_tokens",
-        "eval/judge/gold",
-        "eval/judge/correct",
-    )
+    headlines = tuple(HEADLINES)
+    summary = (HELD_OUT, HELD_OUT_KL, "eval/response_tokens", GOLD, "eval/judge/correct")
     volatile = ("kl_warning",)
     panels = staticmethod(ppo_panels)
     module_class: ClassVar[type[PPOModule]] = PPOModule
@@ -77,7 +72,8 @@ class PPO(Stage):
         config: PPOConfig = settings.config
         key = f"{self.name}.max_response_tokens"
         judge = load_judge(settings.data.judge) if settings.data.judge else None
-        check_sampler(config.rollout, f"{self.name}.rollout")
+        if config.rollout not in OURS:
+            load_sampler(config.rollout, f"{self.name}.rollout")
         rows = run.rows("prompts")
         light = light_sources(
             run, {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
@@ -213,7 +209,7 @@ def read_ptx(run: Run, config: PPOConfig) -> PTX | None:
 def print_collapse(folder: Path, stage: str) -> None:
     """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
-    trained = [row for row in rows.values() if "kl_divergence" in row]
+    trained = [row for row in rows.values() if KL in row]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
     if last is not None and (why := collapsed(last, stage)) is not None:
         print_line(f"warning: {why}", "yellow")

@@ -25,15 +25,15 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.contract import advice, position, require_finite_weights
 from lightning_rlhf.callbacks.loggers import read_rows
-from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE
 from lightning_rlhf.stages.folder.changes import Ending, Export, Value, read_ending, write_ending
 from lightning_rlhf.stages.folder.folders import METRICS
 from lightning_rlhf.stages.folder.resume import origin
