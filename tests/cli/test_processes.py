@@ -30,8 +30,8 @@ from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import console, fit
-from lightning_rlhf.stages.fit import check_processes
+from lightning_rlhf.stages import accelerator, console, fit
+from lightning_rlhf.stages.accelerator import check_processes
 from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
 
@@ -221,7 +221,7 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
 def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, leave = tmp_path / "first", fit.leave_message
+    file, leave = tmp_path / "first", accelerator.leave_message
 
     def entered(settings: Settings, **_: Any) -> Any:
         if os.environ["RANK"] == "0":
@@ -237,7 +237,7 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         os.kill(int(file.read_text()), signal.SIGTERM)
 
     monkeypatch.setattr(fit, "entered", entered)
-    monkeypatch.setattr(fit, "leave_message", leave_and_end)
+    monkeypatch.setattr(accelerator, "leave_message", leave_and_end)
     outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
     assert outcome.error == "process 1: no such row"
 

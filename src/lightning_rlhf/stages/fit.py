@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import lightning as L
@@ -32,26 +30,22 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,
     ConfigError,
-    ProcessEndedError,
-    RLHFError,
     TrainingError,
     counted,
     naming_own_keys,
     require,
 )
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group, leave_message, message_left
-from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
+from lightning_rlhf.parallel.replicas import ONE
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.stages.accelerator import (
-    TIMEOUT,
     check_accelerator,
-    check_devices,
-    cluster,
+    check_processes,
     denormals_flushed,
-    device_of,
+    errors_of_all,
+    join,
     keep_large_blocks,
     linear_attention_line,
     print_device,
@@ -384,86 +378,3 @@ def print_compute(folder: Path) -> dict[str, float]:
     computed = {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
     print_line(compute_line(computed))
     return computed
-
-
-def check_processes(settings: Settings, place: World) -> None:
-    """Raise ConfigError unless the run has as many processes as its configuration says.
-
-    place: place of this process among those of the run.
-    """
-    trainer, stage, definition = settings.trainer, settings.stage, settings.definition
-    if place.size == 1 and not definition.trains:
-        return  # it can compute in one process, whatever trainer.devices is
-    if place.size != trainer.processes:
-        found = f"{place.size} processes" if place.size > 1 else "one process"
-        raise ConfigError(
-            f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
-            f"but {place.launcher or 'this command'} has started {found}; allowed: equal numbers"
-        )
-    if not (place.size == 1 or definition.trains or definition.divides):
-        raise ConfigError(
-            f"{place.launcher} has started {place.size} processes, but stage={stage} computes in "
-            "one; allowed: one process"
-        )
-    config, size = settings.config, place.size
-    if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
-        raise ConfigError(
-            f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
-            f"{config.prompts_per_iteration} prompts for {size} processes; allowed: at least "
-            f"{size * config.samples_per_prompt}"
-        )
-
-
-def join(settings: Settings) -> Replicas:
-    """Join the process group of the run; return its replicas.
-
-    Raises ConfigError where this machine has too few GPUs.
-    """
-    place, environment = world(), cluster(world())
-    address = f"tcp://{environment.main_address}:{environment.main_port}"
-    check_devices(settings)
-    device, backend = device_of(settings), "gloo"
-    if device.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    method = "env://" if place.launcher == "torchrun" else address
-    return join_group(place, device, backend, method, TIMEOUT)
-
-
-@contextmanager
-def errors_of_all(replicas: Replicas) -> Iterator[None]:
-    """Let the first process raise the errors of all; the others end without a word.
-
-    Where a process has ended without a message, the program that started it says so. That program
-    ends the processes that are left: the first one raises the error nevertheless.
-    """
-    if replicas.is_first:
-        signal.signal(signal.SIGTERM, raise_message)
-    try:
-        yield
-    except ProcessEndedError as error:
-        message = message_left() if replicas.is_first else None
-        is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
-        if message is None and is_printed:
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise RLHFError(message or str(error)) from error
-    except RLHFError as error:
-        if replicas.is_first:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            raise
-        leave_message(f"process {replicas.rank}: {error}")
-        sys.exit(1)
-
-
-def raise_message(signum: int, frame: FrameType | None) -> None:
-    """Raise the error that another process has left; without one, end as SIGTERM does.
-
-    Where the command was killed that would say why, this process does.
-    """
-    if (message := message_left()) is not None:
-        raise RLHFError(message)
-    signal.signal(signum, signal.SIG_DFL)
-    if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
-        os.write(2, b"error: the command that started this process has ended\n")
-    os.kill(os.getpid(), signum)
