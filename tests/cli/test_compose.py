@@ -315,7 +315,7 @@ RECEIVERS: dict[type, set[str]] = {
     LoggerConfig: {"config"},
     WandbConfig: {"config"},
     PolicySource: {"policy"},
-    Settings: {"settings", "cfg"},
+    Settings: {"settings", "cfg", "self"},
 }
 """What a value of the class is called where it is read: `settings.trainer.devices`."""
 READ_IN_YAML = {(TrainerConfig, "weights_dtype"): ("model/hub.yaml", "${trainer.weights_dtype}")}
@@ -367,7 +367,7 @@ def test_every_key_of_a_logger_is_a_field() -> None:
 def test_every_root_key_is_a_setting() -> None:
     tree: Any = OmegaConf.to_container(OmegaConf.load(CONF / "config.yaml"))
     groups = {"model", "data", "reward", "trainer", "logger", "callbacks"}
-    derived = {"definition", "config", "custom_logger", "tree"}  # of the stage; everything
+    derived = {"find", "config", "custom_logger", "tree"}  # of the stage; everything
     inserted = {"final"}  # by ${final}, in the sections of the stages that train
     others = {"defaults", "hydra", "recipe"}
     assert set(tree) - others - inserted == names(Settings) - groups - derived

@@ -299,9 +299,6 @@ finally:
 """
 FUNCTION = ("reward=function", "policy.checkpoint=base")
 SOON: dict[str, tuple[list[str], str]] = {
-    "a key that is not known": (["stage=ppo", "data.nothing=1"], "data.nothing"),
-    "help": (["--help"], ""),
-    "the configuration": (["stage=ppo", "--cfg", "job"], ""),
     "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
     "no reward model": (["stage=ppo", "policy.checkpoint=base"],
                         "outputs/default/tiny/rm has none"),
@@ -327,9 +324,18 @@ SOON: dict[str, tuple[list[str], str]] = {
 """What names and folders alone tell -> the command and what its answer holds."""
 
 
+@pytest.mark.parametrize("arguments", [["data.nothing=1"], ["--help"], ["--cfg", "job"]])
+def test_values_are_checked_without_the_libraries(
+    workplace: Workplace, arguments: list[str]
+) -> None:
+    """Those that take seconds to import, torch alone two."""
+    outcome = workplace.process([sys.executable, "-c", ANSWERED, "stage=ppo", *arguments])
+    assert ("data.nothing" in outcome.err) == (arguments == ["data.nothing=1"])
+    assert outcome.out.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("case", SOON)
-def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: str) -> None:
-    """Without the libraries that take seconds to import, torch alone two."""
+def test_what_names_and_folders_tell_is_told(workplace: Workplace, case: str) -> None:
     arguments, named = SOON[case]
     run = workplace.outputs / "default" / "tiny"
     if case.startswith("finished"):
@@ -340,12 +346,7 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
         (run / "eval_reward" / "config.json").write_text('{"stage": "eval_reward"}')
         (run / "eval_reward" / "checkpoints" / "000004.ckpt").write_text("")
     (workplace.folder / "y.py").write_text("")
-    outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])
-    if named:
-        assert named in outcome.error
-    else:
-        outcome.succeeded  # noqa: B018
-    assert outcome.out.splitlines()[-1] == "[]"
+    assert named in workplace.call(*arguments).error
 
 
 def test_no_words_at_all(workplace: Workplace) -> None:

@@ -245,8 +245,7 @@ def test_a_program_that_uses_hydra_keeps_its_own_configurations(tmp_path: Path) 
 def test_importing_the_package_loads_no_library() -> None:
     code = (
         "import sys, lightning_rlhf; found = {'torch', 'lightning', 'hydra'} & {*sys.modules}; "
-        "assert not found, found; lightning_rlhf.configuration('sft'); "
-        "assert 'hydra' in sys.modules; assert 'torch' not in sys.modules"
+        "assert not found, found"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

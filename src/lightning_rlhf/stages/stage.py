@@ -250,7 +250,7 @@ class Settings:
 
     stage: str
     """Name of the stage."""
-    find: Callable[[], Stage]
+    find: Callable[[], Stage] = dataclasses.field(compare=False)
     """Function that imports the stage and returns it."""
     config: Any
     """Section of the stage, as an instance of its class."""
