@@ -43,11 +43,12 @@ from lightning_rlhf.core.errors import (
     StorageError,
 )
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.ppo import PPO
+from lightning_rlhf.stages.stage import find_stage
 
 from .conftest import FakePPO, Fit
 
-GOAL = STAGES["ppo"].goal
+GOAL = PPO.goal
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
 NEVER = 1000
 
@@ -183,7 +184,9 @@ def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: 
 
 
 def saver_of(stage: Any, folder: Path) -> Checkpoints:
-    return Checkpoints(folder, config(), replace(ORIGIN, stage=stage), Stop(), STAGES[stage].goal)
+    return Checkpoints(
+        folder, config(), replace(ORIGIN, stage=stage), Stop(), find_stage(stage).goal
+    )
 
 
 def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
