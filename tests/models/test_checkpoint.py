@@ -147,26 +147,6 @@ def test_weights_and_heads_come_back_bit_for_bit(
     assert not any(p.requires_grad for p in head.parameters())
 
 
-def test_the_adapter_is_written_for_inference_on_its_base(
-    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    make_config: Make,
-) -> None:  # fmt: skip
-    roles = Roles(make_model("qwen3"))
-    add_policy(roles, make_config(name_or_path="x"), 0)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
-    manifest = make_manifest("ppo", base="org/base")
-    write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
-    written = json.loads((tmp_path / "final" / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == "org/base"
-    assert written["inference_mode"] is True
-    assert written["r"] == 4
-    # In one order in every process, though PEFT holds a set.
-    assert len(written["target_modules"]) > 7
-    assert written["target_modules"] == sorted(written["target_modules"])
-    # What is being trained is not touched by saving it.
-    assert roles.model.peft_config[POLICY].inference_mode is False
-
-
 def test_writing_an_adapter_does_not_ask_the_hub(
     adapters: Any, tmp_path: Path, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
@@ -224,7 +204,7 @@ def test_writing_keeps_neither_a_half_nor_an_old_folder(
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
 
 
-@pytest.mark.parametrize("finetune", ["full", "lora"])
+@pytest.mark.parametrize("finetune", ["lora"])
 def test_a_full_disk_says_how_much_is_needed(
     tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch, finetune: str,
@@ -272,21 +252,7 @@ def test_a_foreign_manifest_is_refused(adapters: Any, tmp_path: Path, text: str)
         find(str(folder), "policy.checkpoint")
 
 
-def test_a_plain_model_folder_is_found_without_a_manifest(adapters: Any) -> None:
-    final = find(str(adapters.base), "policy.checkpoint")
-    assert final.manifest is None
-    assert not final.is_adapter
-    with pytest.raises(CheckpointError, match="stage=rm"):
-        final.require_manifest("rm")
-
-
 # Refused as a reward
-
-
-def test_the_final_folder_of_another_stage_is_no_reward_model(lineage: Any) -> None:
-    for final, stage in ((lineage.ppo, "ppo"), (lineage.sft, "sft")):
-        with pytest.raises(CheckpointError, match=rf"written by stage={stage}.*stage=rm"):
-            attach(lineage, final)
 
 
 def test_a_reward_model_with_another_tokenizer_is_refused(adapters: Any) -> None:
@@ -417,11 +383,6 @@ def test_full_weights_that_were_changed_are_refused(
         start_from(config, final, trainable=False, seed=0)
 
 
-def test_full_fine_tuning_cannot_start_from_an_adapter(adapters: Any) -> None:
-    with pytest.raises(CheckpointError, match=r"is an adapter.*finetune=lora"):
-        start_from(adapters.config, adapters.sft, trainable=True, seed=0)
-
-
 def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
     tmp_path: Path, make_config: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
     make_model: Make, train: Make,
@@ -440,44 +401,7 @@ def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
         start_from(config, with_manifest(final, base_seed=7), trainable=False, seed=41)
 
 
-@pytest.mark.parametrize("quantization", ["int8"])
-def test_a_full_sft_model_can_be_the_quantised_base_of_the_next_stage(
-    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase, quantization: str,
-) -> None:  # fmt: skip
-    roles = Roles(make_model("qwen3", hidden_size=64, intermediate_size=128, head_dim=16,
-                             num_key_value_heads=4))  # fmt: skip
-    roles.assign(SFT)
-    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
-    final = find(str(tmp_path / "final"), "policy.checkpoint")
-    config = make_config(name_or_path="unused", quantization=quantization)
-    assert start_from(config, final, trainable=False, seed=0).probe(REFERENCE).isfinite().all()
-
-
 # A reward model with weights of its own
-
-
-def test_a_fully_trained_reward_model_keeps_its_own_weights(
-    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase, tokens: torch.Tensor,
-) -> None:  # fmt: skip
-    own = Roles(make_model("qwen3", seed=8))
-    random_reward(own, REWARD, torch.Generator().manual_seed(0))
-    manifest = make_manifest("rm", tokenizer_hash=adapters.hash)
-    write_final(tmp_path / "final", own, REWARD, tokenizer, manifest, REWARD)
-    roles = reference(adapters)
-    before = roles.probe(REFERENCE)
-    final = find(str(tmp_path / "final"), "reward.checkpoint")
-    owner = attach_reward(roles, REWARD, final, adapters.config, adapters.hash)
-    assert owner is not roles
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    with torch.no_grad():
-        torch.testing.assert_close(
-            owner.reward(tokens, mask), own.reward(tokens, mask), atol=1e-5, rtol=0
-        )
-    assert not any(p.requires_grad for p in owner.parameters())
-    assert torch.equal(roles.probe(REFERENCE), before)
-    assert REWARD not in roles.heads
 
 
 def test_the_policy_must_start_at_the_reference(

@@ -13,7 +13,6 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.rewards.format_check import (
     FormatResult,
     KnownPair,
-    accuracy,
     compare,
     ranked_backwards,
     read_pairs,
@@ -30,10 +29,6 @@ def known(chosen: float, rejected: float, rendered: str = "<q>a<r>b<e>") -> Know
         rejected_score=rejected,
         rendered=rendered,
     )
-
-
-def test_a_tie_counts_one_half() -> None:
-    assert accuracy([3, 1, 2, 5], [1, 1, 4, 0]) == (1 + 0.5 + 0 + 1) / 4
 
 
 def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
@@ -151,10 +146,6 @@ def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
     lines = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [asdict(pair) for pair in pairs]
     assert lines[-1] == ""
-
-
-def test_a_folder_may_have_none(tmp_path: Path) -> None:
-    assert read_pairs(tmp_path) == []
 
 
 @pytest.mark.parametrize("line", ["{", '{"row": {}}', "[]"])

@@ -162,14 +162,6 @@ def test_a_wait_that_cannot_be_read_is_no_wait(
     assert naps == [0, 1]
 
 
-def test_no_pause_is_longer_than_two_minutes(script: Script, naps: list[float]) -> None:
-    """Whatever the server wants, and however often it is asked."""
-    later = {"retry-after": "86400"}
-    server = script((429, later, b""), *[(500, {}, b"")] * 4, scores(3))
-    make_reward(server.url, retries=5, backoff_s=16.0)(make_replies(("p", "r")))
-    assert naps == [120, 32, 64, 120, 120]  # 16 * 2^1 behind the second try; 2^3 and 2^4 are more
-
-
 def test_a_slow_answer_is_asked_for_again(script: Script) -> None:
     """The first one stays away until the second has come."""
     second = threading.Event()

@@ -29,13 +29,6 @@ def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
     return config
 
 
-@pytest.mark.parametrize("kind", GIVEN)
-def test_a_preset_is_allowed_once_its_source_is_given(kind: str) -> None:
-    config = make(kind, weight=-2.5, clip=5)
-    assert (config.kind, config.weight, config.normalization) == (kind, -2.5, "none")
-    config.check("reward.components.a")
-
-
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [

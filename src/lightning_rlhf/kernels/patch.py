@@ -97,15 +97,6 @@ def patch(model: nn.Module) -> None:
         layer.__class__ = kind or type(layer)
 
 
-def patch_decoder(model: PreTrainedModel) -> None:
-    """Make the model's decoder layers accept a `Packing` and use the fast SDPA."""
-    use_fast_sdpa(model, fast=True)
-    layers = model.base_model.layers
-    for layer in layers:
-        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
-        layer.is_last = layer is layers[-1]
-
-
 def unpatch(model: PreTrainedModel) -> None:
     """Restore the class that its library gave every layer."""
     use_fast_sdpa(model, fast=False)
@@ -131,7 +122,10 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
     patch(model)
-    patch_decoder(model)
+    use_fast_sdpa(model, fast=True)
+    for layer in trunk.layers:  # which then accept a `Packing`
+        layer.__class__ = packed_class(type(layer))
+        layer.is_last = layer is trunk.layers[-1]
     try:
         packing = Packing.of(wanted)
         found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state

@@ -242,8 +242,8 @@ class Roles(LanguageModel):
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels, and where
-        the device has no room for copies of the weights, the adapters stay beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
+        stay beside the weights.
         """
         before, self._merged = self._merged, True
         try:
