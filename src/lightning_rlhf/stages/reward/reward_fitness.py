@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import log_pictures
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.data.batches import collate_prompts, pad
 from lightning_rlhf.data.chat import ChatFormat
