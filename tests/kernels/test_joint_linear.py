@@ -75,15 +75,6 @@ def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
 
 
 @torch.no_grad()
-def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "SMALLEST", 0)
-    monkeypatch.setattr(product, "LARGEST", 16 * 12)
-    a, b, _ = layers(bias=False, adapted=False)
-    assert JointLinear(a).weight.packed  # type: ignore[arg-type]
-    assert not JointLinear(a, b).weight.packed  # type: ignore[arg-type]
-
-
-@torch.no_grad()
 def test_a_torch_without_the_operators_multiplies_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(product, "SMALLEST", 0)
     monkeypatch.setattr(product, "OPERATORS", (*product.OPERATORS, "_renamed"))

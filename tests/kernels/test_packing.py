@@ -166,15 +166,6 @@ def test_attention_that_ours_does_not_compute_is_left_to_the_library(
         assert relative(found, roles.hidden(tokens)[mask]) <= 1e-5
 
 
-def test_where_nothing_is_wanted_nothing_is_computed() -> None:
-    shape = (2, 8)
-    roles, mask = a_policy("qwen3_5_text"), torch.zeros(shape, dtype=torch.bool)
-    hidden = roles.hidden_at(torch.zeros(shape, dtype=torch.long), mask)
-    assert hidden.shape == (0, roles.hidden_size)
-    hidden.sum().backward()
-    assert all(p.grad.count_nonzero() == 0 for p in roles.trained_by(POLICY))
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_all_weights_can_be_trained_through_it(family: str) -> None:
     model = build_model(family)

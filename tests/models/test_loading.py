@@ -114,21 +114,6 @@ def test_a_name_in_a_folder_that_is_here_is_a_path_where_the_hub_has_none(
         load_causal_lm(make_config(name_or_path="outputs/x"), trainable=False, seed=0)
 
 
-@pytest.mark.parametrize("missing", ["./no/such/folder", "~/no/such/folder"])
-def test_a_missing_folder_is_not_looked_up_on_the_hub(
-    slept: list[float], make_config: Make, missing: str
-) -> None:
-    config = make_config(name_or_path=missing)
-    for load in (
-        lambda: load_causal_lm(config, trainable=False, seed=0),
-        lambda: load_tokenizer(config),
-        lambda: find(missing, "model.name_or_path"),
-    ):
-        with pytest.raises(CheckpointError, match=f"model.name_or_path={missing}: no such folder"):
-            load()
-    assert slept == []
-
-
 @pytest.mark.parametrize("damage", ["cut", "absent"])
 def test_a_broken_weights_file_is_one_error_that_names_the_folder(
     folder: Path, make_config: Make, damage: str

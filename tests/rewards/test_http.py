@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Mapping
 from time import monotonic
 from types import SimpleNamespace
@@ -160,20 +159,6 @@ def test_a_wait_that_cannot_be_read_is_no_wait(
     server = script(*[(429, {"retry-after": later}, b"")] * 2, scores(3))
     assert make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r"))) == [3]
     assert naps == [0, 1]
-
-
-def test_a_slow_answer_is_asked_for_again(script: Script) -> None:
-    """The first one stays away until the second has come."""
-    second = threading.Event()
-
-    def answer(k: int, request: Any) -> Answer:
-        if k == 0:
-            second.wait()
-            return scores(-1)
-        second.set()
-        return scores(3)
-
-    assert make_reward(script(answer).url, timeout_s=0.1)(make_replies(("p", "r"))) == [3]
 
 
 def test_a_server_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,7 @@ def test_a_token_is_wanted(scorer: Scorer, given: dict[str, str], status: int) -
         (RuntimeError("out of \x1b]0;title\x07"), "RuntimeError: out of \x1b]0;title\x07"),
         (["good", 1.0], "ValueError: could not convert string to float: 'good'"),
         (SystemExit(0), "SystemExit: 0"),
+        (DataError("an unknown role"), "an unknown role"),
     ],
 )  # fmt: skip
 def test_a_fault_of_the_reward_is_told(
@@ -191,20 +192,12 @@ def test_a_fault_of_the_reward_is_told(
 ) -> None:
     scorer.scores = scores
     with caplog.at_level(logging.ERROR):
-        assert ask(server, request("r", "s")) == (500, {"error": message})
+        status = 422 if isinstance(scores, DataError) else 500
+        assert ask(server, request("r", "s")) == (status, {"error": message})
     assert ("could not be scored" in caplog.text) == ("E" in message)
     assert "\x1b" not in caplog.text
     scorer.scores = [0.5, 1]
     assert ask(server, request("r", "s")) == (200, {"scores": [0.5, 1.0]})
-
-
-def test_what_the_model_cannot_read_is_the_fault_of_the_client(
-    server: RewardServer, scorer: Scorer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As a role that its chat template does not know."""
-    scorer.scores = DataError("the chat template refuses a prompt with the turns wizard")
-    assert ask(server, request("r")) == (422, {"error": str(scorer.scores)})
-    assert caplog.text == ""
 
 
 def post(body: Any) -> bytes:

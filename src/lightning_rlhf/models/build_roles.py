@@ -336,8 +336,7 @@ def add_critic(
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
 
-    Raises ConfigError where the critic is an adapter and the reward model is a whole model, or
-    where the critic is a model and the weights are quantised.
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
     match kind:
         case "head":
@@ -354,11 +353,6 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
-            if config.quantization != "none":
-                raise ConfigError(
-                    "ppo.critic is 'model', whose weights are trained, but model.quantization is "
-                    f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
-                )
             owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
             owner.assign(CRITIC)
     owner.heads[VALUE] = head = ScalarHead.zeros(owner.hidden_size)
