@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.kernels import lora as product
 from lightning_rlhf.kernels.lora import JointLinear
-from lightning_rlhf.kernels.patch import patch
+from lightning_rlhf.kernels.patch import patch_layers
 
 LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 
@@ -28,7 +28,7 @@ def layers(bias: bool, adapted: bool) -> list[nn.Module]:
     if adapted:
         config = LoraConfig(r=2, lora_alpha=6, target_modules=["a", "b"], init_lora_weights=False)
         three = get_peft_model(three, config).base_model.model  # type: ignore[arg-type]
-        patch(three)
+        patch_layers(three)
     return [three.a, three.b, three.c]  # type: ignore[list-item]
 
 

@@ -24,7 +24,7 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.export import exported
+from lightning_rlhf.models.export import adapter_to_export
 from lightning_rlhf.models.roles import Roles, trainable_names
 
 from .conftest import build_model
@@ -296,6 +296,6 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     assert torch.equal(said[REFERENCE], said[CRITIC])
     assert not torch.equal(said[REFERENCE], said[POLICY])
     assert not torch.equal(said[REFERENCE], said[BASE])
-    with exported(roles, POLICY):
+    with adapter_to_export(roles, POLICY):
         pass
     assert learned(roles) == {POLICY, CRITIC}

@@ -45,7 +45,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
     unpatch(model)
-    kernels = choose(choice, model)
+    kernels = choose_kernels(choice, model)
     if kernels.kind == "plain":
         return kernels
     fault = patch_fault(model)
@@ -59,7 +59,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("plain", reason)
 
 
-def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
+def choose_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     """Return the kernels for a model on the device of its weights.
 
     Raises ConfigError where the choice is fast and the model is of another family, or sharded.
@@ -88,7 +88,7 @@ def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("fast", f"{name} on {place}")
 
 
-def patch(model: nn.Module) -> None:
+def patch_layers(model: nn.Module) -> None:
     """Give every layer that has a fast class that class."""
     for layer in model.modules():
         kind = fast_class(type(layer))  # type: ignore[arg-type]
@@ -121,7 +121,7 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     wanted = torch.ones_like(tokens, dtype=torch.bool)
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
-    patch(model)
+    patch_layers(model)
     use_fast_sdpa(model, fast=True)
     for layer in trunk.layers:  # which then accept a `Packing`
         layer.__class__ = packed_class(type(layer))

@@ -61,7 +61,7 @@ def write_final(
         fingerprints = {"self": roles.probe(role), "below": below}
         rewards = roles.heads[REWARD] if head == REWARD else None
         if is_adapter:
-            with exported(roles, role) as name:
+            with adapter_to_export(roles, role) as name:
                 base = _base_of(folder, manifest, is_whole=name != role)
                 save_adapter(beside, roles, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
@@ -104,7 +104,7 @@ def save_adapter(
 
 
 @contextmanager
-def exported(roles: Roles, role: str) -> Iterator[str]:
+def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
     """Yield the name of an adapter to export for `role`.
 
     On an SFT adapter, it is a temporary adapter that concatenates both; else the role's own.
