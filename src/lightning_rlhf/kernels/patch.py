@@ -124,7 +124,7 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     patch_layers(model)
     use_fast_sdpa(model, fast=True)
     for layer in trunk.layers:  # which then accept a `Packing`
-        layer.__class__ = packed_class(type(layer))
+        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
         layer.is_last = layer is trunk.layers[-1]
     try:
         packing = Packing.of(wanted)
