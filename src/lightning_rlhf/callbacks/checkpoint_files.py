@@ -62,11 +62,6 @@ def keep_newest(folder: Path, count: int, step: int | None = None) -> None:
             path.unlink()
 
 
-def link_best(folder: Path, step: int) -> None:
-    """Link `best.ckpt` to the checkpoint of `step`."""
-    link(path_of(folder, step), folder / f"{BEST}{SUFFIX}")
-
-
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     if target.exists() and target.samefile(source):

@@ -87,7 +87,9 @@ class Samples(Callback):
         samples = training_samples(ppo_view(pl_module), experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
-        self._append(samples)
+        make_folder(self._path.parent)
+        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_metrics({"samples": self._extended_table(samples)}, step=iteration)
@@ -101,11 +103,6 @@ class Samples(Callback):
         if trainer.is_global_zero and self._path.exists():
             flush(self._path)
             flush_entry(self._path.parent)
-
-    def _append(self, samples: Sequence[Sample]) -> None:
-        make_folder(self._path.parent)
-        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
         """Return one table for the whole run, of which W&B uploads only the rows that are new."""
@@ -163,9 +160,8 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
     table.add_column("prompt", ratio=2)
     table.add_column("response", ratio=3)
-    table.add_column("score", justify="right")
-    table.add_column("kl, nats", justify="right")
-    table.add_column("ended", justify="right")
+    for name in ("score", "kl, nats", "ended"):
+        table.add_column(name, justify="right")
     for sample in samples:
         whole = (sample["prompt"], sample["response"])
         texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]

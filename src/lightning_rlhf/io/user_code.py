@@ -95,9 +95,12 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     found = vars(_file(path, lead) if is_file else _module(path, lead, what))
     if name in found and is_one(found[name]):
         return found[name]
-    there = sorted(
-        n for n, x in found.items() if is_one(x) and not _is_imported(x, found) and n[0] != "_"
-    )
+    own = {
+        n: x
+        for n, x in found.items()
+        if not callable(x) or getattr(x, "__module__", None) == found["__name__"]
+    }
+    there = sorted(n for n, x in own.items() if is_one(x) and n[0] != "_")
     shown = f"; {name} is {found[name]!r}" if name in found else ""
     raise ConfigError(f"{lead}{path} has no {what} {name!r}, it has {there}{shown}")
 
@@ -120,11 +123,6 @@ def check_file(source: str, key: str, what: str = "function") -> None:
 def allowed(what: str) -> str:
     """Return how an object of this kind is named in a configuration."""
     return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
-
-
-def _is_imported(value: Any, found: dict[str, Any]) -> bool:
-    """Return whether a function or class comes from another module than `found`."""
-    return callable(value) and getattr(value, "__module__", None) != found["__name__"]
 
 
 def _file(path: str, lead: str) -> ModuleType:
