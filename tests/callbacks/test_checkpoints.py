@@ -33,7 +33,6 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.loggers import MetricsFile, read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import (
@@ -43,6 +42,7 @@ from lightning_rlhf.core.errors import (
     RewardError,
     StorageError,
 )
+from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.stages.registry import STAGES
 
 from .conftest import FakePPO, Fit

@@ -31,8 +31,8 @@ from lightning_rlhf.callbacks.loggers import (
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.rules import History, rule
-from lightning_rlhf.cli.commands import HEADLINE
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import HEADLINES
 
 from .conftest import FakePPO, Fit
 
@@ -137,7 +137,7 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     assert axis[-1]["step_metric"] == "iteration"
     history = [r["history"]["item"] for r in records if r["type"] == "history"]
     assert all("iteration" in h for h in history)
-    assert set(HEADLINE) <= {key for h in history for key in h}
+    assert set(HEADLINES) <= {key for h in history for key in h}
     curve = [(h["iteration"], h["reward_mean"]) for h in history if "reward_mean" in h]
     assert curve == [(1, 1.5), (2, 2.5)]
     tables = [h for h in history if "samples._type" in h]

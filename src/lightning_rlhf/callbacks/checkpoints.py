@@ -33,11 +33,11 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     stamp,
 )
 from lightning_rlhf.callbacks.contract import is_evaluation, position, require_finite_metrics
-from lightning_rlhf.callbacks.names import Goal, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, StorageError, first_line
+from lightning_rlhf.core.metrics import Goal, require_metrics, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
 from lightning_rlhf.parallel.replicas import ONE, Replicas

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import ConfigError, DivergedError
+from lightning_rlhf.core.metrics import JUDGE
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.rewards.format_check import JUDGE
 from lightning_rlhf.rewards.weighted import Reward
 
 

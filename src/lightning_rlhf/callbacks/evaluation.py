@@ -18,6 +18,8 @@ from rich.text import Text
 from lightning_rlhf.callbacks.contract import PPOView, is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.results import RESULT, EvaluationResult
 from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
@@ -32,7 +34,6 @@ from lightning_rlhf.io.storage import (
     written_whole,
 )
 from lightning_rlhf.io.user_code import FAULTS, load_function, number
-from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE
 
 if TYPE_CHECKING:
     import wandb
@@ -335,7 +336,7 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """
     tokens = sum(s["tokens"] for s in samples)
     metrics = {
-        "eval/reward_mean": fmean(s["score"] for s in samples),
+        REWARD: fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),

@@ -30,8 +30,8 @@ from lightning_rlhf.callbacks.logger_config import (
     wandb_key_present,
     wandb_mode,
 )
-from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import flush, full_disk_told, read_text, written_whole
 
