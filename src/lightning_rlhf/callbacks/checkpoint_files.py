@@ -113,10 +113,10 @@ def read_run(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the file cannot be read, or was written by another program.
     """
-    return run_of(path, load(path))
+    return run_of(path, load_checkpoint(path))
 
 
-def load(path: Path) -> Any:
+def load_checkpoint(path: Path) -> Any:
     """Return the contents of a checkpoint; tensors are memory-mapped, and read on first use.
 
     Raises CheckpointError where the file cannot be read.
@@ -153,7 +153,7 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
-    content = load(path)
+    content = load_checkpoint(path)
     found = run_of(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:

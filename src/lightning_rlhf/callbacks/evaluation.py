@@ -33,7 +33,7 @@ from lightning_rlhf.io.storage import (
     make_folder,
     written_whole,
 )
-from lightning_rlhf.io.user_code import FAULTS, load_function, number
+from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:
     import wandb
@@ -243,7 +243,7 @@ class Evaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         names = [term.name for term in ppo_view(pl_module).reward.terms]
-        samples = evaluated(outputs, names, self._judge)
+        samples = judged_samples(outputs, names, self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -286,7 +286,7 @@ class Evaluation(Callback):
         self.first, self.last = state_dict["first"], state_dict["last"]
 
 
-def evaluated(
+def judged_samples(
     result: EvaluationResult, components: Sequence[str], judge: Judge | None
 ) -> list[dict[str, Any]]:
     """Return one sample a response.
@@ -373,7 +373,7 @@ def load_judge(source: str) -> Judge:
         try:
             verdict = judge(row, response, ended)
             return {
-                visible_line(str(part)): x if x is None else number(x)
+                visible_line(str(part)): x if x is None else user_number(x)
                 for part, x in verdict.items()
             }
         except FAULTS as error:

@@ -53,7 +53,7 @@ def permitted(source: Any, key: str) -> Any:
     return found[0]
 
 
-def number(found: Any) -> float:
+def user_number(found: Any) -> float:
     """Return a number of a user's code; raise TypeError for a text, which float() would read."""
     if isinstance(found, str | bytes):
         raise TypeError(f"{found!r} is a text")
@@ -112,15 +112,15 @@ def check_file(source: str, key: str, what: str = "function") -> None:
 
     Runs no code; other errors are raised by `load_object`.
     """
-    require(isinstance(source, str), key, source, allowed(what))
+    require(isinstance(source, str), key, source, forms_of(what))
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, allowed(what))
+    require(bool(where and name), key, source, forms_of(what))
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
 
 
-def allowed(what: str) -> str:
+def forms_of(what: str) -> str:
     """Return how an object of this kind is named in a configuration."""
     return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
 
@@ -150,7 +150,7 @@ def _module(name: str, lead: str, what: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
+                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
             ) from error
         raise ConfigError(f"{lead}{name} fails: {error!r}") from error
 
