@@ -223,16 +223,6 @@ def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path
     assert (saver.evaluated, saver.best_step) == (1, 1)
 
 
-def test_a_goal_metric_that_was_not_logged_is_named_and_the_evaluation_not_done(
-    tmp_path: Path,
-) -> None:
-    saver = saver_of("rm", tmp_path)
-    told = r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/accuracy, eval/loss$"
-    with pytest.raises(ConfigError, match=told):
-        evaluated(saver, 1, loss=2.0, accuracy=0.5)
-    assert (saver.evaluated, saver.best_step) == (None, None)
-
-
 def test_the_evaluation_before_the_first_step_needs_the_goal_metrics_and_is_not_the_best(
     tmp_path: Path,
 ) -> None:

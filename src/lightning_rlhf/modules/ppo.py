@@ -329,7 +329,7 @@ class PPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.updated = time.perf_counter()
-        optim.check_processes(self)
+        optim.check_replicas(self)
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""

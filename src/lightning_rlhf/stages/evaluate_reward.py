@@ -25,7 +25,7 @@ from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.report.fitness_page import Written
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import decode_responses
@@ -150,7 +150,7 @@ def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
 def logit_scale(ready: Run, reward: Reward, seen: RunningMoments) -> float | None:
     """Return the factor that turns a difference of scores into log-odds; None where none does."""
     (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
-    is_learned = isinstance(config, HeadConfig | ModelConfig)
+    is_learned = isinstance(config, HeadConfig | TextModelConfig)
     if others or not is_learned or config.clip is not None or config.weight <= 0:
         return None
     assert isinstance(source, LearnedReward | TextReward)

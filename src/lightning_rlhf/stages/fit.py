@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, trained
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
 from lightning_rlhf.callbacks.contract import CheckMonitors, position
@@ -346,7 +346,7 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 
     Called before anything in the run's folder is written or removed; Lightning reads it again.
     """
-    found = load(checkpoint)
+    found = load_checkpoint(checkpoint)
     try:
         data.load_state_dict(found[type(data).__qualname__])
     except CheckpointError as error:

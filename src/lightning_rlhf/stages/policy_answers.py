@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import Judge, evaluated
+from lightning_rlhf.callbacks.evaluation import Judge, judged_samples
 from lightning_rlhf.core.config import ResponsesConfig
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -302,4 +302,4 @@ class Scorer:
                 over_vocabulary=False,
             )
             result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
-            yield from evaluated(result, names, self.judge)
+            yield from judged_samples(result, names, self.judge)

@@ -11,9 +11,9 @@ from typing import Any
 
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.loggers import close_loggers
-from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
+from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE, check_names
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text, load

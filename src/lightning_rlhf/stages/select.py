@@ -23,7 +23,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
 )
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.contract import advice, position, require_finite_weights
+from lightning_rlhf.callbacks.contract import divergence_advice, position, require_finite_weights
 from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stopping import AVERAGE
@@ -289,5 +289,5 @@ def nothing_learned(stage: str, counts: Mapping[str, int]) -> str:
     remedy = f"A larger {' and a larger '.join(limits)}, or null, lets updates through"
     return (
         f"{stage} has learned nothing, and writes no final/: none of its updates was made "
-        f"({', '.join(found)}). {remedy if limits else advice(stage, 0)}"
+        f"({', '.join(found)}). {remedy if limits else divergence_advice(stage, 0)}"
     )

@@ -279,7 +279,7 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
     "function": rewards.FunctionConfig,
     "head": rewards.HeadConfig,
     "http": rewards.HTTPConfig,
-    "model": rewards.ModelConfig,
+    "model": rewards.TextModelConfig,
     "random": rewards.RandomConfig,
 }
 """Kind of a component of the reward -> class of its configuration."""

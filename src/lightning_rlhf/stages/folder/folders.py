@@ -32,7 +32,7 @@ from lightning_rlhf.io.storage import (
 from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -325,7 +325,7 @@ def find_rewards(settings: Settings) -> dict[str, Final]:
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
             found[role] = find_head(settings, component, f"{key}.checkpoint")
-        elif isinstance(component, ModelConfig):
+        elif isinstance(component, TextModelConfig):
             refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
             if is_folder(component.name_or_path):
                 found[role] = find(component.name_or_path, f"{key}.name_or_path")

@@ -39,7 +39,7 @@ from lightning_rlhf.rewards.config import (
     FunctionConfig,
     HeadConfig,
     HTTPConfig,
-    ModelConfig,
+    TextModelConfig,
 )
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
@@ -62,7 +62,7 @@ NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_
 
 
 def text_reward(
-    config: ModelConfig, key: str, final: Final | None, device: torch.device
+    config: TextModelConfig, key: str, final: Final | None, device: torch.device
 ) -> TextReward:
     """Load and return the reward model of a checked `config`, the section `key`.
 
@@ -78,13 +78,13 @@ def text_reward(
     return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
 
 
-def found(config: ModelConfig, key: str) -> Final:
+def found(config: TextModelConfig, key: str) -> Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
     key = f"{key}.name_or_path"
     return find(str(local_folder(config.name_or_path, key, config.revision)), key)
 
 
-def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> None:
+def check_text_reward(config: TextModelConfig, key: str, final: Final | None) -> None:
     """Raise an RLHFError for errors known before weights load; arguments as for `text_reward`."""
     final = final or found(config, key)
     if final.manifest is not None:
@@ -100,7 +100,7 @@ def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> Non
     check_classifier(final.path, config, key)
 
 
-def check_own(final: Final, config: ModelConfig, key: str) -> None:
+def check_own(final: Final, config: TextModelConfig, key: str) -> None:
     """Raise ConfigError where an option does not fit a reward model of stage=rm."""
     for name in ("revision", "tokenizer", "chat_template", "label"):
         value = getattr(config, name)
@@ -119,7 +119,7 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
 
 
 def classifier_model(
-    config: ModelConfig, key: str, device: torch.device
+    config: TextModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """Load a sequence classifier of any family; returns the same as `own_model`."""
     found = load_classifier(config, key, device)
@@ -128,7 +128,7 @@ def classifier_model(
 
 
 def own_model(
-    final: Final, config: ModelConfig, key: str, device: torch.device
+    final: Final, config: TextModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """Load a reward model of stage=rm on the base and with the format that it was trained with.
 
@@ -182,7 +182,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
         OmegaConf.from_dotlist(list(overrides)),
     )
     (config,) = read_reward(OmegaConf.to_container(tree.reward)).values()
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, TextModelConfig)
     require(config.normalization != "running", "reward.normalization", "running",
             "none, stored: to a server every request is the first")  # fmt: skip
     check_text_reward(config, "reward", final)
@@ -211,7 +211,7 @@ def hub_rewards(ready: Run) -> dict[str, Final]:
     return {
         role: found(config, reward_key(settings, name))
         for name, config in settings.reward.items()
-        if isinstance(config, ModelConfig)
+        if isinstance(config, TextModelConfig)
         and (role := reward_role(settings, name)) not in ready.parents
     }
 
@@ -242,7 +242,7 @@ def _checked(ready: Run, name: str, columns: Collection[str]) -> Loader:
             check_template(ready, ready.parents[role])
             reward_scale(ready.parents[role], config)
             return lambda roles, size: head_source(ready, roles, name, config, size)
-        case ModelConfig():
+        case TextModelConfig():
             final = ready.parents.get(role)
             check_text_reward(config, key, final)
             return lambda roles, size: text_reward(config, key, final, ready.device)

@@ -43,7 +43,7 @@ from lightning_rlhf.rewards.format_check import (
     COUNT,
     FormatResult,
     KnownPair,
-    compare,
+    compare_scores,
     make_probes,
     ranked_backwards,
     read_pairs,
@@ -338,7 +338,7 @@ def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> F
         doubts = source.model.doubts(rows[0], chosen[0])
     if not known and ready.settings.reward[name].weight > 0:
         problems = [*problems, *ranked_backwards(high.tolist(), low.tolist())]
-    return compare(known, high.tolist(), low.tolist(), rendered, problems, doubts)
+    return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
 def labelled(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
