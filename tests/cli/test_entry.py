@@ -327,17 +327,6 @@ def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: st
     assert outcome.out.splitlines()[-1] == "[]"
 
 
-def test_a_key_that_is_not_there_is_refused_without_what_checks_values(
-    workplace: Workplace,
-) -> None:
-    """pydantic takes longer to import than all else that this command does."""
-    program = ANSWERED.replace('"lightning"', '"lightning", "pydantic"')
-    command = [sys.executable, "-c", program, "stage=ppo", "ppo.kl_coeff=1"]
-    outcome = workplace.process(command)
-    assert outcome.error == "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"
-    assert outcome.out.splitlines()[-1] == "[]"
-
-
 def test_no_words_at_all(workplace: Workplace) -> None:
     assert workplace.call().error.startswith("no stage is chosen; allowed: stage=sft|rm|ppo|")
 

@@ -11,6 +11,7 @@ import pytest
 from jaxtyping import Float
 from numpy import ndarray
 
+from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
 from lightning_rlhf.report.diminishing import (
     FEWEST_POINTS,
     ITERATIONS,
@@ -20,7 +21,6 @@ from lightning_rlhf.report.diminishing import (
     knee_of,
     measure_returns,
 )
-from lightning_rlhf.report.run_plots import FLOPS, GOLD, KL, REWARD
 
 Function = Callable[[Float[ndarray, " N"]], Float[ndarray, " N"]]
 GRID = np.linspace(0.0, 1.0, 1001)

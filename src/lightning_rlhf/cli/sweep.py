@@ -23,13 +23,13 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.names import signed
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of, without_secrets
 from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.stages import console, ppo

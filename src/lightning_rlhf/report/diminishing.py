@@ -17,10 +17,10 @@ from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
 from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
 from lightning_rlhf.report.curves import BLUE, ORANGE
 from lightning_rlhf.report.estimates import Interval, mean_interval, single
 from lightning_rlhf.report.figures import GREY, LEGEND, ROW_IN, WIDTH_IN, head
-from lightning_rlhf.report.run_plots import FLOPS, GOLD, KL, REWARD
 
 ITERATIONS = "iterations"
 """Unit of compute where FLOPS, a cumulative metric, was not measured."""

@@ -12,19 +12,19 @@ from typing import Any
 from rich.table import Table
 
 from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core.metrics import HELD_OUT, HELD_OUT_KL, PASS
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
 from lightning_rlhf.report.estimates import interval_text, number_text
 from lightning_rlhf.report.run_page import TextTable, console_table
 from lightning_rlhf.report.tables import ABSENT, plain, spread, table, verdict_lines
-from lightning_rlhf.rewards.format_check import PASS
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600
 """Largest number of characters of a response or prompt in evaluation.md."""
 LABELS: Mapping[str, str] = {
-    "eval/reward_mean": "reward",
-    "eval/kl": "KL to the SFT model, nats a response",
+    HELD_OUT: "reward",
+    HELD_OUT_KL: "KL to the SFT model, nats a response",
     "eval/best_of_kl_bound": "largest KL of best-of-n, nats a response",
     "eval/response_tokens": "response length, tokens",
     "eval/ended": "share that ended",

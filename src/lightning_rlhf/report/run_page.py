@@ -14,8 +14,9 @@ from markupsafe import Markup
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.core.metrics import heading_of
 from lightning_rlhf.io.console import visible, visible_line
-from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict, heading_of
+from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.plots import Plot, color_class, draw
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed

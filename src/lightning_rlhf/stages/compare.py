@@ -16,14 +16,14 @@ from rich.table import Table
 from scipy.special import stdtrit
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.report.conclusion import GOLD, heading_of
 from lightning_rlhf.report.curves import PALETTE
 from lightning_rlhf.report.estimates import interval_text
 from lightning_rlhf.report.plots import Area, Plot, Point, Series
 from lightning_rlhf.report.run_page import PromiseRow, TextTable, console_table, environment
-from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL, joined, points
+from lightning_rlhf.report.run_plots import joined, points
 from lightning_rlhf.report.tables import ABSENT
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds

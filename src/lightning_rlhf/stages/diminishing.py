@@ -10,6 +10,7 @@ from numpy import ndarray
 
 from lightning_rlhf.callbacks.evaluation import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT, REWARD
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import json_lines, read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
@@ -21,7 +22,6 @@ from lightning_rlhf.report.diminishing import (
     measure_returns,
 )
 from lightning_rlhf.report.figures import DPI, STYLE
-from lightning_rlhf.report.run_plots import GOLD, HELD_OUT, REWARD
 from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
 from lightning_rlhf.stages.measured import by_prompt, damage_named, read_metrics
 

@@ -16,11 +16,11 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_pictures
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import by_length, real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.core.records import DecodedResponses, SampledResponses
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.data.batches import collate_prompts
@@ -36,7 +36,6 @@ from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
     check_vocabulary,
-    refuse_positions,
     start_from,
 )
 from lightning_rlhf.models.checkpoint import PAGE
@@ -305,7 +304,7 @@ def check_lengths(
     longest = max(len(prompt) for prompt in prompts)
     key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
     what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    refuse_positions(roles, longest + response, what)
+    check_positions(roles, longest + response, what, warns=False)
     check_room(roles, config.batch_size, longest, response, key, ready.device)
 
 

@@ -11,13 +11,13 @@ from statistics import fmean
 from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
+from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text
 from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report.comparison import Sample
-from lightning_rlhf.rewards.format_check import BEST_JUDGE, JUDGE
 from lightning_rlhf.stages.evaluate_policy import Scorer, Task, sample_policy
 from lightning_rlhf.stages.evaluate_reward import leave_final
 from lightning_rlhf.stages.folder.folders import PARENTS, folder_of
