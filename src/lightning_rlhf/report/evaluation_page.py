@@ -224,7 +224,7 @@ def evaluation_tables(
         return not (is_brief and number.startswith(GOLD_ALONE[0]) and number != GOLD_ALONE[1])
 
     for decoding in DECODINGS:
-        columns = [found[decoding] for found in policies.values()]
+        columns = [found.get(decoding, {}) for found in policies.values()]
         names = list(dict.fromkeys(name for column in columns for name in column))
         rows = []
         for name in [*(n for n in LABELS if n in names), *(n for n in names if n not in LABELS)]:

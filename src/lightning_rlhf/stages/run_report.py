@@ -275,7 +275,7 @@ def policy_tables(path: Path) -> list[TextTable]:
     if (found := optional_json(path)) is None:
         return []
     with damage_named(path):
-        return list(evaluation_tables(found).values())
+        return [table for table in evaluation_tables(found).values() if table.rows]
 
 
 def policy_pairs(final: Path, count: int) -> list[PairedSample]:
