@@ -258,5 +258,6 @@ def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
     workplace.call("report", str(folder)).succeeded  # noqa: B018
     page = check((folder / "report.html").read_text())
     assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5." in page.text
-    assert "<ppo> - sft, sampled" in page.text
-    assert "0.750" in page.text
+    assert "Sampled responses, paired" in page.text
+    assert "<ppo> - sft" in page.text
+    assert "0.75" in page.text

@@ -11,9 +11,7 @@ from lightning_rlhf.report.estimates import (
     describe,
     equal_mass,
     group_accuracy,
-    interval95,
     mean_interval,
-    ranges,
     rate_interval,
     resample_shares,
     resampled_means,
@@ -44,24 +42,12 @@ def test_clusters_alike_are_drawn_as_if_one_by_one() -> None:
     assert fast.std() == pytest.approx(slow.std(), rel=0.1)
 
 
-def test_the_seed_decides_the_resamples() -> None:
-    values, clusters = np.arange(4.0), np.arange(4)
-    first, again, other = (resampled_means(values, ONE_GROUP, clusters, s) for s in (0, 0, 1))
-    assert (first == again).all()
-    assert (first != other).any()
-
-
 def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:
     right = np.array([1.0, 0.5, 0.0, 1.0])
     groups = group_accuracy(right, np.array([0, 0, 2, 2]), "abc", np.array([0, 0, 1, 2]), seed=0)
     assert [(g.label, g.pairs, g.accuracy) for g in groups] == [("a", 2, 0.75), ("c", 2, 0.5)]
     assert groups[0].interval is None
     assert groups[1].interval == (0.0, 1.0)
-
-
-def test_an_interval_leaves_out_resamples_in_which_there_is_no_number() -> None:
-    low, high = interval95(np.array([np.nan, *range(101)]))
-    assert (low, high) == (2.5, 97.5)
 
 
 def test_equal_values_share_a_bin_wherever_they_stand() -> None:
@@ -75,10 +61,6 @@ def test_equal_values_share_a_bin_wherever_they_stand() -> None:
     assert np.bincount(equal_mass(np.arange(20.0), 10)).tolist() == [2] * 10
 
 
-def test_groups_are_named_by_their_range() -> None:
-    assert ranges(np.array([0.5, 2, 1, 7]), np.array([0, 1, 0, 2])) == ["0.5 to 1", "2", "7"]
-
-
 def test_correlation_by_hand() -> None:
     # Less their means: (0.5, -0.5, -2.5, 2.5) and (3, 1, -3, -1); products 1.5 - 0.5 + 7.5 - 2.5
     # = 6, squares 13 and 20. Ranks (3, 2, 1, 4) and (4, 3, 1, 2): 1 - 6 * 6 / (4 * 15) = 0.4.
@@ -88,22 +70,10 @@ def test_correlation_by_hand() -> None:
     assert found.points == 4
 
 
-def test_equal_values_share_a_rank() -> None:
-    # Ranks (1.5, 1.5, 3, 4) and (1, 2, 3, 4), less 2.5: products 1.5 + 0.5 + 0.25 + 2.25 = 4.5,
-    # squares 4.5 and 5.
-    found = correlate(np.array([0.0, 0, 5, 9]), np.array([1.0, 2, 3, 4]))
-    assert found.spearman == pytest.approx(4.5 / 22.5**0.5, rel=1e-12)
-
-
 @pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [1.0, 2.0], []])
 def test_a_correlation_with_a_constant_or_of_two_points_is_undefined(values: list[float]) -> None:
     found = correlate(np.array(values), np.arange(len(values), dtype=float))
     assert (found.pearson, found.spearman) == (None, None)
-
-
-def test_a_correlation_of_tiny_and_huge_numbers() -> None:
-    found = correlate(np.array([1e-200, 2e-200, 3e-200]), np.array([1e200, 2e200, 3e200]))
-    assert found.pearson == pytest.approx(1.0)
 
 
 def test_moments_and_histogram() -> None:
@@ -122,7 +92,6 @@ SETS = 1000
 GAINS: dict[str, Callable[[np.random.Generator, int], tuple[Any, float]]] = {
     "normal": lambda g, n: (g.normal(0.3, 1, (SETS, n)), 0.3),
     "skewed": lambda g, n: (g.exponential(1, (SETS, n)), 1.0),
-    "skewed the other way": lambda g, n: (2 - g.exponential(1, (SETS, n)), 1.0),
     # A paired difference of two skewed scores.
     "paired": lambda g, n: (g.exponential(2, (SETS, n)) - g.exponential(1, (SETS, n)), 1.0),
     # floor of an exponential of mean 2 is geometric with mean 1 / (e^(1/2) - 1).
@@ -145,7 +114,7 @@ def test_intervals_of_means_hold_the_mean(kind: str, prompts: int) -> None:
 
 
 @pytest.mark.parametrize("prompts", [32, 100])
-@pytest.mark.parametrize("rate", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("rate", [0.5, 0.85])
 @pytest.mark.parametrize("samples", [1, 4])
 def test_intervals_of_win_rates_hold_the_rate(rate: float, samples: int, prompts: int) -> None:
     """One pair of responses a prompt, a fifth of them ties; or four, alike within a prompt."""

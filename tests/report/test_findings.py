@@ -1,18 +1,17 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
 from lightning_rlhf.report.checks import (
     ACCURACY,
     BEATS_LENGTH,
-    CHECKS,
     CONTRADICTIONS,
     DUPLICATES,
     LEAKS,
@@ -23,30 +22,33 @@ from lightning_rlhf.report.checks import (
     OVERCONFIDENCE,
     PAIR_CHECKS,
     PROBE,
-    Check,
     Finding,
+    FitnessCheck,
     about_pairs,
     find,
     find_in_pairs,
+    fitness_metrics,
     for_ppo,
-    metrics,
-    verdict,
+    judgement,
 )
 from lightning_rlhf.report.fitness import (
     Fitness,
     ProbeResult,
     ScoredProbe,
-    ScoredSample,
     measure_probes,
 )
 from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated
 
-SAMPLES = [ScoredSample(score, 20) for score in np.linspace(-1, 1, 40)]
+SAMPLES = [(score, 20) for score in np.linspace(-1, 1, 40)]
 
 
-def finding(check: Check, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
+def verdict(findings: Sequence[Finding]) -> str:
+    return judgement(findings).words
+
+
+def finding(check: FitnessCheck, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
     (found,) = (f for f in find(fitness, probes) if f.check is check)
     return found
 
@@ -72,14 +74,6 @@ def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
     assert verdict(find(fitness, [])).startswith("Fit with reservations")
 
 
-def test_a_model_that_takes_the_shorter_response_is_flagged_too() -> None:
-    found = finding(LENGTH_GAP, measure(simulated(500, per_token=-0.08)))
-    assert found.outcome == "flag"
-    assert found.value is not None
-    assert found.value < -0.2
-    assert "prefers the shorter" in found.words
-
-
 def test_a_gap_by_chance_is_no_flag() -> None:
     # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter. The gap is 0.206,
     # but its standard error is sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119.
@@ -100,10 +94,6 @@ def test_accuracy_whose_interval_holds_a_half_is_flagged(right: int, outcome: st
     assert verdict(find(fitness, [])).startswith("Not fit") is (outcome == "flag")
 
 
-def test_a_model_that_is_wrong_more_often_than_not_is_not_fit() -> None:
-    assert finding(ACCURACY, measure(scored(*[(0, 1, 3, 3)] * 50))).outcome == "flag"
-
-
 def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> None:
     outcomes = {}
     for scale in (0.2, 1.0, 4.0):
@@ -114,19 +104,19 @@ def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> N
 
 def test_samples_off_the_scale() -> None:
     pairs = scored(*[(float(i % 5), 0.0, 3, 3) for i in range(40)])
-    inside = [ScoredSample(2.0, 3)] * 38
+    inside = [(2.0, 3)] * 38
     for beyond, outcome in ((2, "clear"), (3, "flag")):  # of 40 and 41: 5.0% and 7.3%
-        fitness = measure(pairs, [*inside, *[ScoredSample(4.5, 3)] * beyond])
+        fitness = measure(pairs, [*inside, *[(4.5, 3)] * beyond])
         assert finding(OUTSIDE, fitness).outcome == outcome
 
 
 def test_nothing_is_flagged_without_data() -> None:
     wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
-    findings = find(measure(scored(*wrong), [ScoredSample(99.0, 3)] * 29), [])
+    findings = find(measure(scored(*wrong), [(99.0, 3)] * 29), [])
     assert [f.outcome for f in findings] == ["not tested"] * 6
     assert "29 pairs" in findings[0].words
     assert verdict(findings).startswith("Not enough data")
-    more = find(measure(scored(*wrong, *wrong), [ScoredSample(99.0, 3)] * 30), [])
+    more = find(measure(scored(*wrong, *wrong), [(99.0, 3)] * 30), [])
     assert [f.check for f in more if f.outcome == "flag"] == [
         ACCURACY, BEATS_LENGTH, OVERCONFIDENCE, OUTSIDE,
     ]  # fmt: skip
@@ -139,14 +129,6 @@ def test_many_pairs_of_one_prompt_and_scores_that_are_no_log_odds() -> None:
     found = finding(OVERCONFIDENCE, no_odds)
     assert (found.outcome, found.value) == ("not tested", None)
     assert "no log-odds" in found.words
-
-
-def test_constant_scores_are_told_in_words() -> None:
-    constant = measure(scored(*[(0.1, 0.1, i, 2 * i) for i in range(1, 41)]))
-    assert finding(ACCURACY, constant).outcome == "flag"
-    found = finding(LENGTH_CORRELATION, constant)
-    assert (found.outcome, found.value) == ("not tested", None)
-    assert "undefined" in found.words
 
 
 def probe_results(kind: ProbeKind, scores: list[float]) -> tuple[ProbeResult, ...]:
@@ -166,7 +148,7 @@ def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None
     # Beats 1 with 9, ties with 2, loses to 3, beats 4, loses to 5.
     assert found.beats_chosen == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
     assert found.example.response == "response 2"
-    assert not found.wins
+    assert found.lead == -1.0
 
 
 @pytest.mark.parametrize(
@@ -182,28 +164,14 @@ def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
     assert ("a way the policy may cheat" in found.words) is (outcome == "flag")
 
 
-def test_probes_come_in_one_order_and_with_numbers() -> None:
-    kinds: tuple[ProbeKind, ...] = ("refusal", "empty")
-    probes = [ScoredProbe(kind=k, response="", score=1.0, pair=pair()) for k in kinds]
-    assert [found.kind for found in measure_probes(probes)] == ["empty", "refusal"]
-    bad = ScoredProbe(kind="empty", response="", score=float("nan"), pair=pair(prompt="what?"))
-    with pytest.raises(RewardError, match=r"probe 'empty'.*nan.*'what\?'"):
-        measure_probes([bad])
-
-
-def test_every_threshold_has_a_reason() -> None:
-    assert len({check.name for check in (*CHECKS, *PAIR_CHECKS)}) == 11
-    assert all(check.reason for check in (*CHECKS, *PAIR_CHECKS))
-
-
 def test_metrics_leave_out_what_is_undefined() -> None:
     alone = measure([pair()], logit_scale=None)
-    assert metrics(alone, [], find(alone, [])) == {
+    assert fitness_metrics(alone, [], find(alone, [])) == {
         "fitness/accuracy": 1.0, "fitness/pairs": 1.0, "fitness/flags": 0.0,
     }  # fmt: skip
     fitness = measure(simulated(100, per_token=0.05), SAMPLES)
     probes = probe_results("empty", [4.0] * 5)
-    named = metrics(fitness, probes, find(fitness, probes))
+    named = fitness_metrics(fitness, probes, find(fitness, probes))
     assert named["fitness/probe_empty"] == 1.0  # 4 less the median of 1 to 5
     assert named["fitness/length_gap"] == pytest.approx(
         named["fitness/accuracy_chosen_longer"] - named["fitness/accuracy_chosen_shorter"]

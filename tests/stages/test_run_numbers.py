@@ -63,7 +63,10 @@ def test_verdicts_in_numbers_from_elsewhere_are_verdicts_or_damage(tmp_path: Pat
     )  # fmt: skip
     fields = {"is_unfit": True, "words": "Not fit.", "reasons": []}
     numbers.write_text(json.dumps({"verdicts": {"model": fields}}))
-    assert [one.level for one in reward_verdicts(run)] == ["bad"]
+    for reward, level in (([], "bad"), ({"weight": 0}, "unknown"),
+                          ({"components": {"model": {"weight": 0}}}, "unknown")):  # fmt: skip
+        run.tree = {"reward": reward}
+        assert [one.level for one in reward_verdicts(run)] == [level]
     for damaged in ([], {"model": 1}, {"model": {"words": "Fit."}}, {"model": {**fields, "x": 1}}):
         numbers.write_text(json.dumps({"verdicts": damaged or [1]}))
         with pytest.raises(CheckpointError, match=r"evaluation\.json is damaged"):
