@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main
-from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep import SweepHook
 from lightning_rlhf.stages.console import HOME, RECIPES
 
 from ..composing import PRESETS

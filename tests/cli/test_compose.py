@@ -20,8 +20,8 @@ from transformers import AutoConfig
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.logger_config import LoggerConfig, WandbConfig
+from lightning_rlhf.cli.arguments import refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.overrides import refuse_other_stages
 from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.ppo_config import PPOConfig

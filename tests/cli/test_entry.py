@@ -15,8 +15,8 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.cli.main import main
-from lightning_rlhf.cli.overrides import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.stages.console import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, weights
@@ -213,7 +213,7 @@ def test_a_stop_is_seen_in_the_exit_status(
         started.append(args)
         raise stop
 
-    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
     outcome = workplace.sweep("stage=sft", "seed=1,2") if swept else workplace.mini("stage=sft")
     assert outcome.status == status
     assert outcome.err == ""
@@ -252,7 +252,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
             file.write_text("step\n0\n1\n" if name == "metrics.csv" else "")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
     outcome = workplace.mini(*command)
     assert len(outcome.out.splitlines()) == 1
     assert outcome.out.strip() == said if said == "stopped" else outcome.out.startswith(said)

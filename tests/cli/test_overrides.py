@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.cli.overrides import (
+from lightning_rlhf.cli.arguments import (
     COMMANDS,
     WITHOUT_RUN,
     options_last,

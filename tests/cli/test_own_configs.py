@@ -107,16 +107,13 @@ def test_a_preset_has_the_numbers_of_the_one_it_starts_from(own: Workplace) -> N
 
 
 def test_a_section_that_is_not_added_is_named(own: Workplace) -> None:
-    told = (
-        "stage=mine chooses a section that is not part of the configuration; add +stages=mine, "
-        "which reads stages/mine.yaml"
-    )
+    told = "+stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
     for folder in (["--config-dir", "own"], ["hydra.searchpath=[file://own]"]):
-        assert own.call(*folder, "stage=mine").error == told
+        assert told in own.call(*folder, "stage=mine").error
     (own.folder / "recipe.yaml").write_text(
         "title: M\nstages: [mine]\nprogram: null\noverrides: []\npromises: []\nnext: []\n"
     )
-    assert own.call("--config-dir", "own", "recipe=.").error == told
+    assert told in own.call("--config-dir", "own", "recipe=.").error
 
 
 def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:
@@ -165,7 +162,7 @@ def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
     def execute(cfg: DictConfig, in_sweep: bool) -> None:
         found.append((cfg.stage, cfg.sft.lr, cfg.ppo.gamma, cfg.job))
 
-    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
     workplace.sweep("stage=sft,ppo", "sft.lr=1,2", "ppo.gamma=0.5")
     assert found == [("sft", 1, 0.5, "lr=1"), ("sft", 2, 0.5, "lr=2"),
                      ("ppo", 1, 0.5, "lr=1"), ("ppo", 2, 0.5, "lr=2")]  # fmt: skip

@@ -450,19 +450,3 @@ def test_a_run_ends_with_a_checkpoint_when_its_time_is_over(workplace: Workplace
     assert "resume=auto goes on from the checkpoint of step " in outcome.out
     assert not (workplace.stage("sft") / "final").exists()
     workplace.mini("stage=sft", "resume=true").succeeded  # noqa: B018
-
-
-@pytest.mark.parametrize(
-    ("overrides", "allowed"),
-    [
-        (["callbacks=monitor"], "callbacks.learning_rate=null, callbacks.device=null"),
-        ([], "a name in the file that callbacks=NAME chooses, and it chooses none"),
-    ],
-)
-def test_a_callback_that_is_not_there_is_not_left_out(
-    workplace: Workplace, overrides: list[str], allowed: str
-) -> None:
-    error = workplace.mini("stage=sft", *overrides, "+callbacks.nosuch=null").error
-    assert error == (
-        f"+callbacks.nosuch=null leaves out a callback that is not there; allowed: {allowed}"
-    )

@@ -21,8 +21,13 @@ from rich import get_console
 from rich.table import Table
 from yaml import YAMLError
 
-from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, search_path, stage_of
+from lightning_rlhf.cli.arguments import (
+    key_of,
+    parse_overrides,
+    program_name,
+    search_path,
+    stage_of,
+)
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
@@ -286,9 +291,7 @@ def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
 
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of one stage, composed from the same file as the recipe's."""
-    cfg = compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
-    check_stage(cfg.stage, cfg, HydraConfig.get().runtime.config_sources)
-    return cfg
+    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
 
 
 def own_configs() -> list[str]:

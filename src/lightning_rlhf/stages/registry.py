@@ -53,7 +53,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> Stage:
     name = tree["stage"]
     is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
-    require(name in names, "stage", name, ", ".join(names) + meant)
+    own = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
+    require(name in names, "stage", name, ", ".join(names) + meant + own)
     if name in STAGES:
         section = tree.get(name)
         if isinstance(section, Mapping) and DEFINITION in section:

@@ -154,7 +154,7 @@ COMMANDS: list[tuple[list[str], list[str]]] = [
     (["stage=ppo", "ppo.stop_strings={a:1}"], ["ppo.stop_strings={a:1}", "Cannot merge"]),
     (["stage=sft", "~seed"], ["seed is 'missing'"]),
     (["stage=sft", "~debug"], ["debug is 'missing'"]),
-    (["stage=sft", "~sft"], ["stage=sft chooses a section that is not part"]),
+    (["stage=sft", "~sft"], ["sft is 'missing'"]),
     (["stage=sft", "~sft.lr"], ["sft.lr is missing"]),
     (["recipe=../x"], ["recipe=../x is not known", "quickstart"]),
     (["recipe=5"], ["recipe=5 is not known", "quickstart"]),

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
 
-from lightning_rlhf.cli import overrides
-from lightning_rlhf.cli.overrides import parse_arguments
+from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli.arguments import parse_arguments
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
@@ -137,10 +137,10 @@ def test_what_is_too_short_is_hidden_in_addresses_alone() -> None:
         "reward": {"url": "http://me:12@h/?a=1&key=a%20long"},
         "data": ["//x", "s3://you:7890@h"],
     }
-    assert overrides.secrets_of(tree) >= {"a=1&key=a%20long", "a%20long", "a long", "7890"}
-    assert not {"me", "12", "1", "h", "you"} & overrides.secrets_of(tree)
+    assert arguments.secrets_of(tree) >= {"a=1&key=a%20long", "a%20long", "a long", "7890"}
+    assert not {"me", "12", "1", "h", "you"} & arguments.secrets_of(tree)
     said = "12 of http://me:12@h/?a=1 with 7890"
-    found = overrides.without_secrets(said, secrets=list(overrides.secrets_of(tree)))
+    found = arguments.without_secrets(said, secrets=list(arguments.secrets_of(tree)))
     assert found == "12 of http://***@h/?*** with ***"
 
 
@@ -150,10 +150,10 @@ def test_words_of_the_configuration_stay_readable() -> None:
         "reward": {"url": "http://bob1:pass1@h/?model=reward&strict=true&key=abcdef"},
         "outputs": "/home/bob1/outputs",
     }
-    secrets = overrides.secrets_of(tree)
+    secrets = arguments.secrets_of(tree)
     assert secrets == {"pass1", "abcdef", "model=reward&strict=true&key=abcdef"}
     said = "/home/bob1/outputs: give resume=true, not reward.url, with abcdef"
-    found = overrides.without_secrets(said, secrets=list(secrets))
+    found = arguments.without_secrets(said, secrets=list(secrets))
     assert found == "/home/bob1/outputs: give resume=true, not reward.url, with ***"
 
 
