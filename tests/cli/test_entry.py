@@ -120,12 +120,6 @@ def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
     assert shown.succeeded.out == "mine\n"
 
 
-def test_help_says_how_to_begin(help_text: str) -> None:
-    assert "recipe=quickstart" in help_text
-    assert "stage=sft" in help_text
-    assert "-m" in help_text
-
-
 @pytest.mark.slow
 def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
     """train.py is taken in test_pipeline.py."""
@@ -168,12 +162,6 @@ def test_each_run_sets_its_own_threads(
         found.append(torch.get_num_threads())
     torch.set_num_threads(before)
     assert found == [1, 3]
-
-
-def test_the_cfg_can_be_printed(workplace: Workplace) -> None:
-    outcome = workplace.mini("stage=ppo", "--cfg", "job").succeeded
-    assert "kl_coef:" in outcome.out
-    assert not workplace.outputs.exists()
 
 
 @pytest.mark.slow
@@ -259,89 +247,6 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
     assert outcome.err == ""
 
 
-@pytest.mark.parametrize("url", ["http://me:hush@host/score", "http://host/score?key=hush"])
-def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
-    """It names its folders after what it is given."""
-    outcome = workplace.call("-m", "stage=ppo", "reward=http", f"reward.url={url}", "seed=1,2")
-    assert outcome.status != 0
-    assert not workplace.outputs.exists()
-    assert "hush" not in outcome.out + outcome.err
-
-
-ANSWERED = """
-import sys
-from lightning_rlhf.__main__ import main
-try:
-    main()
-finally:
-    print(sorted({"lightning", "transformers", "peft", "torch"} & set(sys.modules)))
-"""
-FUNCTION = ("reward=function", "policy.checkpoint=base")
-SOON: dict[str, tuple[list[str], str]] = {
-    "a key that is not known": (["stage=ppo", "data.nothing=1"], "data.nothing"),
-    "help": (["--help"], ""),
-    "the configuration": (["stage=ppo", "--cfg", "job"], ""),
-    "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
-    "no reward model": (["stage=ppo", "policy.checkpoint=base"],
-                        "outputs/default/tiny/rm has none"),
-    "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
-    "finished, under a supervisor": (["stage=rm", "resume=auto"], "cannot be resumed: "),
-    "cut off": (["stage=eval_reward", "policy.checkpoint=base"], "holds a run that was cut off"),
-    "another SFT model": (["stage=ppo", "policy.checkpoint=./x"], "policy.checkpoint=./x: no such"),
-    "another reward model": (["stage=ppo", "policy.checkpoint=base", "reward.checkpoint=./x"],
-                             "reward.checkpoint=./x: no such folder"),
-    "data": (["stage=sft", "data=files", "data.demonstrations.train=x.jsonl"],
-             "data.demonstrations.train: data file x.jsonl does not exist"),
-    "validation data": (["stage=sft", "data.demonstrations.val=x.jsonl"],
-                        "data.demonstrations.val: data file x.jsonl does not exist"),
-    "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
-    "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
-                   "model.name_or_path=./x: no such folder"),
-    "a reward's function": (["stage=ppo", *FUNCTION, "reward.path=x.py:f"], "reward.path is"),
-    "a judge": (["stage=ppo", *FUNCTION, "reward.path=y.py:f", "data.judge=x.py:f"],
-                "data.judge is"),
-    "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
-                        "data.preferences.val: data file x.jsonl does not exist"),
-}  # fmt: skip
-"""What names and folders alone tell -> the command and what its answer holds."""
-
-
-@pytest.mark.parametrize("case", SOON)
-def test_what_names_and_folders_tell_is_told_soon(workplace: Workplace, case: str) -> None:
-    """Without the libraries that take seconds to import, torch alone two."""
-    arguments, named = SOON[case]
-    run = workplace.outputs / "default" / "tiny"
-    if case.startswith("finished"):
-        (run / "rm" / "final").mkdir(parents=True)
-        (run / "rm" / "config.json").write_text('{"stage": "rm"}')
-    if case == "cut off":
-        (run / "eval_reward" / "checkpoints").mkdir(parents=True)
-        (run / "eval_reward" / "config.json").write_text('{"stage": "eval_reward"}')
-        (run / "eval_reward" / "checkpoints" / "000004.ckpt").write_text("")
-    (workplace.folder / "y.py").write_text("")
-    outcome = workplace.process([sys.executable, "-c", ANSWERED, *arguments])
-    if named:
-        assert named in outcome.error
-    else:
-        outcome.succeeded  # noqa: B018
-    assert outcome.out.splitlines()[-1] == "[]"
-
-
-def test_a_key_that_is_not_there_is_refused_without_what_checks_values(
-    workplace: Workplace,
-) -> None:
-    """pydantic takes longer to import than all else that this command does."""
-    program = ANSWERED.replace('"lightning"', '"lightning", "pydantic"')
-    command = [sys.executable, "-c", program, "stage=ppo", "ppo.kl_coeff=1"]
-    outcome = workplace.process(command)
-    assert outcome.error == "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"
-    assert outcome.out.splitlines()[-1] == "[]"
-
-
-def test_no_words_at_all(workplace: Workplace) -> None:
-    assert workplace.call().error.startswith("no stage is chosen; allowed: stage=sft|rm|ppo|")
-
-
 @pytest.mark.parametrize(("home", "shown"), [("/x", "/x/a"), (None, "~/a")])
 def test_a_tilde_is_a_folder_where_the_user_has_one(
     monkeypatch: pytest.MonkeyPatch, home: str | None, shown: str
@@ -360,7 +265,3 @@ def test_a_tilde_is_a_folder_where_the_user_has_one(
     monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "report", "~/a", "--out=~/a", "a~/a"])
     main()
     assert given == [[shown, f"--out={shown}", "a~/a"]]
-
-
-def test_a_stage_with_a_name_that_no_file_could_have(workplace: Workplace) -> None:
-    assert workplace.mini(f"stage={'a' * 300}").error.startswith("stage is 'aaa")

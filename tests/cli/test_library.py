@@ -15,7 +15,7 @@ from pathlib import Path
 import lightning as L
 import pytest
 from hydra import compose, initialize_config_dir
-from lightning.pytorch.callbacks import Callback, LearningRateMonitor
+from lightning.pytorch.callbacks import Callback
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
@@ -56,10 +56,6 @@ def test_build_is_as_quiet_as_the_command_line_and_says_what_it_samples(
     assert "(rm.calibration_samples)" in capsys.readouterr().out
 
 
-def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 60
-
-
 def test_both_doors_train_the_same_weights(
     example: tuple[Workplace, dict[str, L.Trainer]], pipeline: Workplace
 ) -> None:
@@ -87,20 +83,6 @@ def test_headline_metrics_reach_lightning_without_our_callbacks(
         assert numbers == same, name
         assert trainer.callback_metrics[name].item() == pytest.approx(numbers[-1], rel=1e-6)
         assert trainer.progress_bar_metrics[name] == pytest.approx(numbers[-1], rel=1e-6)
-
-
-def test_a_learning_rate_monitor_works(
-    example: tuple[Workplace, dict[str, L.Trainer]],
-) -> None:
-    place, trainers = example
-    for stage in STAGES:
-        assert any(isinstance(found, LearningRateMonitor) for found in trainers[stage].callbacks)
-        # Six steps of SFT and of the reward model, three iterations of PPO.
-        rates = [row for row in logged(place, stage) if "lr-AdamW/pg1" in row]
-        assert len(rates) == (3 if stage == "ppo" else 6)
-    # ppo.lr_schedule=linear without warm-up, over three iterations from ppo.lr=0.001.
-    found = [float(row["lr-AdamW/pg1"]) for row in rates]
-    assert found == pytest.approx([1e-3 * share for share in (1, 2 / 3, 1 / 3)])
 
 
 def test_what_was_saved_is_a_run_of_the_command(
@@ -248,8 +230,3 @@ def test_importing_the_package_loads_no_library() -> None:
         "assert 'hydra' in sys.modules; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_an_unknown_name_of_the_package_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'train'"):
-        lightning_rlhf.train  # noqa: B018

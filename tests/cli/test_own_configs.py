@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.stages.console import CONF
 
-from .conftest import MINI, Workplace
+from .conftest import Workplace
 
 DOC = CONF.parent / "docs" / "configuration.md"
 OWN: Mapping[str, tuple[str, str, str, Any]] = {
@@ -67,12 +67,6 @@ def test_a_stage_of_ones_own_is_chosen_and_given_numbers(own: Workplace) -> None
     assert (found["mine"]["beta"], found["ppo"]["gamma"]) == (0.2, 0.5)
     error = own.call("--config-dir", "own", "+stages=mine", "stage=sft", "mine.betta=1").error
     assert error == "mine.betta is not a known key; did you mean mine.beta?"
-
-
-def test_a_configuration_without_keys_is_told_how_to_begin(own: Workplace) -> None:
-    (own.folder / "own" / "mine.yaml").touch()
-    error = own.call("--config-dir", "own", "--config-name", "mine", "sed=1").error
-    assert "`defaults: [config, _self_]`" in error
 
 
 def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
@@ -166,13 +160,6 @@ def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
     workplace.sweep("stage=sft,ppo", "sft.lr=1,2", "ppo.gamma=0.5")
     assert found == [("sft", 1, 0.5, "lr=1"), ("sft", 2, 0.5, "lr=2"),
                      ("ppo", 1, 0.5, "lr=1"), ("ppo", 2, 0.5, "lr=2")]  # fmt: skip
-
-
-def test_one_section_is_shown(workplace: Workplace) -> None:
-    out = workplace.call(*MINI, "stage=ppo", "--cfg", "job", "--package", "ppo").succeeded.out
-    assert out.startswith("# @package ppo\n")
-    assert yaml.safe_load(out)["iterations"] == 3
-    assert "sft" not in yaml.safe_load(out)
 
 
 def test_the_page_about_configurations_shows_what_is_tested_here() -> None:

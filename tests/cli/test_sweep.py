@@ -36,9 +36,7 @@ from lightning_rlhf.cli.sweep import (
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
 from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.eval_reward import STAGE
 from lightning_rlhf.stages.folder.folders import folder_of
-from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.settings import read_settings
 
 from .conftest import MINI, Outcome, Workplace, tree, weights
@@ -284,34 +282,6 @@ def own_config(*overrides: str) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         path = f"hydra.searchpath=[file://{presets}]"
         return compose("config", [*mini, *overrides, path])
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (None, "final is missing"),
-        (b"", "fitness.json cannot be loaded: Expecting value"),
-        (b"[1]", "fitness.json holds no JSON object, but a list"),
-        (b'{"metrics": [1]}', "fitness.json is damaged: it holds no metrics"),
-        (b'{"metrics": {"fitness/flags": "none"}}', "fitness.json is damaged: it holds no metrics"),
-    ],
-)
-def test_a_damaged_report_of_a_finished_job_is_named(
-    tmp_path: Path, content: bytes | None, told: str
-) -> None:
-    final = tmp_path / "eval" / "final"
-    if content is not None:
-        final.mkdir(parents=True)
-        (final / "fitness.json").write_bytes(content)
-    with pytest.raises(CheckpointError, match=re.escape(told)):
-        metrics_of(final, STAGE)
-
-
-def test_the_numbers_of_a_finished_eval_job_are_read(tmp_path: Path) -> None:
-    final = tmp_path / "eval" / "final"
-    final.mkdir(parents=True)
-    (final / "fitness.json").write_text('{"metrics": {"fitness/flags": 2, "fitness/gap": 0.5}}')
-    assert metrics_of(final, STAGE) == {"fitness/flags": 2, "fitness/gap": 0.5}
 
 
 def hook(folder: Path, *results: JobResult) -> SweepHook:

@@ -234,7 +234,7 @@ def composition_error(error: Exception, given: Namespace) -> str:
         reason = f"{full} is not a known key; {hint}"
         if node:
             reason = unknown_key(key, node, prefix, node)
-    elif isinstance(error, HydraException):
+    else:
         reason = _not_chosen(error, given)
     if reason is None:
         reason = re.split(r"\n\n|\nSee https:", without_secrets(str(error), words))[0]
@@ -260,7 +260,7 @@ def _not_parsed(override: str, words: Sequence[str]) -> str:
     return f"{override} is no override; allowed: {allowed}"
 
 
-def _not_chosen(error: HydraException, given: Namespace) -> str | None:
+def _not_chosen(error: Exception, given: Namespace) -> str | None:
     """Return which override chooses no file of conf/, or sweeps without -m; None where none does.
 
     error: that of Hydra, about a file which is not there, or about an override.
@@ -343,8 +343,9 @@ def secrets_of(*trees: Any) -> set[str]:
     the Trainer are given, and the password and the query of every address; the user and a single
     value of the query only if they are not used elsewhere, as in a path.
     """
-    names, found, weak, rest = [*TOKENS], set[str](), set[str](), f"{os.getcwd()} true false none"
+    names, found, weak, rest = [*TOKENS], set[str](), set[str](), f"{os.getcwd().lower()} true none"
     for tree in trees:
+        text = str(tree)
         for section, key, value in leaves(tree):
             names += [value] if key == "token_env" else []
             names += VARIABLE.findall(value) if section in OBJECTS else []
@@ -354,12 +355,13 @@ def secrets_of(*trees: Any) -> set[str]:
                 found |= {password, unquote(password), *query}
                 of_query = {part.partition("=")[2] for part in re.split("[&#]", "".join(query))}
                 weak |= {user, unquote(user), *of_query, *map(unquote, of_query)}
-            else:
-                rest += f" {key} {value}"
+                text = text.replace(value, "")
+        rest += text.lower()
     for value in (os.environ[name] for name in names if name in os.environ):
         # An error may show one line of a text, as of a key in PEM.
         found |= {value, *value.splitlines()}
-    found |= weak - {*re.findall(r"\w+", rest)}
+    words = {*re.findall(r"\w+", rest)}
+    found |= {text for text in weak if text.lower() not in words}
     return {s.strip() for s in found if len(s.strip()) >= SHORTEST}
 
 

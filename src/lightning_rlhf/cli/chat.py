@@ -61,10 +61,16 @@ def opened(given: argparse.Namespace) -> Conversation:
         check_value(key, value, kind)
     from lightning_rlhf.cli.export import refuse_code
     from lightning_rlhf.models.adapter import check_weights
-    from lightning_rlhf.models.checkpoint import find
+    from lightning_rlhf.models.checkpoint import MANIFEST, find
+    from lightning_rlhf.stages.folder.folders import FINAL
     from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
-    finals = [find(source, "FINAL") for source in given.finals]
+    # The folder of a run stands for the final/ in it.
+    inside = [Path(source) / FINAL for source in given.finals]
+    finals = [
+        find(str(final) if (final / MANIFEST).is_file() else source, "FINAL")
+        for source, final in zip(given.finals, inside, strict=True)
+    ]
     for final in finals:
         check_weights(final.path)
         if final.manifest is None:
@@ -240,7 +246,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "finals", nargs="+", metavar="FINAL",
-        help="final/ folder of stage=sft or a later one, or the hub id of one",
+        help="folder of a run of stage=sft or a later one, its final/, or the hub id of one",
     )  # fmt: skip
     parser.add_argument(
         "--reward", metavar="FINAL",

@@ -32,8 +32,8 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, 
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
-from lightning_rlhf.report.tables import before_after_table, side_by_side
+from lightning_rlhf.models.checkpoint import MANIFEST
+from lightning_rlhf.report.tables import side_by_side
 from lightning_rlhf.stages.folder.changes import differing_keys
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
@@ -304,7 +304,7 @@ def own_configs() -> list[str]:
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Show metrics and samples before and after, pictures, and what PPO's compute bought.
+    """Show samples before and after, pictures, and what PPO's compute bought.
 
     Return each stage's metrics.
 
@@ -321,13 +321,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     }
     console = get_console()
     if "ppo" in stages:
-        after = metrics["ppo"]
-        before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folders["ppo"]
-        if "ppo" not in ran:
-            stored = find(str(folder / FINAL), "ppo").require_manifest("ppo").verdicts
-            verdicts = {name: Verdict(**verdict) for name, verdict in stored.items()}
-            console.print(before_after_table(before, after, verdicts))
         samples = evaluation_files(folder)
         if samples is None:
             raise CheckpointError(
