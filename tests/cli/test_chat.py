@@ -184,7 +184,7 @@ def test_the_command_reads_lines(
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", type_in)
-    ppo = "outputs/default/mini/ppo/final"
+    ppo = "outputs/default/mini/ppo"  # which stands for the final/ in it
     out = finished.call("chat", ppo).succeeded.out
     assert "ppo at temperature" in out
     assert "KL" in out

@@ -247,6 +247,20 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
     assert outcome.err == ""
 
 
+@pytest.mark.parametrize(
+    "words", [["--help"], ["stage=ppo", "data.nothing=1"], ["stage=ppo", "ppo.lr=-1"]]
+)
+def test_what_the_configuration_tells_is_told_without_slow_imports(
+    workplace: Workplace, words: list[str]
+) -> None:
+    program = (
+        "import sys\nfrom lightning_rlhf.__main__ import main\ntry:\n    main()\nfinally:\n"
+        "    print(sorted({'lightning', 'transformers', 'peft', 'torch'} & set(sys.modules)))\n"
+    )
+    outcome = workplace.process([sys.executable, "-c", program, *words])
+    assert outcome.out.splitlines()[-1] == "[]", outcome
+
+
 @pytest.mark.parametrize(("home", "shown"), [("/x", "/x/a"), (None, "~/a")])
 def test_a_tilde_is_a_folder_where_the_user_has_one(
     monkeypatch: pytest.MonkeyPatch, home: str | None, shown: str

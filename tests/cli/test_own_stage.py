@@ -20,13 +20,15 @@ import lightning as L
 import torch
 from torch.nn.functional import relu
 
-from lightning_rlhf.callbacks.metric_rows import Rows
+from lightning_rlhf.callbacks.compute import Rows
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.validation import STRICT, PositiveFloat
 from lightning_rlhf.models.build_roles import add_policy, start_from
-from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT
+from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.modules.optim import trainable_state
-from lightning_rlhf.stages.launch import fit, hand_over, make_ready
+from lightning_rlhf.stages.launch import fit
+from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.prepare import make_ready
 from lightning_rlhf.stages.stage import Stage
 from lightning_rlhf.stages.supervised import read_batches
 

@@ -233,7 +233,7 @@ def test_an_adapter_on_other_weights_is_refused(stages: Stages) -> None:
 
 def refused(place: Workplace, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     """The message of a command that loads no model."""
-    for module in ("build_roles", "classifier_loading"):
+    for module in ("build_roles", "classifier"):
         monkeypatch.delattr(f"lightning_rlhf.models.{module}.load_causal_lm", raising=False)
     words = ("model.name_or_path=org/name", "model.from_config=null", *words)
     return place.mini(*words).error

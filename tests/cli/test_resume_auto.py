@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import Workplace, rows, tree, weights
+from .conftest import MODULES, Workplace, rows, tree, weights
 from .test_resume import checkpoints
 
 
@@ -131,7 +131,7 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     assert (folder / "final").is_dir()
     (folder / ".0123.lightning-rlhf.tmp").write_text("half")  # the page of which the kill came
     (folder / "failed.txt").write_text("another command: it is being written")
-    monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.run_{stage}", die)
+    monkeypatch.setattr(f"lightning_rlhf.stages.{MODULES[stage]}.run_{stage}", die)
     finished.mini(f"stage={stage}", "resume=auto").succeeded  # noqa: B018
     found = (folder / "report.html").read_text()
     assert found != page  # its time is another one

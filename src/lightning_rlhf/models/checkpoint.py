@@ -115,11 +115,14 @@ class Manifest:
     chosen: dict[str, Any] = field(default_factory=dict)
     """Step of the run that this model is, the rule that chose it, and the metrics there and at the
     last step; {} for a model that was saved without them."""
+    files: list[str] = field(default_factory=list)
+    """Names in the folder that were written with it; others in it are a user's, and are kept."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value has the wrong type, as in a file of another program."""
         for key, kind in typing.get_type_hints(type(self)).items():
-            kind = dict if typing.get_origin(kind) is dict else kind
+            origin = typing.get_origin(kind)
+            kind = origin if origin in (dict, list) else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
         if not 0 <= self.base_seed < 2**32:

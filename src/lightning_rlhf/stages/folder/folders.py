@@ -13,9 +13,22 @@ from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HubError,
+    RLHFError,
+    StorageError,
+)
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import UNFINISHED, delete, is_marked, make_folder, written_whole
+from lightning_rlhf.io.storage import (
+    UNFINISHED,
+    delete,
+    foreign_names,
+    is_marked,
+    make_folder,
+    written_whole,
+)
 from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
@@ -125,13 +138,32 @@ def clear(folder: Path) -> None:
 
     The folder may be a symbolic link. What is deleted is moved aside first, the configuration last,
     so that a kill leaves no partial run that could be mistaken for another one.
+    Raises StorageError, before anything is deleted, where a user's file is among what it would be.
     """
+    names = sorted(filter(is_ours, set(os.listdir(folder)) - {LOCK, DELETED}), key=CONFIG.__eq__)
+    foreign = [f"{name}/{inside}" for name in names for inside in foreign_inside(folder, name)]
+    if foreign:
+        raise StorageError(
+            f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"
+        )
     aside = folder / DELETED
     aside.mkdir()
-    names = set(os.listdir(folder)) - {LOCK, DELETED}
-    for name in sorted(filter(is_ours, names), key=CONFIG.__eq__):
+    for name in names:
         os.replace(folder / name, aside / name)
     delete(aside)
+
+
+def foreign_inside(folder: Path, name: str) -> list[str]:
+    """Return the names that no run wrote into its folder `name`, which lies in `folder`."""
+    patterns = [pattern for pattern in FILES if pattern.startswith(f"{name}/")]
+    if not patterns or not (folder / name).is_dir():
+        return foreign_names(folder / name)
+    return [
+        inside
+        for inside in sorted(os.listdir(folder / name))
+        if not inside.endswith(UNFINISHED)
+        and not any(fnmatch(f"{name}/{inside}", pattern) for pattern in patterns)
+    ]
 
 
 def is_ours(name: str) -> bool:
