@@ -19,14 +19,20 @@ from omegaconf import DictConfig
 class GridSweeper(BasicSweeper):
     """Sweeper whose jobs are all combinations of values, each checked before the first begins."""
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Raise the error of a job that cannot be composed or has a value that is refused."""
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run all jobs. Raises the error of one that cannot be composed or has a wrong value."""
+        from lightning_rlhf.cli.arguments import parse_overrides
         from lightning_rlhf.cli.sweep import job_settings
 
         assert self.hydra_context is not None
         assert self.config is not None
-        for job in batch:
-            job_settings(self.hydra_context.config_loader.load_sweep_config(self.config, [*job]))
+        words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
+        for job in self.split_arguments(parse_overrides(words), None)[0]:
+            job_settings(self.hydra_context.config_loader.load_sweep_config(self.config, job))
+        return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing, since `sweep` has composed all jobs."""
 
 
 class OptunaSweeper(Sweeper):

@@ -193,15 +193,6 @@ def test_a_launcher_that_is_not_installed_is_named(
     assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 
 
-def test_slurm_that_is_not_there_is_named(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(workplace.folder))
-    error = workplace.sweep("hydra/launcher=submitit_slurm", "stage=sft", "seed=1,2").error
-    assert "hydra/launcher=submitit_slurm needs Slurm, and there is no srun" in error
-    assert "allowed: " in error
-
-
 def test_a_launcher_without_a_sweep_is_warned_of(workplace: Workplace) -> None:
     words = "hydra/launcher=joblib", "stage=sft", "sft.lr=-1"
     warning = "warning: hydra/launcher=joblib is for sweeps and is not used without -m"

@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from shutil import which
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
@@ -180,11 +179,6 @@ def check_command(words: Sequence[str], given: Namespace) -> None:
             )
         if key_of(word) in ("hydra/launcher", "hydra/sweeper") and not is_sweep and not is_printed:
             print_line(f"warning: {word} is for sweeps and is not used without -m", "yellow")
-        if word == "hydra/launcher=submitit_slurm" and is_sweep and which("srun") is None:
-            raise ConfigError(
-                f"{word} needs Slurm, and there is no srun on this machine; allowed: a machine of "
-                "the cluster, or hydra/launcher=joblib, submitit_local or basic"
-            )
     if is_sweep:
         refuse_processes("a sweep")
 

@@ -194,14 +194,21 @@ def run_stages(
     for stage, settings in stages.items():
         state = "outdated" if start_over else state_of(settings)
         source = step_source(settings, folder)
-        if state == "done" and source and is_newer(source, folder_of(settings) / FINAL):
+        own, final = folder_of(settings), folder_of(settings) / FINAL
+        if state == "done" and source is not None and is_newer(source, final):
             state = "outdated"
         if state == "done":
-            print_line(f"{stage}: done already, {folder_of(settings)}", "green")
+            print_line(f"{stage}: done already, {own}", "green")
             continue
         ran.append(stage)
-        print_line(f"{stage}: {folder_of(settings)}", "bold")
-        run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
+        print_line(f"{stage}: {own}", "bold")
+        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *commands[stage]]
+        status = run_command([*command, *HOW[state]], {IN_RECIPE: stage})
+        if status or not final.is_dir():
+            raise RLHFError(
+                f"stage={stage} failed with exit status {status}; its output stands above. "
+                "The same command, without overwrite=true, goes on from there"
+            )
     return ran
 
 
@@ -276,17 +283,6 @@ def step_source(settings: Settings, folder: Path) -> Path | None:
 def is_newer(source: Path, final: Path) -> bool:
     """Return whether the data were written after the folder `final/` that is made of them."""
     return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
-
-
-def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
-    """Run one stage as a separate process on this terminal, until it has written `final/`."""
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
-    status = run_command(command, {IN_RECIPE: stage})
-    if status or not (folder / FINAL).is_dir():
-        raise RLHFError(
-            f"stage={stage} failed with exit status {status}; its output stands above. "
-            "The same command, without overwrite=true, goes on from there"
-        )
 
 
 def composed(overrides: Sequence[str]) -> DictConfig:
