@@ -16,10 +16,13 @@ from rich.text import Text
 
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.report.run_page import environment
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.stages.folder.folders import check_kinds
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""
@@ -39,10 +42,6 @@ def replay(arguments: Sequence[str]) -> None:
 
     Raises DataError where it is not recorded or its file is damaged.
     """
-    from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
-    from lightning_rlhf.report.run_page import environment
-    from lightning_rlhf.stages.folder.folders import check_kinds
-
     given = parser().parse_args(arguments)
     check_value("--iteration", given.iteration, PositiveInt | None)
     check_value("--responses", given.responses, PositiveInt)

@@ -37,6 +37,7 @@ from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
+from lightning_rlhf.report.run_page import TextTable
 from lightning_rlhf.report.tables import WIDEST, SweepRow, shared_overrides, sweep_table
 from lightning_rlhf.stages.console import RECIPES, print_error
 from lightning_rlhf.stages.folder.changes import changes
@@ -420,13 +421,11 @@ def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
     return result.status == "done", signed(result.metrics.get(metric, math.nan), mode)
 
 
-def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Any:
-    """Return the `TextTable` of all jobs on the page, with the best one below.
+def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> TextTable:
+    """Return the table of all jobs on the page, with the best one below.
 
     goal: metric that tells which is the best, with its direction.
     """
-    from lightning_rlhf.report.run_page import TextTable
-
     jobs = [without_trial(result.overrides) for result in results]
     shared = shared_overrides(jobs)
     own = [" ".join(word for word in words if word not in shared) for words in jobs]
