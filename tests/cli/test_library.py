@@ -9,7 +9,6 @@ import re
 import runpy
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import lightning as L
@@ -20,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_rlhf
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.console import HOME, NOISY_WARNINGS
+from lightning_rlhf.stages.console import HOME
 
 from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, rows, weights
 
@@ -42,18 +41,6 @@ def logged(place: Workplace, stage: str) -> list[dict[str, str]]:
     """Return the rows of the CSVLogger without their empty cells."""
     with (place.outputs / "logs" / stage / "version_0" / "metrics.csv").open(newline="") as file:
         return [{name: cell for name, cell in row.items() if cell} for row in csv.DictReader(file)]
-
-
-def test_build_is_as_quiet_as_the_command_line_and_says_what_it_samples(
-    finished: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with contextlib.chdir(finished.folder), warnings.catch_warnings():
-        warnings.resetwarnings()
-        words = [*MINI, "run=quiet", given(finished)[0]]
-        lightning_rlhf.build(lightning_rlhf.configuration("rm", *words))
-        patterns = {pattern.pattern for _, pattern, *_ in warnings.filters if pattern is not None}
-    assert {*NOISY_WARNINGS} <= patterns
-    assert "(rm.calibration_samples)" in capsys.readouterr().out
 
 
 def test_both_doors_train_the_same_weights(

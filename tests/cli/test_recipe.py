@@ -204,11 +204,6 @@ def test_a_fault_in_the_last_stage_s_data_costs_no_training(kitchen: Kitchen) ->
     assert kitchen.ran == []
 
 
-def test_a_run_may_be_renamed(done: Kitchen) -> None:
-    (done.place.outputs / "default").rename(done.place.outputs / "renamed")
-    assert done.cook("run=renamed").succeeded.out.count("done already") == 3
-
-
 @pytest.mark.parametrize(
     ("again", "data", "stale"),
     [("sft", "sft_train", ["rm", "ppo"]), ("rm", "preferences_train", ["ppo"])],
@@ -257,19 +252,16 @@ def test_a_stage_cut_off_before_its_first_checkpoint_starts_anew(done: Kitchen) 
     assert weights(done.folder("ppo")) == before
 
 
-@pytest.mark.parametrize("failing", ["rm"])
-def test_a_failing_stage_stops_the_rest(done: Kitchen, failing: str) -> None:
-    left = STAGES[STAGES.index(failing) :]
-    for stage in left:
+def test_a_failing_stage_stops_the_rest(done: Kitchen) -> None:
+    for stage in ("rm", "ppo"):
         shutil.rmtree(done.folder(stage))
-    done.status = {failing: 1}
+    done.status = {"rm": 1}
     error = done.cook().error
-    assert done.ran == [failing]
-    assert f"stage={failing} failed" in error
+    assert done.ran == ["rm"]
+    assert "stage=rm failed" in error
     done.status = {}
-    if failing != "sft":  # which the first call above did
-        done.cook().succeeded  # noqa: B018
-        assert done.ran == list(left)
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == ["rm", "ppo"]
 
 
 def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitchen) -> None:
@@ -365,15 +357,6 @@ BROKEN: list[dict[str, Any]] = [
     {"stage": "rm", "metric": "eval/accuracy", "gain": 0.1},  # rm measures nothing at its start
     {"stage": "ppo", "metric": "eval/response_tokens", "at_most": 0.5},
 ]
-
-
-@pytest.mark.parametrize("promise", BROKEN[:2], ids=["no such metric", "no metric before"])
-def test_a_promise_about_what_was_not_measured_is_broken(
-    done: Kitchen, promise: dict[str, Any]
-) -> None:
-    done.write(promises=[*RECIPE["promises"], promise])
-    assert promise["metric"] in done.cook().error
-    assert done.ran == []
 
 
 @pytest.mark.parametrize("promise", BROKEN, ids=["no such metric", "no metric before", "missed"])

@@ -144,19 +144,6 @@ def test_called_again_it_runs_what_is_not_finished(clean_sweep: Workplace) -> No
     assert {path.name for path in clean_sweep.folder.iterdir()} == {"README.md", "data", "outputs"}
 
 
-def test_called_again_it_goes_back_behind_a_damaged_checkpoint(workplace: Workplace) -> None:
-    command = ["stage=sft", "seed=1,2", "sft.checkpoint_every=1", "sft.checkpoints_kept=9"]
-    workplace.sweep(*command).succeeded  # noqa: B018
-    folder = next(workplace.outputs.rglob("seed=1/sft"))
-    before = weights(folder)
-    shutil.rmtree(folder / "final")
-    newest = sorted((folder / "checkpoints").glob("0*.ckpt"))[-1]
-    newest.write_bytes(newest.read_bytes()[:100])
-    again = workplace.sweep(*command).succeeded
-    assert f"{newest.name} cannot be read" in again.out
-    assert weights(folder) == before
-
-
 def test_a_value_that_is_refused_ends_the_sweep_before_its_first_job(finished: Workplace) -> None:
     before = tree(finished.outputs / "default" / "mini")
     error = finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8,7").error
