@@ -32,10 +32,10 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
-from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli import main as entry
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.sweep import SweepHook
+from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.stages.console import CONF, HOME, RECIPES
 
 from ..composing import PRESETS

@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.callbacks import names
-from lightning_rlhf.callbacks.metric_definitions import Metric
-from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.core import metrics as names
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.stages.console import HOME
 
 from .conftest import Workplace, given, rows, weights
@@ -140,7 +139,7 @@ def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "METRICS", dict(names.METRICS))
     with pytest.raises(ValueError, match="rollout/longest"):
         check_names(["rollout/longest"])
-    exec(example("metric"), {"METRICS": names.METRICS, "Metric": Metric, "PPO": names.PPO})
+    exec(example("metric"), {"METRICS": names.METRICS, "metric_rows": names.metric_rows})
     check_names(["rollout/longest"])
 
 

@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_rlhf.callbacks.names import METRICS, check_names
+from lightning_rlhf.core.metrics import METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, ppo_panels
 from lightning_rlhf.report.figures import draw_axis, draw_curves, read_curves
 from lightning_rlhf.stages.registry import STAGES

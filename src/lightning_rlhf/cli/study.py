@@ -28,7 +28,6 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.checkpoints import trained
 from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.callbacks.names import METRICS, require_metrics
 from lightning_rlhf.cli.arguments import TRIAL, key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import (
     NEUTRAL,
@@ -41,6 +40,7 @@ from lightning_rlhf.cli.sweep import (
 )
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.metrics import METRICS, require_metrics
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked

@@ -30,11 +30,11 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.names import signed
 from lightning_rlhf.cli.arguments import TRIAL, key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.run_page import TextTable

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
+from lightning_rlhf.core.metrics import GOLD
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
-from lightning_rlhf.report.conclusion import GOLD
 from lightning_rlhf.report.run_page import PromiseRow
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.stages.policies import check_policies, policy_folders
 from lightning_rlhf.stages.stage import Settings, Stage
 
@@ -27,7 +28,7 @@ STAGE = Stage(
     reads_judge=True,
     reads_models=policy_folders,
     check=check_policies,
-    summary=("eval/reward_mean", "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity"),
+    summary=(HELD_OUT, "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity"),
     hands_over="report",
     numbers="evaluation.json",
     divides=True,

@@ -11,9 +11,9 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Judge, evaluation_metrics, load_judge
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Demonstration
 from lightning_rlhf.io.console import Working, print_line

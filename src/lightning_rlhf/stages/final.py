@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, METRICS
 from lightning_rlhf.stages.stage import Settings
 
 Goal = tuple[tuple[str, Mode], ...]

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.stages.reward.unfit import verdicts_on
 from lightning_rlhf.stages.stage import Settings, Stage
@@ -53,15 +54,15 @@ STAGE = Stage(
     reads_reward=True,
     reads_judge=True,
     check=verdicts_on,
-    goal=(("eval/reward_mean", "max"),),
+    goal=((HELD_OUT, "max"),),
     unit="iteration",
     validates_first=True,
-    headlines=("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
+    headlines=tuple(HEADLINES),
     summary=(
-        "eval/reward_mean",
-        "eval/kl",
+        HELD_OUT,
+        HELD_OUT_KL,
         "eval/response_tokens",
-        "eval/judge/gold",
+        GOLD,
         "eval/judge/correct",
     ),
     panels=panels,

@@ -11,17 +11,16 @@ from typing import Any
 
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
+from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE, check_names
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text, load
 from lightning_rlhf.io.console import Working, json_line, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
-from lightning_rlhf.rewards.format_check import BEST_JUDGE, JUDGE
 from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
 from lightning_rlhf.stages.launch import identity
 from lightning_rlhf.stages.policies import responder

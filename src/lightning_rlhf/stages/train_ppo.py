@@ -16,6 +16,7 @@ from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.metrics import KL
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
@@ -35,7 +36,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import check_sampler
+from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.changes import Export, read_ending
@@ -132,7 +133,8 @@ def prepare_ppo(
     wherever that is possible.
     """
     parents = find_parents(settings)
-    check_sampler(config.rollout, f"{settings.stage}.rollout")
+    if config.rollout not in OURS:
+        load_sampler(config.rollout, f"{settings.stage}.rollout")
     with Working("reading the data"):
         rows = load("prompts", settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
@@ -235,7 +237,7 @@ def export_ppo(settings: Settings, config: PPOConfig, export: Export) -> Path:
 def print_collapse(folder: Path, stage: str) -> None:
     """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
     rows = read_rows(folder / METRICS)
-    trained = [row for row in rows.values() if "kl_divergence" in row]
+    trained = [row for row in rows.values() if KL in row]
     last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
     if last is not None and (why := collapsed(last, stage)) is not None:
         print_line(f"warning: {why}", "yellow")
