@@ -219,6 +219,3 @@ def test_what_is_refused_before_a_model_loads(
         file.write_text(json.dumps(whole | {"config": whole["config"] | {"ppo": section}}))
         error = finished.call("chat", final("ppo")).error
         assert "manifest.json: config: ppo" in error, section
-    for role in ("sft", "reward"):
-        file.write_text(json.dumps(whole | {"parents": whole["parents"] | {role: "a\0b"}}))
-        assert f"parents.{role} is 'a\\x00b'" in finished.call("chat", final("ppo")).error
