@@ -24,9 +24,9 @@ from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import console, launch, run
+from lightning_rlhf.stages import console, fit
+from lightning_rlhf.stages.accelerator import check_processes
 from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.start import check_processes
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -115,15 +115,15 @@ def test_the_processes_of_a_machine_divide_its_cores(
     """A stage that computes in one process has them all, whatever trainer.devices is."""
     for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(run, "THREADS", 6)
+    monkeypatch.setattr(fit, "THREADS", 6)
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     trainer = SimpleNamespace(
         threads=None, devices=2, matmul_precision="highest", accelerator="gpu"
     )
     settings: Any = SimpleNamespace(trainer=trainer, seed=0)
-    with run.computing(settings):
-        assert asked == [expected]
+    fit.set_up(settings)
+    assert asked == [expected]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
@@ -174,7 +174,7 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the launcher, which sees the other process end, ends the first one meanwhile."""
-    monkeypatch.setattr(launch, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(fit, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     (place.folder / "fails.py").write_text(
         "import os\n"
         "def score(prompts, responses):\n"
@@ -300,7 +300,7 @@ def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
 def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:
     settings: Any = SimpleNamespace(
         stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
-        definition=SimpleNamespace(trains=False, runs_in_processes=False),
+        definition=SimpleNamespace(trains=False, divides=False),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
         check_processes(settings, World(size=2, launcher="torchrun"))

@@ -155,17 +155,17 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
-    from lightning_rlhf.stages import train_ppo
-    from lightning_rlhf.stages.prepare import Prepared
+    from lightning_rlhf.stages import ppo
+    from lightning_rlhf.stages.run import Run
 
-    original = train_ppo.hand_over
+    original = ppo.hand_over
 
-    def fail_first(ready: Prepared, *args: object, **kwargs: object) -> Path:
+    def fail_first(ready: Run, *args: object, **kwargs: object) -> Path:
         if ready.settings.seed == 1:
             raise ZeroDivisionError("a fault in the code")
         return original(ready, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train_ppo, "hand_over", fail_first)
+    monkeypatch.setattr(ppo, "hand_over", fail_first)
     command = ["stage=ppo", "ppo.iterations=1", "seed=1,2"]
     outcome = finished.sweep(*command)
     assert outcome.status == 1
@@ -175,7 +175,7 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     page = finished.outputs / "default" / "compare.html"
     assert "<td>failed</td><td>ZeroDivisionError: a fault in the code</td>" in page.read_text()
 
-    monkeypatch.setattr(train_ppo, "hand_over", original)
+    monkeypatch.setattr(ppo, "hand_over", original)
     failed = finished.outputs / "default/mini/seed=1/ppo"
     checkpoint = tree(failed / "checkpoints")
     again = finished.sweep(*command).succeeded

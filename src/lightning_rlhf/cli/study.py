@@ -44,10 +44,10 @@ from lightning_rlhf.core.metrics import METRICS, require_metrics
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
-from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.select import metric_of
+from lightning_rlhf.stages.stage import find_stage
 
 KEY = "hydra.sweeper"
 Direction = Literal["maximize", "minimize"]
@@ -114,7 +114,7 @@ def direction_of(name: str, cfg: DictConfig) -> Mode | None:
         settings = job_settings(cfg)
     except ConfigError:  # each job reports it, unless what is chosen mends it
         return better
-    stage = STAGES.get(job_place(cfg)[0]) if settings is None else settings.definition
+    stage = find_stage(job_place(cfg)[0]) if settings is None else settings.definition
     if stage is None:
         return better
     is_final = name.startswith("eval/") or (stage.trains and not name.startswith("compute/"))

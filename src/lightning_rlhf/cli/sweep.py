@@ -50,9 +50,8 @@ from lightning_rlhf.stages.folder.folders import (
     run_folder,
 )
 from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.registry import STAGES, chosen_stage
 from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.stage import Settings, chosen_stage, find_stage
 
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
 """Keys that do not change the results of a job."""
@@ -207,7 +206,7 @@ def result_of(job_return: JobReturn) -> JobResult:
         require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
         name, folder = job_place(cfg)
         tree: Any = OmegaConf.to_container(cfg)
-        stage = chosen_stage(tree | {"stage": name})
+        stage = chosen_stage(tree | {"stage": name})[2]()
         result = replace(result, folder=str(folder), stage=name, summary=list(stage.summary))
         if failure is None:
             from lightning_rlhf.stages.measured import metrics_of  # which imports torch
@@ -401,9 +400,10 @@ def compare(results: Sequence[JobResult], sweep: SweepHook) -> bool:
 
             stage = "ppo" if "ppo" in [r.stage for r in begun] else str(begun[0].stage)
             found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)
-            known = STAGES[stage].goal if stage in STAGES else ()
+            known = find_stage(stage)
+            best = None if known is None else next(iter(known.goal), None)
             title = " ".join([f"Sweep {sweep.sweep}:", *sweep.words])
-            table = jobs_table(results, sweep.goal or next(iter(known), None))
+            table = jobs_table(results, sweep.goal or best)
             for path in pages:
                 with full_disk_told(), written_whole(path, kind="page") as beside:
                     found.write(beside, title, table)
