@@ -17,9 +17,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
+from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
+from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.overrides import COMMANDS as OTHER_COMMANDS
-from lightning_rlhf.cli.overrides import WITHOUT_RUN
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.cli.replay import COLUMNS, parser
 from lightning_rlhf.core.config import Normalization

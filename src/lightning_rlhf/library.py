@@ -12,17 +12,11 @@ import lightning as L
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf, open_dict
+from omegaconf import OmegaConf
 
+from lightning_rlhf.cli.arguments import composition_error, parse_arguments, refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.messages import composition_error
-from lightning_rlhf.cli.overrides import (
-    check_choices,
-    check_stage,
-    parse_arguments,
-    refuse_other_stages,
-)
-from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.stages.accelerator import check_accelerator
 from lightning_rlhf.stages.console import CONF, quiet_libraries
@@ -50,15 +44,9 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     register_resolvers()
     try:
         with no_outer_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("config", words, return_hydra_config=True)
-            check_choices(cfg.hydra.runtime.choices)
-            check_stage(stage, cfg, cfg.hydra.runtime.config_sources)
-    except RLHFError:
-        raise
+            cfg = compose("config", words)
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
         raise ConfigError(composition_error(error, given)) from error
-    with open_dict(cfg):
-        del cfg["hydra"]
     require(cfg.recipe is None, "recipe", cfg.recipe, "none, since a recipe runs stages itself")
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if stage in names:

@@ -18,21 +18,25 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
+from lightning_rlhf.cli import main as entry
 from lightning_rlhf.cli.main import main
-from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep import SweepHook
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.stages.console import HOME, RECIPES
+from lightning_rlhf.stages.console import CONF, HOME, RECIPES
 
 from ..composing import PRESETS
 from ..composing import compositions as compositions
@@ -161,6 +165,36 @@ def process_state(argv: list[str]) -> Iterator[None]:
         HydraConfig.instance().cfg = job
 
 
+@cache
+def composed(*overrides: str) -> DictConfig:
+    """What Hydra makes of model=mini data=small overrides; a quarter of a second."""
+    entry.register_resolvers()
+    _, presets, *mini = MINI
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        path = f"hydra.searchpath=[file://{presets}]"
+        return compose("config", [*mini, *overrides, path], return_hydra_config=True)
+
+
+def run(place: Workplace, key: str, value: Any, *overrides: str) -> Outcome:
+    """The command from where Hydra hands over to it, with `key` set in what it composed."""
+    out, err = io.StringIO(), io.StringIO()
+    status: object = 0
+    with contextlib.chdir(place.folder), process_state(["train.py"]):
+        cfg = composed(*overrides).copy()
+        HydraConfig.instance().set_config(cfg)
+        with open_dict(cfg):
+            del cfg["hydra"]
+        OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                entry.compose.__wrapped__(cfg)
+            except SystemExit as stop:
+                status = stop.code
+    assert isinstance(status, int)
+    return Outcome(status, out.getvalue(), err.getvalue())
+
+
 TRAIN_PY = [sys.executable, str(HOME / "train.py")]
 MODULE = [sys.executable, "-m", "lightning_rlhf"]
 CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
@@ -213,6 +247,14 @@ def workplace(tmp_path: Path) -> Workplace:
     return make_workplace(tmp_path / "work")
 
 
+@pytest.fixture
+def models(workplace: Workplace, pipeline: Workplace) -> Workplace:
+    """One with copies of the final/ folders of run=default, sft/ and rm/."""
+    for stage in ("sft", "rm"):
+        shutil.copytree(pipeline.stage(stage) / "final", workplace.folder / stage)
+    return workplace
+
+
 @pytest.fixture(scope="session")
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     """One in which run=default went through all stages. To be read; write into another run.
@@ -226,6 +268,18 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     before = tree(place.outputs / "default")
     yield place
     assert tree(place.outputs / "default") == before
+
+
+@pytest.fixture(scope="session")
+def judged(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+    """One of all stages, with a reward model of another vocabulary, and classifier/."""
+    from .others import save_classifier, train
+
+    place = Workplace(tmp_path_factory.mktemp("judged") / "work")
+    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
+    train(place)
+    save_classifier(place.folder / "classifier")
+    return place
 
 
 @pytest.fixture

@@ -160,16 +160,6 @@ def test_a_run_goes_on_where_its_folder_was_moved(
     assert str(elsewhere) in error
 
 
-def test_an_adapter_alone_finds_the_sft_model_where_it_was_trained(
-    pipeline: Workplace, tmp_path: Path
-) -> None:
-    for stage in ("rm", "ppo"):
-        shutil.copytree(pipeline.stage(stage) / "final", tmp_path / stage)
-        found = find(str(tmp_path / stage), "x")
-        assert found.parent("sft") == pipeline.stage("sft") / "final"
-    assert found.base_folder == str(pipeline.stage("sft") / "final")
-
-
 def test_the_code_in_the_documentation(place: Workplace, capsys: Any) -> None:
     """The scores in docs/artefacts.md, standardised, are those that PPO pays."""
     page = (HOME / "docs" / "artefacts.md").read_text()

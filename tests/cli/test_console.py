@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import warnings
 from collections import Counter
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.stages import console
-from lightning_rlhf.stages.console import print_lengths, quiet_libraries
+from lightning_rlhf.stages.console import print_lengths
 
 from .conftest import ROWS, Workplace
 
@@ -66,16 +64,6 @@ def test_rows_left_out_or_cut_are_counted(
     counts[part] = [counts[part][0] + used, 1]
     assert [int(n) for n in re.findall(r"\d+", train)] == counts["train"]
     assert [int(n) for n in re.findall(r"\d+", val)] == counts["val"]
-
-
-def test_a_schedule_may_move_where_the_first_update_was_not_made() -> None:
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        quiet_libraries()
-        schedule.step()
-    assert not told
 
 
 @pytest.mark.parametrize(

@@ -50,12 +50,6 @@ def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> 
         assert workplace.call("diminishing", str(path)).error == f"{path}{message}"
 
 
-def test_a_damaged_file_is_named(tmp_path: Path, workplace: Workplace) -> None:
-    folder = metrics(tmp_path / "ppo", 20, "\n20,1.0\n")  # a step twice
-    error = workplace.call("diminishing", str(folder)).error
-    assert f"{folder / 'metrics.csv'}, line 22, is damaged" in error
-
-
 def evaluation(folder: Path, step: int, *golds: float | None, first: int = 0) -> Path:
     """Samples of an evaluation, two a prompt, whose gold scores are `golds` -+ 0.5."""
     lines = [

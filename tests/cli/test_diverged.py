@@ -15,7 +15,6 @@ from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import Workplace, given
 
-STAGES = ("sft", "rm", "ppo")
 ONE_STEP = {"sft": "sft.epochs=0.125", "rm": "rm.epochs=0.125", "ppo": "ppo.iterations=1"}
 """Of the 32 rows of SFT and RM, a batch of 4."""
 BESIDE = {"sft": "run=NAME", "rm": "job=NAME", "ppo": "job=NAME"}
@@ -104,27 +103,6 @@ def test_a_run_of_which_every_update_was_refused(
             f"({count} with a loss or gradient that is not finite). No update was made before"
         )
         assert not has_final(finished, stage)
-
-
-@pytest.mark.parametrize(("key", "count"), [("target_kl", 1), ("max_ratio", 4)])
-def test_limits_that_let_no_update_through(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, key: str, count: int
-) -> None:
-    """target_kl ends the iteration at its first minibatch, max_ratio skips each of the four."""
-    monkeypatch.setattr("lightning_rlhf.modules.ppo.exceeds", lambda _, limit: limit is not None)
-    error = finished.mini(*command(finished, "ppo", ONE_STEP["ppo"], f"ppo.{key}=2.0")).error
-    assert error == (
-        "ppo has learned nothing, and writes no final/: none of its updates was made "
-        f"({count} above ppo.{key}). A larger ppo.{key}, or null, lets updates through"
-    )
-    assert not has_final(finished, "ppo")
-
-
-def test_a_learning_rate_too_small_to_move_anything_is_allowed(finished: Workplace) -> None:
-    """To debug the loop."""
-    own = ("ppo.lr=1e-30", "reward=random", ONE_STEP["ppo"])
-    finished.mini("stage=ppo", "run=away", given(finished)[0], *own).succeeded  # noqa: B018
-    assert has_final(finished, "ppo")
 
 
 def test_no_curve_is_in_the_way_of_an_infinite_perplexity(tmp_path: Path) -> None:

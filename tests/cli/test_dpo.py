@@ -14,7 +14,6 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 import lightning_rlhf
-from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.stages.chat import load_speaker
@@ -97,30 +96,6 @@ def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workpl
         ours = speaker.roles.causal_lm(tokens).logits
     torch.testing.assert_close(policy(tokens).logits, ours, atol=1e-5, rtol=0)
     trained.call("export", str(final.path), "--merge").succeeded  # noqa: B018
-
-
-def test_a_chat_with_an_adapter_that_was_copied_without_its_sft_model(trained: Workplace) -> None:
-    """Possible where the adapter includes that of SFT; not where it is on whole weights of SFT."""
-    trained.mini("stage=sft", "run=alone", "sft.finetune=lora").succeeded  # noqa: B018
-    trained.mini(STAGE, "run=alone").succeeded  # noqa: B018
-    final = trained.stage("dpo", "alone") / "final"
-    whole = load_speaker("dpo", find(str(final), "x"), torch.device("cpu"))
-    shutil.rmtree(trained.stage("sft", "alone"))
-    alone = load_speaker("dpo", find(str(final), "x"), torch.device("cpu"))
-    assert (whole.role, alone.role) == ("policy", "reference")
-    torch.testing.assert_close(alone.roles.probe(alone.role), whole.roles.probe(whole.role))
-    assert alone.kl([1], [2], 1.0) is None
-    other = trained.folder / "other"
-    shutil.copytree(trained.stage("dpo") / "final", other)
-    for name, key in (
-        ("manifest.json", "parents"),
-        ("adapter_config.json", "base_model_name_or_path"),
-    ):
-        found = json.loads((other / name).read_text())
-        found[key] = {"sft": "/gone/sft"} if key == "parents" else "/gone/sft"
-        (other / name).write_text(json.dumps(found))
-    with pytest.raises(CheckpointError, match="no such folder"):
-        load_speaker("dpo", find(str(other), "x"), torch.device("cpu"))
 
 
 def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> None:

@@ -17,8 +17,8 @@ import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.cli.main import main
-from lightning_rlhf.cli.overrides import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.stages.console import HOME, PACKAGE, RECIPES
 
@@ -123,12 +123,6 @@ def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
     assert shown.succeeded.out == "mine\n"
 
 
-def test_help_says_how_to_begin(help_text: str) -> None:
-    assert "recipe=quickstart" in help_text
-    assert "stage=sft" in help_text
-    assert "-m" in help_text
-
-
 @pytest.mark.slow
 def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
     """train.py is taken in test_pipeline.py."""
@@ -191,12 +185,6 @@ def test_each_run_sets_its_own_threads(
     assert found == [1, 3]
 
 
-def test_the_cfg_can_be_printed(workplace: Workplace) -> None:
-    outcome = workplace.mini("stage=ppo", "--cfg", "job").succeeded
-    assert "kl_coef:" in outcome.out
-    assert not workplace.outputs.exists()
-
-
 @pytest.mark.slow
 def test_an_installed_package_finds_its_presets_and_recipes(
     workplace: Workplace, tmp_path: Path
@@ -234,7 +222,7 @@ def test_a_stop_is_seen_in_the_exit_status(
         started.append(args)
         raise stop
 
-    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
     outcome = workplace.sweep("stage=sft", "seed=1,2") if swept else workplace.mini("stage=sft")
     assert outcome.status == status
     assert outcome.err == ""
@@ -273,30 +261,13 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
             file.write_text("step\n0\n1\n" if name == "metrics.csv" else "")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lightning_rlhf.cli.execute.execute", execute)
+    monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)
     outcome = workplace.mini(*command)
     assert len(outcome.out.splitlines()) == 1
     assert outcome.out.strip() == said if said == "stopped" else outcome.out.startswith(said)
     assert outcome.err == ""
 
 
-@pytest.mark.parametrize("url", ["http://me:hush@host/score", "http://host/score?key=hush"])
-def test_a_sweep_is_given_no_password(workplace: Workplace, url: str) -> None:
-    """It names its folders after what it is given."""
-    outcome = workplace.call("-m", "stage=ppo", "reward=http", f"reward.url={url}", "seed=1,2")
-    assert outcome.status != 0
-    assert not workplace.outputs.exists()
-    assert "hush" not in outcome.out + outcome.err
-
-
-ANSWERED = """
-import sys
-from lightning_rlhf.__main__ import main
-try:
-    main()
-finally:
-    print(sorted({"lightning", "transformers", "peft", "torch"} & set(sys.modules)))
-"""
 FUNCTION = ("reward=function", "policy.checkpoint=base")
 SOON: dict[str, tuple[list[str], str]] = {
     "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
@@ -324,16 +295,6 @@ SOON: dict[str, tuple[list[str], str]] = {
 """What names and folders alone tell -> the command and what its answer holds."""
 
 
-@pytest.mark.parametrize("arguments", [["data.nothing=1"], ["--help"], ["--cfg", "job"]])
-def test_values_are_checked_without_the_libraries(
-    workplace: Workplace, arguments: list[str]
-) -> None:
-    """Those that take seconds to import, torch alone two."""
-    outcome = workplace.process([sys.executable, "-c", ANSWERED, "stage=ppo", *arguments])
-    assert ("data.nothing" in outcome.err) == (arguments == ["data.nothing=1"])
-    assert outcome.out.splitlines()[-1] == "[]"
-
-
 @pytest.mark.parametrize("case", SOON)
 def test_what_names_and_folders_tell_is_told(workplace: Workplace, case: str) -> None:
     arguments, named = SOON[case]
@@ -349,8 +310,18 @@ def test_what_names_and_folders_tell_is_told(workplace: Workplace, case: str) ->
     assert named in workplace.call(*arguments).error
 
 
-def test_no_words_at_all(workplace: Workplace) -> None:
-    assert workplace.call().error.startswith("no stage is chosen; allowed: stage=sft|rm|ppo|")
+@pytest.mark.parametrize(
+    "words", [["--help"], ["stage=ppo", "data.nothing=1"], ["stage=ppo", "ppo.lr=-1"]]
+)
+def test_what_the_configuration_tells_is_told_without_slow_imports(
+    workplace: Workplace, words: list[str]
+) -> None:
+    program = (
+        "import sys\nfrom lightning_rlhf.__main__ import main\ntry:\n    main()\nfinally:\n"
+        "    print(sorted({'lightning', 'transformers', 'peft', 'torch'} & set(sys.modules)))\n"
+    )
+    outcome = workplace.process([sys.executable, "-c", program, *words])
+    assert outcome.out.splitlines()[-1] == "[]", outcome
 
 
 @pytest.mark.parametrize(("home", "shown"), [("/x", "/x/a"), (None, "~/a")])
@@ -371,7 +342,3 @@ def test_a_tilde_is_a_folder_where_the_user_has_one(
     monkeypatch.setattr(sys, "argv", ["lightning-rlhf", "report", "~/a", "--out=~/a", "a~/a"])
     main()
     assert given == [[shown, f"--out={shown}", "a~/a"]]
-
-
-def test_a_stage_with_a_name_that_no_file_could_have(workplace: Workplace) -> None:
-    assert workplace.mini(f"stage={'a' * 300}").error.startswith("stage is 'aaa")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from ..report.pages import check
-from .conftest import SHIPPED, PowerCut, Workplace, given, make_workplace
-from .others import own_scores, save_classifier, train
+from .conftest import SHIPPED, PowerCut, Workplace, given
+from .others import own_scores
 
 RULES = """
 def length(prompts, responses):
@@ -33,15 +33,10 @@ def never(prompts, responses):
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """An SFT model with its reward model, a reward model of another vocabulary, a classifier."""
-    place = make_workplace(tmp_path_factory.mktemp("eval") / "work")
-    for stage in ("sft", "rm"):
-        place.mini(f"stage={stage}").succeeded  # noqa: B018
-    train(place)
-    save_classifier(place.folder / "classifier")
-    (place.folder / "rules.py").write_text(RULES)
-    return place
+def place(judged: Workplace) -> Workplace:
+    """With functions that score."""
+    (judged.folder / "rules.py").write_text(RULES)
+    return judged
 
 
 def evaluate(place: Workplace, run: str, *overrides: str) -> tuple[str, dict[str, Any], str]:

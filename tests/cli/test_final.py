@@ -206,19 +206,6 @@ def test_what_is_refused(place: Workplace, words: str, told: str) -> None:
     assert not folder(place, "refused").exists()
 
 
-def test_a_part_that_the_judge_does_not_give_is_refused_before_the_first_iteration(
-    place: Workplace,
-) -> None:
-    judge = "def judge(row, response, ended):\n    return {'even': float(len(response) % 2 == 0)}\n"
-    (place.folder / "judge.py").write_text(judge)
-    keys = ["ppo.best.metric=eval/judge/nonsense", "ppo.best.mode=max"]
-    outcome = ppo(place, "nonsense", "data.judge=judge.py:judge", *keys)
-    told = "ppo.best.metric is 'eval/judge/nonsense'; allowed: eval/distinct_1, "
-    assert told in outcome.error
-    assert "eval/judge/even" in outcome.error
-    assert {row["step"] for row in rows(folder(place, "nonsense"))} <= {"0"}
-
-
 def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     run = str(folder(place, "reference"))
     error = place.call("export", run, "--step", "7").error

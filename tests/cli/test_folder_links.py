@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
 
 from lightning_rlhf.cli.sweep import whole_name
-from lightning_rlhf.stages.folder.folders import LOCK
 
 from .conftest import MINI, Workplace, tree, weights
 
@@ -67,33 +65,6 @@ def test_overwrite_replaces_what_a_link_points_to(
 
 
 @pytest.mark.usefixtures("unbuilt")
-def test_two_links_to_one_folder_have_one_lock(workplace: Workplace) -> None:
-    target = workplace.folder / "disk"
-    target.mkdir()
-    for run in ("a", "b"):
-        stage = workplace.stage("sft", run)
-        stage.parent.mkdir(parents=True)
-        stage.symlink_to(target)
-
-    def while_held(name: str) -> str:
-        return workplace.mini("stage=sft", f"run={name}").error
-
-    with FileLock(workplace.stage("sft", "a") / LOCK):
-        assert "outputs/b/mini/sft is being written by another process" in while_held("b")
-    assert "too late to refuse" in workplace.mini("stage=sft", "run=b").err
-    assert list(target.iterdir()) == []
-
-
-def test_links_inside_a_run_are_replaced_and_not_followed(finished: Workplace) -> None:
-    """overwrite=true deletes the link to the checkpoints that are elsewhere, and not these."""
-    target = linked(finished, finished.stage("sft") / "checkpoints")
-    before = tree(target)
-    finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
-    assert tree(target) == before
-    assert not (finished.stage("sft") / "checkpoints").is_symlink()
-
-
-@pytest.mark.usefixtures("unbuilt")
 @pytest.mark.parametrize("name", ["mine.txt", "config.json", "final/model", ".lock", "a.tmp"])
 @pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",), ("job=j",), ("-m",)])
 def test_a_run_starts_in_no_folder_with_foreign_files(
@@ -139,16 +110,6 @@ def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: 
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("kind", LINKS)
-def test_a_sweep_into_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str) -> None:
-    LINKS[kind](workplace.outputs)
-    done = workplace.sweep("stage=sft", "seed=1")
-    assert done.status == 1
-    assert "Traceback" not in done.out + done.err
-    assert "outputs" in done.out + done.err
-
-
-@pytest.mark.usefixtures("unbuilt")
 @pytest.mark.parametrize("outputs", ["/proc/outputs", "/proc", "/dev/null", "/dev/null/outputs"])
 @pytest.mark.parametrize("sweep", [False, True])
 def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, sweep: bool) -> None:
@@ -159,21 +120,6 @@ def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, swee
     assert outputs in done.out + done.err
     if not sweep:
         assert done.error.startswith(f"outputs={outputs}: ")
-
-
-@pytest.mark.usefixtures("unbuilt")
-def test_a_folder_in_which_no_lock_can_be_made(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a file system that is read-only, which os.access does not tell of root."""
-
-    def refuse(self: FileLock) -> None:
-        raise PermissionError(13, "Permission denied", str(self.lock_file))
-
-    monkeypatch.setattr("filelock.FileLock.acquire", refuse)
-    error = workplace.mini("stage=sft").error
-    assert error == "outputs=outputs: Permission denied: outputs/default/mini/sft"
-    assert not workplace.outputs.exists()
 
 
 # Modes.
@@ -201,15 +147,3 @@ def test_all_files_of_all_stages_have_the_modes_of_new_files(pipeline: Workplace
     assert modes(pipeline.outputs).keys() == {
         f"{0o666 & ~current_umask():o}", f"{0o777 & ~current_umask():o}",
     }  # fmt: skip
-
-
-@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
-def test_a_private_umask_is_kept(finished: Workplace, stage: str) -> None:
-    shutil.rmtree(finished.stage(stage) / "final")
-    before = os.umask(0o077)
-    try:
-        finished.mini(f"stage={stage}", "resume=true").succeeded  # noqa: B018
-    finally:
-        os.umask(before)
-    assert modes(finished.stage(stage) / "final").keys() <= {"600", "700"}
-    assert stat.S_IMODE((finished.stage(stage) / "final").stat().st_mode) == 0o700

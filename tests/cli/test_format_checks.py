@@ -13,31 +13,22 @@ from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from lightning_rlhf.stages.console import RECIPES
 
-from .conftest import SHIPPED, Outcome, Workplace, given, make_workplace, tree
-from .others import OTHER, TEMPLATE, save_classifier, train
+from .conftest import SHIPPED, Outcome, Workplace, given, tree
+from .others import TEMPLATE, save_classifier
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
 
-@pytest.fixture(scope="module")
-def judged(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    """A policy, and a reward model of another vocabulary."""
-    place = make_workplace(tmp_path_factory.mktemp("judged") / "work")
-    place.mini("stage=sft").succeeded  # noqa: B018
-    train(place)
-    return place
-
-
 @pytest.fixture
-def changed(judged: Workplace, tmp_path: Path) -> Callable[[str | None], Path]:
-    """changed(template): a copy of the reward model that writes dialogues so; None: it has none."""
+def changed(judged: Workplace, tmp_path: Path) -> Callable[[str], Path]:
+    """changed(template): a copy of the reward model that writes dialogues so."""
 
-    def copy(template: str | None) -> Path:
+    def copy(template: str) -> Path:
         folder = tmp_path / "changed"
         shutil.copytree(judged.outputs / "other" / "other" / "rm" / "final", folder)
         file = folder / "chat_template.jinja"
         assert file.read_text() == TEMPLATE
-        file.unlink() if template is None else file.write_text(template)
+        file.write_text(template)
         return folder
 
     return copy
@@ -71,14 +62,13 @@ def stopped(place: Workplace, *command: str) -> list[str]:
 BROKEN = {
     "separator": (TEMPLATE.replace("\\n", " "), " [assistant]"),
     "start": ("{{ bos_token }}" + TEMPLATE, "[start][start][user]"),
-    "template": (None, "[start]User:\\n"),
     "end": (TEMPLATE.replace("'[end]'", "'[pad]'"), "[pad]"),
 }
 
 
 @pytest.mark.parametrize("fault", BROKEN)
 def test_a_fault_in_the_format_stops_ppo(
-    judged: Workplace, changed: Callable[[str | None], Path], fault: str
+    judged: Workplace, changed: Callable[[str], Path], fault: str
 ) -> None:
     template, here = BROKEN[fault]
     first, there_line, here_line, difference, last = stopped(
@@ -105,35 +95,13 @@ def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
     assert "[user]" not in outcome.out  # neither a row of the data nor a sample
 
 
-def test_bfloat16_is_within_the_tolerance(judged: Workplace) -> None:
-    """Of a model that was trained in float32, and is asked in that without a word."""
-    folder = judged.outputs / "other" / "other" / "rm" / "final"
-    outcome = ppo(judged, "rounded", folder, "reward.dtype=bfloat16").succeeded
-    assert 0 < float(outcome.out.partition("differ by ")[2].split()[0]) < 0.05
-
-
-def test_a_whole_model_is_asked_in_what_it_was_trained_in(judged: Workplace) -> None:
-    """Full fine-tuning keeps float32, whatever model.dtype says of frozen weights."""
-    command = ["stage=rm", *OTHER, "model.tokenizer=other", "data.max_prompt_tokens=200"]
-    command += ["data.max_response_tokens=200", "job=whole", "rm.finetune=full"]
-    judged.mini(*command, "model.dtype=bfloat16").succeeded  # noqa: B018
-    folder = judged.outputs / "other" / "other" / "whole" / "rm" / "final"
-    assert "differ by 0.000 of" in ppo(judged, "whole", folder).succeeded.out
-
-
-def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
+def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Path]) -> None:
     outcome = ppo(
         judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn", "debug=true"
     ).succeeded
     assert "text of a pair here:  '[start][start][user]" in outcome.out
     assert "first difference: at character 8, " in outcome.out
     assert (judged.stage("ppo", "warned") / "final").is_dir()
-
-
-def test_off_says_nothing(judged: Workplace, changed: Callable[[str | None], Path]) -> None:
-    outcome = ppo(judged, "off", changed(BROKEN["start"][0]), "reward.format_check=off").succeeded
-    assert "held-out pairs read through" not in outcome.out
-    assert "[start]" not in outcome.out
 
 
 def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
@@ -205,29 +173,6 @@ class TestClassifiers:
         assert "0.00 of them ranked as labelled" in outcome.out
         assert "the other way round" not in outcome.out
         assert "  look: the chat template ends with the response" in outcome.out
-
-    def test_a_good_one_is_shown(self, judged: Workplace, tmp_path: Path) -> None:
-        command = self.classifier(judged, tmp_path, TEMPLATE)
-        outcome = judged.mini(*command, "run=shown", "debug=true").succeeded
-        assert "reward model: 4 held-out pairs read through PPO's path" in outcome.out
-        assert "  text of a pair: '[start][user]" in outcome.out
-
-    def test_without_pairs_it_says_so(self, judged: Workplace, tmp_path: Path) -> None:
-        command = self.classifier(judged, tmp_path, TEMPLATE)
-        outcome = judged.mini(*command, "run=none", "data.preferences.train=null",
-                              "data.preferences.val=null").succeeded  # fmt: skip
-        assert "no held-out pairs to check its format with (data.preferences)" in outcome.out
-
-    def test_pairs_that_cannot_be_read_are_told_and_done_without(
-        self, judged: Workplace, tmp_path: Path
-    ) -> None:
-        command = self.classifier(judged, tmp_path, TEMPLATE)
-        (tmp_path / "bad.jsonl").write_text("{")
-        bad = f"data.preferences.val={tmp_path / 'bad.jsonl'}"
-        outcome = judged.mini(*command, "run=bad", bad).succeeded
-        said = f"data.preferences, to check the format of rewards with: {tmp_path / 'bad.jsonl'}, "
-        assert f"{said}line 1: broken JSON" in outcome.out
-        assert "no held-out pairs to check its format with" in outcome.out
 
 
 def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:

@@ -21,11 +21,10 @@ from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import overrides, sweep
-from lightning_rlhf.cli.execute import given_overrides
+from lightning_rlhf.cli import arguments, execute
+from lightning_rlhf.cli.execute import given_overrides, run_job
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.sweep import run_job, set_group
-from lightning_rlhf.cli.sweep_hook import ignore_presets
+from lightning_rlhf.cli.sweep import ignore_presets, set_group
 from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.stages.console import CONF
 
@@ -38,7 +37,7 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(sweep, "own_configs", list)
+    monkeypatch.setattr(execute, "own_configs", list)
     cfg = OmegaConf.create(
         {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
     )
@@ -137,9 +136,7 @@ def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
     for folder in folders:
         assert "starts from an SFT model" in (folder / "failed.txt").read_text()
         assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
-        assert f'job="{folder.parent.name}"' in outcome.out
         assert re.search(f"failed: .*{folder.parent.name}: stage=ppo starts from", outcome.out)
-    assert outcome.out.count("  alone: ") == len(jobs)
     assert "validated against" not in outcome.err
     assert not list(workplace.outputs.rglob(".sweep-*"))
 
@@ -173,7 +170,7 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     monkeypatch.setenv("PATH", f"{tmp_path / 'slurm'}:{os.environ['PATH']}")
     outcome = workplace.sweep(
         "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "trainer.devices=2",
-        "stage=ppo", "ppo.kl_coef=choice(-1)",
+        "stage=ppo", "ppo.kl_coef=choice(0.1)",
     )  # fmt: skip
     assert outcome.status == 1
     asked = (tmp_path / "slurm" / "sbatch.script").read_text()
@@ -183,27 +180,17 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     ):  # fmt: skip
         assert f"#SBATCH --{option}\n" in asked
     (failed,) = workplace.outputs.rglob("failed.txt")
-    assert failed.parent.parent.name == "kl_coef=-1"
-    assert "ppo.kl_coef is -1" in failed.read_text()
-    assert ": ppo.kl_coef is -1; allowed" in outcome.out
-    assert "  alone: " not in outcome.out  # which would be refused again
+    assert failed.parent.parent.name == "kl_coef=0.1"
+    assert "starts from an SFT model" in failed.read_text()
+    assert ": stage=ppo starts from an SFT model" in outcome.out
 
 
 def test_a_launcher_that_is_not_installed_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(overrides.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    monkeypatch.setitem(arguments.PLUGINS, "hydra/launcher=joblib", "not_installed")
     error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
     assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
-
-
-def test_slurm_that_is_not_there_is_named(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", str(workplace.folder))
-    error = workplace.sweep("hydra/launcher=submitit_slurm", "stage=sft", "seed=1,2").error
-    assert "hydra/launcher=submitit_slurm needs Slurm, and there is no srun" in error
-    assert "allowed: " in error
 
 
 def test_a_launcher_without_a_sweep_is_warned_of(workplace: Workplace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_rlhf.cli.overrides import (
+from lightning_rlhf.cli.arguments import (
     COMMANDS,
     WITHOUT_RUN,
     options_last,
@@ -37,12 +37,6 @@ def test_overrides_go_before_options(words: str, ordered: str) -> None:
     assert options_last(words.split(), given) == ordered.split()
 
 
-def test_options_are_told_apart() -> None:
-    given = parse_arguments(["-m", "stage=ppo", "--cfg", "job", "--config-name=my"])
-    assert (given.multirun, given.cfg, given.config_name, given.info) == (True, "job", "my", None)
-    assert [given.help, given.hydra_help, given.shell_completion] == [False] * 3
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -69,12 +63,6 @@ def test_a_word_that_is_like_no_command_is_told_all_of_them(workplace: Workplace
         assert [name for name in [*COMMANDS, *WITHOUT_RUN] if name not in told] == []
     assert "serve-reward" not in workplace.call("stage=ppo", "frobnicate").error
     assert workplace.call("eval_policy", "outputs/x").error.endswith("allowed: stage=eval_policy")
-
-
-def test_other_words_are_no_mistyped_commands(workplace: Workplace) -> None:
-    assert "stage=ppo" in workplace.call("ppo").error
-    assert "is no override" in workplace.call("stage", "ppo").error
-    assert "reprt is not a known key" in workplace.call("reprt=1").error
 
 
 @pytest.mark.parametrize(

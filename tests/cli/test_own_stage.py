@@ -184,7 +184,3 @@ def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
         "sft.definition is 'mine/slic.py:SLiC', but sft is a stage of the package; allowed: "
         "another name for a stage of your own"
     )
-
-
-def test_a_stage_that_no_section_defines_is_refused(place: Workplace) -> None:
-    assert "slic" in place.mini("stage=slic").error

@@ -102,10 +102,3 @@ def test_check_refuses_what_it_cannot_check(
 ) -> None:
     assert error in workplace.call("check", *MINI, *words).error
     assert not workplace.outputs.exists()
-
-
-def test_off_is_false_in_a_file_and_other_words_are_refused(workplace: Workplace) -> None:
-    error = workplace.mini("stage=sft", "preflight=maybe").error
-    assert error == "preflight is 'maybe'; allowed: strict, warn, off, only, plan"
-    out = workplace.mini("stage=sft", "preflight=false", "sft.epochs=0.25").succeeded.out
-    assert "preflight" not in out

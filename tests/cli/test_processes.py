@@ -9,31 +9,24 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from datetime import timedelta
-from ipaddress import ip_address
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousConnectionError
-from torch.distributed.launcher.api import LaunchConfig
 
 from lightning_rlhf.cli import execute
 from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import accelerator, console, fit
+from lightning_rlhf.stages import console, fit
 from lightning_rlhf.stages.accelerator import check_processes
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.stage import Settings, TrainerConfig
+from lightning_rlhf.stages.stage import Settings
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -133,29 +126,6 @@ def test_the_processes_of_a_machine_divide_its_cores(
     assert asked == [expected]
 
 
-def test_the_threads_that_are_printed_are_those_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
-        monkeypatch.setenv(name, str(value))
-
-    trainer = SimpleNamespace(
-        threads=3, devices=2, matmul_precision="highest", accelerator="cpu", precision="32-true"
-    )
-    settings: Any = SimpleNamespace(
-        trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own",
-        config=TrainerConfig, definition=SimpleNamespace(reads_reward=False),
-    )  # fmt: skip
-    monkeypatch.setattr(Run, "of", lambda *_, **__: None)
-    before = torch.get_num_threads()
-    try:
-        with fit.entered(settings):
-            assert torch.get_num_threads() == 3
-    finally:
-        torch.set_num_threads(before)
-    assert "in 2 processes of 3 threads each" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 1), (1, 2)])
 def test_a_run_goes_on_in_another_number_of_processes(
     place: Workplace, tmp_path: Path, before: int, after: int
@@ -218,30 +188,6 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
     assert "reward 'function' gave nan for the response" in outcome.error
 
 
-def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
-    place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file, leave = tmp_path / "first", accelerator.leave_message
-
-    def entered(settings: Settings, **_: Any) -> Any:
-        if os.environ["RANK"] == "0":
-            file.write_text(str(os.getpid()))
-            time.sleep(20)
-            raise AssertionError
-        while not file.exists():
-            time.sleep(0.01)
-        raise ConfigError("no such row")
-
-    def leave_and_end(message: str) -> None:
-        leave(message)
-        os.kill(int(file.read_text()), signal.SIGTERM)
-
-    monkeypatch.setattr(fit, "entered", entered)
-    monkeypatch.setattr(accelerator, "leave_message", leave_and_end)
-    outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
-    assert outcome.error == "process 1: no such row"
-
-
 @pytest.mark.parametrize(
     ("size", "overrides", "expected"),
     [
@@ -297,29 +243,6 @@ def test_an_error_that_all_processes_meet_is_printed_once(
     assert message in outcome.error
 
 
-def test_an_error_of_one_process_is_printed_where_the_launcher_does_not_end_it(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(console, "PATIENCE_S", 0.01)
-    console.print_error("GPU 1 is busy")
-    assert capsys.readouterr().err == "error: GPU 1 is busy\n"
-
-
-def test_an_error_is_printed_where_nothing_can_be_written(
-    largest_file: Callable[[int], AbstractContextManager[None]], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    """The launcher then finds no file. It would raise an error of its own at half of one."""
-    file = tmp_path / "error.json"
-    monkeypatch.setenv(console.ERROR_FILE, str(file))
-    with largest_file(8):
-        console.print_error("the disk is full")
-    assert capsys.readouterr().err == "error: the disk is full\n"
-    assert not file.exists()
-
-
 @pytest.mark.parametrize(
     ("failures", "expected"),
     [
@@ -372,27 +295,6 @@ def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
         (error,) = forked(1, join, tmp_path)
     assert isinstance(error, ConfigError)
     assert f"process 0 of 2 cannot meet the others at 127.0.0.1:{port} (" in str(error)
-
-
-def test_processes_meet_without_a_look_up_of_a_name(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Which may take minutes and fail; where they do not meet, one line says so, in time."""
-    given: list[LaunchConfig] = []
-
-    def refuse(config: LaunchConfig, entrypoint: str) -> NoReturn:
-        given.append(config)
-        raise RendezvousConnectionError("see the inner one") from DistNetworkError("no route\nat 1")
-
-    monkeypatch.setattr("torch.distributed.launcher.api.elastic_launch", refuse)
-    error = workplace.mini("stage=sft", "trainer.devices=2").error
-    assert "do not meet at 127.0.0.1" in error
-    assert "(no route)" in error
-    assert "trainer.devices=1" in error
-    (config,) = given
-    for address in (config.rdzv_endpoint.removesuffix(":0"), config.local_addr):
-        assert ip_address(address or "").is_loopback
-    assert config.rdzv_configs["read_timeout"] <= 60
 
 
 def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
 import pytest
 
-from .conftest import Workplace, given, make_workplace, rows, tree, weights
+from .conftest import Workplace, given, rows, tree, weights
 
 PTX = ("stage=ppo", "run=ptx", "ppo.ptx_coef=0.5", "ppo.ptx_batch_size=4", "record=true")
 
@@ -52,14 +51,3 @@ def test_other_demonstrations_are_no_longer_the_same_run(place: Workplace) -> No
         file.write_text(text)
         (place.folder / "final").rename(folder / "final")
     assert "the demonstrations of ppo.ptx_coef are others now, or in another order" in resumed
-
-
-def test_without_demonstrations_it_is_refused_before_a_model_is_looked_for(tmp_path: Path) -> None:
-    place = make_workplace(tmp_path / "work")
-    nothing = ("policy.checkpoint=base", "reward=random", "data.demonstrations.train=null")
-    error = place.mini(*PTX, *nothing, "model.from_config=null", "model.name_or_path=no/it").error
-    assert error.startswith(
-        "data.demonstrations.train is not set; stage=sft, and stage=ppo with ptx_coef > 0, need"
-    )
-    error = place.mini(*PTX[:2], "ppo.ptx_coef=-1").error
-    assert error == "ppo.ptx_coef is -1; allowed: a number and >= 0"

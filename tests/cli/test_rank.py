@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -101,28 +100,3 @@ def test_the_sft_model_responds_by_default_and_the_seed_fixes_it(pipeline: Workp
     assert once == run("twice")
     assert all(abs(s["kl"]) < 1e-4 for s in once)
     assert not (pipeline.stage("rank", "once") / "final" / "accepted.jsonl").exists()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ("rank.policy=./nowhere", "rank.policy.*nowhere: no such folder"),
-        ("rank.policy={mini}/rm/final", "^rank.policy: .*rm/final is a reward model or another"),
-        ("rank.policy={mini}/sft/checkpoints/000006.ckpt", "checkpoint of stage=sft; allowed"),
-        ("rank.samples_per_prompt=1", "^rank.samples_per_prompt is 1; allowed: at least 2"),
-        ("rank.pairs=some", "^rank.pairs is 'some'; allowed: best_worst, all"),
-        ("rank.min_margin=-1", "^rank.min_margin is -1"),
-        ("rank.stop_strings=['']", "^rank.stop_strings is ''; allowed: a list of texts, none"),
-        ("rank.temperature=1e-300", "^rank.temperature is 1e-300; allowed: a number"),
-    ],
-)
-def test_bad_input_is_named_before_a_model_loads(
-    pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, overrides: str, message: str
-) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        pytest.fail("a model is loaded")
-
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", loaded)
-    words = overrides.format(mini=pipeline.stage("ppo").parent)
-    found = pipeline.mini("stage=rank", words).error
-    assert re.search(message, found), found

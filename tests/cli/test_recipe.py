@@ -146,7 +146,6 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     out = done.cook().succeeded.out
     assert done.ran == []
     assert out.count("done already") == 3
-    assert out.count("On held-out prompts") == 1
     assert "overwrite=true" in out
     assert [weights(done.folder(stage)) for stage in STAGES] == before
 
@@ -205,26 +204,6 @@ def test_a_fault_in_the_last_stage_s_data_costs_no_training(kitchen: Kitchen) ->
     assert kitchen.ran == []
 
 
-def test_a_stage_is_done_whatever_changes_of_what_it_does_not_read(done: Kitchen) -> None:
-    pairs = done.place.folder / "other_pairs.jsonl"
-    shutil.copy(done.place.folder / "data" / "preferences_train.jsonl", pairs)
-    for stage in ("rm", "ppo"):
-        shutil.rmtree(done.folder(stage))
-    done.cook(f"data.preferences.train={pairs}").succeeded  # noqa: B018
-    assert done.ran == ["rm", "ppo"]
-
-
-def test_a_run_may_be_renamed(done: Kitchen) -> None:
-    (done.place.outputs / "default").rename(done.place.outputs / "renamed")
-    assert done.cook("run=renamed").succeeded.out.count("done already") == 3
-
-
-def test_another_run_is_another_folder(done: Kitchen) -> None:
-    done.cook("seed=4", "run=four").succeeded  # noqa: B018
-    assert done.ran == ["sft", "rm", "ppo"]
-    assert weights(done.place.stage("ppo", "four")) != weights(done.folder("ppo"))
-
-
 @pytest.mark.parametrize(
     ("again", "data", "stale"),
     [("sft", "sft_train", ["rm", "ppo"]), ("rm", "preferences_train", ["ppo"])],
@@ -245,16 +224,6 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(
     assert done.ran == []
 
 
-def test_numbers_name_a_run_and_a_job(kitchen: Kitchen) -> None:
-    kitchen.write(stages=["sft"], promises=[])
-    kitchen.cook("run=2026", "job=7").succeeded  # noqa: B018
-    assert kitchen.ran == ["sft"]
-    assert (kitchen.place.outputs / "2026" / "mini" / "7" / "sft" / "final").is_dir()
-    kitchen.cook("run=2026", "job=7").succeeded  # noqa: B018
-    assert kitchen.ran == []
-    kitchen.place.mini("stage=rm", "run=2026", "job=7").succeeded  # noqa: B018
-
-
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     folder = done.folder("ppo").parent
     with FileLock(folder / LOCK):
@@ -262,12 +231,6 @@ def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
     assert "outputs/default/mini is being written by another process" in error
     assert done.ran == []
     done.cook().succeeded  # noqa: B018
-
-
-def test_resume_auto_changes_nothing_in_a_recipe(done: Kitchen) -> None:
-    """It goes on by itself."""
-    done.cook("resume=auto").succeeded  # noqa: B018
-    assert done.ran == []
 
 
 def test_a_stage_that_was_cut_off_is_resumed(done: Kitchen) -> None:
@@ -289,36 +252,16 @@ def test_a_stage_cut_off_before_its_first_checkpoint_starts_anew(done: Kitchen) 
     assert weights(done.folder("ppo")) == before
 
 
-def test_a_stage_cut_off_before_it_wrote_anything_starts_anew(done: Kitchen) -> None:
-    shutil.rmtree(done.folder("ppo"))
-    done.folder("ppo").mkdir()
-    done.cook().succeeded  # noqa: B018
-    assert done.ran == ["ppo"]
-
-
-def test_a_folder_without_a_configuration_is_no_traceback(done: Kitchen) -> None:
-    """Such as a sweep's note of a failure, or files of the user's."""
-    shutil.rmtree(done.folder("ppo"))
-    done.folder("ppo").mkdir()
-    (done.folder("ppo") / "failed.txt").write_text("the reward model was missing\n")
-    outcome = done.cook()
-    assert "Traceback" not in outcome.err
-    assert outcome.status == 0 or outcome.err.startswith("error: ")
-
-
-@pytest.mark.parametrize("failing", ["sft", "rm", "ppo"])
-def test_a_failing_stage_stops_the_rest(done: Kitchen, failing: str) -> None:
-    left = STAGES[STAGES.index(failing) :]
-    for stage in left:
+def test_a_failing_stage_stops_the_rest(done: Kitchen) -> None:
+    for stage in ("rm", "ppo"):
         shutil.rmtree(done.folder(stage))
-    done.status = {failing: 1}
+    done.status = {"rm": 1}
     error = done.cook().error
-    assert done.ran == [failing]
-    assert f"stage={failing} failed" in error
+    assert done.ran == ["rm"]
+    assert "stage=rm failed" in error
     done.status = {}
-    if failing != "sft":  # which the first call above did
-        done.cook().succeeded  # noqa: B018
-        assert done.ran == list(left)
+    done.cook().succeeded  # noqa: B018
+    assert done.ran == ["rm", "ppo"]
 
 
 def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitchen) -> None:
@@ -416,15 +359,6 @@ BROKEN: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("promise", BROKEN[:2], ids=["no such metric", "no metric before"])
-def test_a_promise_about_what_was_not_measured_is_broken(
-    done: Kitchen, promise: dict[str, Any]
-) -> None:
-    done.write(promises=[*RECIPE["promises"], promise])
-    assert promise["metric"] in done.cook().error
-    assert done.ran == []
-
-
 @pytest.mark.parametrize("promise", BROKEN, ids=["no such metric", "no metric before", "missed"])
 def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(
     done: Kitchen, promise: dict[str, Any]
@@ -455,18 +389,6 @@ def test_the_user_s_values_win_over_the_recipe_s(kitchen: Kitchen) -> None:
     assert "model=mini" in kitchen.commands[0]
 
 
-def test_a_number_of_one_stage_reaches_that_stage(kitchen: Kitchen) -> None:
-    kitchen.cook("ppo.kl_coef=0.3", "sft.lr=5e-4").succeeded  # noqa: B018
-
-    def config(stage: str) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((kitchen.folder(stage) / "config.json").read_text())
-        return found
-
-    assert config("ppo")["ppo"]["kl_coef"] == 0.3
-    assert config("sft")["sft"]["lr"] == 5e-4
-    assert config("rm")["rm"]["lr"] == 1e-3
-
-
 def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
     shutil.rmtree(done.folder("ppo"))
     before = [weights(done.folder(stage)) for stage in ("sft", "rm")]
@@ -481,18 +403,6 @@ def test_an_advantage_reaches_ppo_alone(done: Kitchen) -> None:
     for stage in STAGES:
         handed = step_overrides(recipe, stage, ("advantage=rloo",), None)
         assert ("advantage=rloo" in handed) == (stage == "ppo")
-
-
-def test_a_recipe_may_set_numbers_of_a_stage(kitchen: Kitchen) -> None:
-    kitchen.write(overrides=[*RECIPE["overrides"], "ppo.kl_coef=0.3"])
-    kitchen.cook().succeeded  # noqa: B018
-    assert json.loads((kitchen.folder("ppo") / "config.json").read_text())["ppo"]["kl_coef"] == 0.3
-
-
-def test_a_misspelt_number_of_a_stage_is_refused_before_anything_runs(kitchen: Kitchen) -> None:
-    outcome = kitchen.cook("++ppo.klcoef=0.3")
-    assert "ppo.kl_coef" in outcome.error
-    assert kitchen.ran == []
 
 
 def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
@@ -519,18 +429,6 @@ def test_the_recipe_of_dpo_promises_what_its_stages_measure() -> None:
     assert len({*found}) > 1
 
 
-def test_a_recipe_and_a_stage_exclude_each_other(kitchen: Kitchen) -> None:
-    error = kitchen.cook("stage=sft").error
-    assert "recipe" in error
-    assert "stage" in error
-    assert kitchen.ran == []
-
-
-def test_a_wrong_value_is_refused_before_the_first_stage(kitchen: Kitchen) -> None:
-    assert "seed" in kitchen.cook("seed=-1").error
-    assert kitchen.ran == []
-
-
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
@@ -555,20 +453,6 @@ def test_a_mistake_in_a_recipe_is_named(
     error = kitchen.cook().error
     assert named in error
     assert kitchen.ran == []
-
-
-@pytest.mark.parametrize("content", [b"title: caf\xe9\n", b"5\n", b"a: ["])
-def test_a_file_that_is_no_recipe_is_named(kitchen: Kitchen, content: bytes) -> None:
-    (kitchen.recipes / "small" / "recipe.yaml").write_bytes(content)
-    assert "recipe.yaml: " in kitchen.cook().error
-
-
-def test_a_key_that_a_recipe_lacks_is_named(kitchen: Kitchen) -> None:
-    file = kitchen.recipes / "small" / "recipe.yaml"
-    file.write_text(yaml.safe_dump({k: v for k, v in RECIPE.items() if k != "next"}))
-    error = kitchen.cook().error
-    assert "next" in error
-    assert "recipe.yaml" in error
 
 
 def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.cli.overrides import parse_overrides
+from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.recipe import (
     Recipe,
     commands_of,

@@ -15,8 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from .bad_input.conftest import run
-from .conftest import Outcome, Workplace, make_workplace, tree
+from .conftest import Outcome, Workplace, make_workplace, run, tree
 
 TABLE = yaml.load((Path(__file__).parent / "refusals.yaml").read_text(), yaml.CSafeLoader)
 BASES: dict[str, list[str]] = TABLE["bases"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,54 +110,6 @@ def test_a_page_or_folder_replaces_nothing_foreign(
     assert os.path.lexists(run / "report.html")
 
 
-def test_a_tilde_is_the_home_folder(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a shell leaves it: after an equals sign, and between quotes."""
-    monkeypatch.setenv("HOME", str(finished.stage("sft")))
-    shutil.copytree(finished.stage("sft"), finished.stage("sft") / "again")
-    for _ in range(2):  # a page of ours is replaced
-        finished.call("compare", "~", "~/again", "--stage=sft", "--out=~/page").succeeded  # noqa: B018
-    check((finished.stage("sft") / "page").read_text())
-    for home in ("~", "."):
-        assert "was not written" in finished.call("compare", "~", "~/again", f"--out={home}").error
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root becomes another user")
-@pytest.mark.parametrize("command", ["report", "compare", "export"])
-def test_a_user_without_rights_gets_one_line(finished: Workplace, command: str) -> None:
-    run = finished.stage("sft")
-    shutil.copytree(run, run.with_name("again"))
-    words = {
-        "report": ["report", str(run)],
-        "compare": ["compare", str(run), str(run.with_name("again")), "--stage=sft", "--out"],
-        "export": ["export", str(run), "--step=6", "--out"],
-    }[command]
-    is_named = words[-1] == "--out"
-    finished.call(*words, *["first"] * is_named).succeeded  # noqa: B018  imports need rights
-    before = tree(finished.folder)
-    for path in (finished.folder, *finished.folder.parents):
-        if path == Path(tempfile.gettempdir()):
-            break
-        path.chmod(0o711)
-    os.seteuid(65534)
-    try:
-        error = finished.call(*words, *["second"] * is_named).error
-    finally:
-        os.seteuid(0)
-    assert error.endswith("was not written: Permission denied")
-    assert tree(finished.folder) == before
-
-
-def test_samples_without_numbers_of_tokens_are_left_out(finished: Workplace) -> None:
-    """As earlier versions wrote them."""
-    path = finished.stage("ppo") / "samples" / "train.jsonl"
-    samples = [json.loads(line) for line in path.read_text().splitlines()]
-    for sample in samples:
-        del sample["per_token"]
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
-    finished.call("report", str(finished.stage("ppo"))).succeeded  # noqa: B018
-    assert "token by token" not in (finished.stage("ppo") / "report.html").read_text()
-
-
 def test_a_run_that_was_cut_off_has_a_page(finished: Workplace) -> None:
     shutil.rmtree(finished.stage("ppo") / "final")
     (finished.stage("ppo") / "diagnosis.json").write_text(
@@ -169,18 +120,6 @@ def test_a_run_that_was_cut_off_has_a_page(finished: Workplace) -> None:
     assert "The run has not finished" in page.text
     assert "The diagnosis has 1 finding." in page.text
     assert "Likely cause: c" in page.text
-
-
-@pytest.mark.parametrize("name", ["diminishing.json", "diagnosis.json", "samples/train.jsonl"])
-def test_a_damaged_file_is_named(finished: Workplace, name: str) -> None:
-    (finished.stage("ppo") / name).write_text('{"iteration": 1, "per_token": 1}\n')
-    assert name in finished.call("report", str(finished.stage("ppo"))).error
-
-
-def test_a_folder_without_a_run_is_refused(workplace: Workplace) -> None:
-    assert "holds no run" in workplace.call("report", "data").error
-    assert "holds no run" in workplace.call("compare", "data").error
-    assert "holds no run; the nearest is data; " in workplace.call("compare", "dat").error
 
 
 def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:

@@ -94,31 +94,12 @@ class TestWhatIsRefused:
         assert f"{Path('outputs/default/mini/sft/checkpoints/000006.ckpt')} cannot be read" in error
         assert error.endswith("Delete it, or give resume=000005, to go on from the one before it")
 
-    def test_the_only_one_is_damaged(self, place: Workplace) -> None:
-        folder = place.stage("sft") / "checkpoints"
-        (folder / "000005.ckpt").unlink()
-        (folder / "000006.ckpt").write_bytes(b"")
-        assert self.refused(place, "resume=true").endswith("Give overwrite=true to start over")
-
     def test_a_foreign_one(self, place: Workplace) -> None:
         foreign = place.stage("rm") / "checkpoints" / "000006.ckpt"
         shutil.copy(foreign, place.stage("sft") / "checkpoints" / "000007.ckpt")
         error = self.refused(place, "resume=true")
         assert "000007.ckpt is foreign: of stage rm, not sft" in error
         assert "resume=000006" in error
-
-    @pytest.mark.parametrize("resume", ["resume=true", "resume=false"])
-    def test_a_damaged_line_of_the_metrics(self, place: Workplace, resume: str) -> None:
-        """Without resume=true they say whether the run was begun, where it has no checkpoint."""
-        if resume == "resume=false":
-            shutil.rmtree(place.stage("sft") / "checkpoints")
-        file = place.stage("sft") / "metrics.csv"
-        with file.open("a") as opened:
-            opened.write("seven,1.0\n")
-        line, name = len(file.read_text().splitlines()), file.relative_to(place.folder)
-        error = self.refused(place, resume)
-        assert error.startswith(f"{name}, line {line}, is damaged: found 'seven,1.0'; allowed: ")
-        assert error.endswith("Delete that line, or mend it")
 
     def test_one_that_is_not_there(self, place: Workplace) -> None:
         error = self.refused(place, "resume=4")

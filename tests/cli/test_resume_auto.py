@@ -77,7 +77,7 @@ def test_a_damaged_newest_one_is_passed_over(cut_off: Workplace, pipeline: Workp
     assert rows(cut_off.stage("sft")) == rows(pipeline.stage("sft"))
 
 
-@pytest.mark.parametrize("left", ["final", "rows", "none readable", "other models"])
+@pytest.mark.parametrize("left", ["final", "none readable", "other models"])
 def test_what_is_refused_is_left_as_it_is(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
@@ -87,8 +87,6 @@ def test_what_is_refused_is_left_as_it_is(
     words, told = ["stage=sft", "sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
     if left != "final":
         shutil.rmtree(folder / "final")
-    if left == "rows":
-        shutil.rmtree(folder / "checkpoints")
     if left == "none readable":
         for path in (folder / "checkpoints").iterdir():
             path.write_bytes(b"")
@@ -111,7 +109,7 @@ def test_other_models_under_a_finished_run_are_told(
     assert "cannot be resumed: the models it was started from are others now" in error
 
 
-@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize("stage", ["ppo"])
 def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -141,22 +139,6 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     assert (folder / "report.html").read_text() == found
 
 
-def test_a_finished_job_of_a_sweep_loses_a_stale_mark(finished: Workplace) -> None:
-    """Of a second command for the job, that failed since the first was running it."""
-    words = ("stage=sft", "run=swept", "sft.lr=0.01")
-    finished.sweep(*words).succeeded  # noqa: B018
-    (folder,) = (finished.outputs / "swept" / "mini").glob("*/sft")
-    before = tree(folder)
-    (folder / "failed.txt").write_text("it is being written by another process")
-    finished.sweep(*words).succeeded  # noqa: B018
-    assert tree(folder) == before
-
-
-def test_it_excludes_overwrite(workplace: Workplace) -> None:
-    error = workplace.mini("stage=sft", "resume=auto", "overwrite=true").error
-    assert error == "resume=auto and overwrite=true exclude each other; give one of them"
-
-
 class TestSamples:
     """The samples of the steps before the checkpoint are damaged."""
 
@@ -166,17 +148,6 @@ class TestSamples:
         shutil.rmtree(finished.stage("ppo") / "final")
         unbuilt(monkeypatch)
         return finished
-
-    def refused(self, place: Workplace) -> str:
-        before = tree(place.outputs)
-        error = place.mini("stage=ppo", "resume=true").error
-        assert tree(place.outputs) == before
-        return error.removeprefix("outputs/default/mini/ppo/")
-
-    def test_a_line_that_is_no_sample(self, place: Workplace) -> None:
-        with (place.stage("ppo") / "samples" / "train.jsonl").open("a") as file:
-            file.write("{}\n")
-        assert "samples/train.jsonl, line 13, is damaged: " in self.refused(place)
 
     def test_half_a_line_at_the_end_is_none(
         self, place: Workplace, monkeypatch: pytest.MonkeyPatch

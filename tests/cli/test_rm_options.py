@@ -65,27 +65,6 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     assert out.index(said) < out.index("preference pairs to validate on")
 
 
-def test_ties_that_were_left_out_are_among_them(finished: Workplace) -> None:
-    rewrite(pairs(finished), lambda i, row: row | {"rejected": row["chosen"]} if i == 7 else row)
-    out = finished.mini("stage=rm", "job=tie", "data.on_bad_row=skip").succeeded.out
-    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
-    rows = ROWS["preferences_train"] + ROWS["preferences_val"]
-    assert f"left out, its two responses being identical: 1 of {rows} rows" in said
-    assert "duplicates" not in said
-
-
-def test_data_without_problems_are_not_spoken_of(finished: Workplace) -> None:
-    """Every prompt and response another one, and either side as long as the other."""
-    for split in ("train", "val"):
-        rewrite(
-            pairs(finished, split),
-            lambda i, row, split=split: {
-                "prompt": f"{split} {i:02}?", "chosen": f"yes {i:02}", "rejected": f"no! {i:02}"
-            },
-        )  # fmt: skip
-    assert "look at" not in finished.mini("stage=rm", "job=good").succeeded.out
-
-
 # An ensemble.
 
 

@@ -14,7 +14,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.rewards.config import parsed
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
-from .conftest import TRAIN_PY, Workplace
+from .conftest import Workplace
 
 
 @pytest.fixture
@@ -110,21 +110,3 @@ def test_what_is_wrong_is_one_message(
     workplace: Workplace, loaded: list[tuple[str, Any]], arguments: list[str], message: str
 ) -> None:
     assert workplace.call("serve-reward", *arguments).error.startswith(message)
-
-
-def test_help_tells_how(workplace: Workplace) -> None:
-    outcome = workplace.process(TRAIN_PY, "serve-reward", "--help").succeeded
-    assert outcome.out.startswith("usage: lightning-rlhf serve-reward")
-    for word in ("final", "--host", "--port", "reward.KEY=VALUE", "127.0.0.1", "8000", "/health",
-                 "--token-env", "lightning-rlhf[serve]"):  # fmt: skip
-        assert word in " ".join(outcome.out.split())
-
-
-def test_an_option_that_is_not_known_is_told(workplace: Workplace) -> None:
-    outcome = workplace.call("serve-reward", "final", "--prot", "1")
-    assert outcome.status == 2
-    assert "--prot" in outcome.err
-
-
-def test_only_the_model_must_be_given(workplace: Workplace) -> None:
-    assert workplace.call("serve-reward").err.strip().endswith("are required: final")

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,9 @@ from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
 from lightning_rlhf.cli import study
-from lightning_rlhf.cli.overrides import TRIAL, parse_overrides
+from lightning_rlhf.cli.arguments import TRIAL, parse_overrides
 from lightning_rlhf.cli.study import StudyConfig, Trials, space_of
-from lightning_rlhf.cli.sweep import JobResult, whole_name
-from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.sweep import JobResult, SweepHook, whole_name
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import Workplace
@@ -36,10 +34,8 @@ class Crash(Exception):
 class Jobs(Launcher):
     """A launcher whose jobs end at once, with the KL coefficient as their reward."""
 
-    def __init__(
-        self, crash_at: int | None = None, fail_at: int | None = None, folder: str | None = None
-    ) -> None:
-        self.crash_at, self.fail_at, self.folder = crash_at, fail_at, folder
+    def __init__(self, crash_at: int | None = None, folder: str | None = None) -> None:
+        self.crash_at, self.folder = crash_at, folder
         self.launched: list[dict[str, str]] = []
         self.batches: list[int] = []
         """Number of jobs of each call."""
@@ -53,14 +49,11 @@ class Jobs(Launcher):
             values = dict(word.split("=", 1) for word in words)
             if len(self.launched) == self.crash_at:
                 raise Crash
-            is_failure = len(self.launched) == self.fail_at
             self.launched.append(values)
             result = JobResult(
                 overrides=list(words), folder=self.folder or f"r/{number}", stage="ppo",
                 status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
             )  # fmt: skip
-            if is_failure:
-                result = replace(result, status="failed", failure="out of luck", metrics={})
             assert SweepHook.current is not None
             SweepHook.current.write(number, result)
 
@@ -153,21 +146,6 @@ def test_a_trial_whose_run_was_pruned_before_is_not_complete(tmp_path: Path) -> 
     found.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs=attributes))
     results = run(tmp_path, Jobs(folder="r/one"), 3)
     assert [r.status for r in results.values()][2] == "pruned"
-
-
-def test_a_failed_trial_that_was_run_alone_since_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    jobs = Jobs(fail_at=1)
-    assert [r.status for r in run(tmp_path, jobs, 3).values()] == ["done", "failed", "done"]
-    assert [r.status for r in run(tmp_path, Jobs(), 3).values()] == ["done", "failed", "done"]
-    (tmp_path / "r/1/final").mkdir(parents=True)
-    monkeypatch.setattr(study, "metrics_of", lambda final, stage: {METRIC: 7.0})
-    for _ in range(2):
-        results = run(tmp_path, Jobs(), 3)
-        assert sorted(r.status for r in results.values()) == ["done"] * 3
-        assert read(tmp_path).best_value == 7
 
 
 def test_a_second_command_on_a_study_leaves_its_running_trials_alone(tmp_path: Path) -> None:

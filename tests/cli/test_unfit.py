@@ -154,15 +154,6 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
         assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
 
 
-def test_the_key_may_change_between_two_calls_of_a_run(finished: Workplace) -> None:
-    judged(finished, FIT)
-    command = ppo("changed", *given(finished))
-    out = finished.mini(*command).succeeded.out
-    assert "reward head: No check found a fault in it.\n" in out
-    error = finished.mini(*command, "resume=true", "reward.unfit=warn").error
-    assert "configuration" not in error  # it is finished, and not another run
-
-
 def test_each_paid_component_is_asked_and_a_free_one_is_only_told(finished: Workplace) -> None:
     judged(finished, UNFIT)
     checkpoint = finished.stage("rm") / "final"
@@ -178,13 +169,6 @@ def test_each_paid_component_is_asked_and_a_free_one_is_only_told(finished: Work
     assert f"reward liked: {NOT_FIT}" in free
 
 
-def test_a_reward_that_reads_text_is_asked_as_well(finished: Workplace) -> None:
-    judged(finished, UNFIT)
-    folder = finished.stage("rm") / "final"
-    model = ["reward=model", f"reward.name_or_path={folder}", given(finished)[0]]
-    assert finished.mini(*ppo("text", *model)).error.startswith("reward model is unfit by its ")
-
-
 def test_one_on_the_hub_is_asked_once_it_is_fetched(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,26 +180,3 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")
-
-
-def test_what_nobody_judged_is_not_refused(finished: Workplace) -> None:
-    judged(finished, None)
-    out = finished.mini(*ppo("unjudged", *given(finished))).succeeded.out
-    assert "reward head has no fitness verdict" in out
-    manifest = find(str(finished.stage("ppo", "unjudged") / "final"), "").require_manifest("ppo")
-    assert manifest.verdicts == {}
-
-
-def test_the_key_takes_two_words(finished: Workplace) -> None:
-    error = finished.mini(*ppo("word", *given(finished), "reward.unfit=off")).error
-    assert error == "reward.unfit is 'off'; allowed: refuse, warn"
-
-
-@pytest.mark.parametrize(
-    "damage", [{"is_unfit": "no"}, {"reasons": "none"}, {"words": None}, {"more": 1}]
-)
-def test_a_damaged_verdict_is_refused_by_name(finished: Workplace, damage: dict[str, Any]) -> None:
-    judged(finished, FIT | damage)
-    error = finished.mini(*ppo("damaged", *given(finished))).error
-    file: Path = finished.stage("rm") / "final" / MANIFEST
-    assert error.startswith(f"{file} is not a manifest of this program: verdicts.rm is {{")

@@ -11,20 +11,26 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import torch
 from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.cli.export import refuse_code
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, counted, require
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
-from lightning_rlhf.io.console import visible
+from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
-
-if TYPE_CHECKING:
-    from lightning_rlhf.stages.chat import Conversation, Reply
+from lightning_rlhf.models.adapter import check_weights
+from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.stages.chat import Conversation, Piece, Reply, load_speaker
+from lightning_rlhf.stages.console import quiet_libraries
+from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.stages.reward.build_rewards import text_scorer
+from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
 HELP = """/temperature NUMBER   0 takes the most probable token
 /system TEXT          system message before the first turn; without TEXT none. Starts over
@@ -53,18 +59,15 @@ def opened(given: argparse.Namespace) -> Conversation:
 
     Raises an RLHFError where an argument is wrong or a model cannot be loaded.
     """
-    for key, value, kind in (
-        ("--temperature", given.temperature, ZeroOrTemperature | None),
-        ("--max-tokens", given.max_tokens, PositiveInt | None),
-        ("--seed", given.seed, Seed),
-    ):
-        check_value(key, value, kind)
-    from lightning_rlhf.cli.export import refuse_code
-    from lightning_rlhf.models.adapter import check_weights
-    from lightning_rlhf.models.checkpoint import find
-    from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
-
-    finals = [find(source, "FINAL") for source in given.finals]
+    check_value("--temperature", given.temperature, ZeroOrTemperature | None)
+    check_value("--max-tokens", given.max_tokens, PositiveInt | None)
+    check_value("--seed", given.seed, Seed)
+    # The folder of a run stands for the final/ in it.
+    inside = [Path(source) / FINAL for source in given.finals]
+    finals = [
+        find(str(final) if (final / MANIFEST).is_file() else source, "FINAL")
+        for source, final in zip(given.finals, inside, strict=True)
+    ]
     for final in finals:
         check_weights(final.path)
         if final.manifest is None:
@@ -76,13 +79,6 @@ def opened(given: argparse.Namespace) -> Conversation:
     trained = [sampled_as(final) for final in finals]
     names = short_names(finals)
     reward = given.reward or reward_of(finals)
-
-    import torch
-
-    from lightning_rlhf.io.console import Working
-    from lightning_rlhf.stages.chat import Conversation, load_speaker
-    from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.reward.build_rewards import text_scorer
 
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,26 +163,19 @@ def obey(conversation: Conversation, word: str, rest: str, console: Console) -> 
             console.print("all turns are forgotten; the next one follows the system message"
                           if rest else "all turns are forgotten; no system message")  # fmt: skip
         case "/temperature":
-            conversation.temperature = number(rest)
+            value: float | str = rest
+            with contextlib.suppress(ValueError):
+                value = float(rest)
+            check_value(word, value, ZeroOrTemperature)
+            conversation.temperature = float(value)
             console.print(f"temperature {conversation.temperature:g}")
         case _:
             known = ("/temperature", "/system", "/reset", "/save", "/quit", "/help")
             require(False, "the command", word, ", ".join(known))
 
 
-def number(text: str) -> float:
-    """Return the temperature in a text. Raises ConfigError where it is none."""
-    value: float | str = text
-    with contextlib.suppress(ValueError):
-        value = float(text)
-    check_value("/temperature", value, ZeroOrTemperature)
-    return float(value)
-
-
 def answer(conversation: Conversation, text: str, console: Console) -> None:
     """Print the reply as it grows with its numbers below; of several models, all at the end."""
-    from lightning_rlhf.stages.chat import Piece
-
     replies: list[Reply] = []
     is_alone = len(conversation.speakers) == 1
     for event in conversation.ask(text):
@@ -240,7 +229,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "finals", nargs="+", metavar="FINAL",
-        help="final/ folder of stage=sft or a later one, or the hub id of one",
+        help="folder of a run of stage=sft or a later one, its final/, or the hub id of one",
     )  # fmt: skip
     parser.add_argument(
         "--reward", metavar="FINAL",

@@ -16,6 +16,8 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import HEADLINES, KL, METRICS, REWARD, Phase
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
+from lightning_rlhf.stages.compare import compare_runs, write_report
+from lightning_rlhf.stages.diminishing import again
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot, ParallelCoordinatesPlot, ScatterPlot
@@ -31,10 +33,7 @@ def report(arguments: Sequence[str]) -> None:
         "stages into the folder above, as a recipe does.",
     )
     parser.add_argument("run", help="outputs/<run>/<model>/<stage>, or outputs/<run>/<model>")
-    folder = Path(parser.parse_args(arguments).run)
-    from lightning_rlhf.stages.compare import write_report  # which imports torch
-
-    print_line(f"report: {write_report(folder)}")
+    print_line(f"report: {write_report(Path(parser.parse_args(arguments).run))}")
 
 
 def diminishing(arguments: Sequence[str]) -> None:
@@ -46,10 +45,7 @@ def diminishing(arguments: Sequence[str]) -> None:
         "folder, as the run itself does at its end.",
     )
     parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
-    folder = Path(parser.parse_args(arguments).run)
-    from lightning_rlhf.stages.diminishing import again  # which imports matplotlib
-
-    again(folder)
+    again(Path(parser.parse_args(arguments).run))
 
 
 def compare(arguments: Sequence[str]) -> None:
@@ -68,8 +64,6 @@ def compare(arguments: Sequence[str]) -> None:
     parser.add_argument("--out", default="compare.html", help="the page (%(default)s)")
     given = parser.parse_args(arguments)
     out = Path(given.out)
-    from lightning_rlhf.stages.compare import compare_runs  # which imports torch
-
     refuse_foreign(out, "page")
     found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
     for table in found.console():

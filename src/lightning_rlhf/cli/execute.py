@@ -9,7 +9,8 @@ import signal
 import sys
 import uuid
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,11 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
-from lightning_rlhf.cli.messages import composition_error, program_name
-from lightning_rlhf.cli.overrides import (
-    check_stage,
+from lightning_rlhf.cli.arguments import (
+    composition_error,
     key_of,
     parse_overrides,
-    refuse_absent_callbacks,
+    program_name,
     refuse_other_stages,
     refuse_processes,
     stage_of,
@@ -40,19 +40,22 @@ from lightning_rlhf.cli.recipe import (
     run_program,
     run_recipe,
 )
+from lightning_rlhf.cli.sweep import job_place, mark_failed
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 from lightning_rlhf.stages import console
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
+    FAILED,
     FINAL,
     folder_of,
     is_unbegun,
     is_used,
+    refuse_foreign_files,
     state_of,
 )
-from lightning_rlhf.stages.process import IN_RECIPE
+from lightning_rlhf.stages.process import IN_RECIPE, IN_SWEEP, run_command
 from lightning_rlhf.stages.settings import folder_names, plain, read_settings
 from lightning_rlhf.stages.stage import AUTO, STAGES, Settings, stage_names
 
@@ -192,6 +195,60 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     return {}
 
 
+def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
+    """Run the job of a sweep in a process of its own, which may crash without ending the others.
+
+    Return why it failed, else None. Its output goes to `<stage>.log` beside its folder, as jobs may
+    run at the same time.
+
+    Raises Stopped after a signal, when the job has written its checkpoint.
+    """
+    _, folder = job_place(cfg)
+    refuse_foreign_files(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
+    written.unlink(missing_ok=True)
+    words = [word for word in overrides if key_of(word) != "job"]
+    words += [] if cfg.job is None else [f'job="{cfg.job}"']
+    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words]
+    with log.open("ab") as output, checkpoint_before_requeue():
+        status = run_command(command, {IN_SWEEP: "1"}, output)
+    if status == 0:
+        return None
+    if status > 0 and written.is_file():
+        return f"{written.read_text().strip()}; its output is in {log}"
+    why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    return mark_failed(cfg, f"{why}; its output is in {log}")
+
+
+@contextmanager
+def checkpoint_before_requeue() -> Iterator[None]:
+    """End the job after a checkpoint before submitit requeues it in its handler of SIGUSR2.
+
+    The signal becomes a SIGTERM to this process, which `run_command` passes on to the job.
+    """
+    requeue: Any = signal.getsignal(signal.SIGUSR2)
+    if not callable(requeue):
+        yield
+        return
+    came: list[int] = []
+
+    def end_job(*received: Any) -> None:
+        came.append(received[0])
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    signal.signal(signal.SIGUSR2, end_job)
+    try:
+        yield
+    except Stopped:
+        if not came:
+            raise
+    finally:
+        signal.signal(signal.SIGUSR2, requeue)
+    if came:
+        requeue(came[0], None)
+
+
 NEXT = {"sft": "rm", "rm": "ppo", "ppo": "eval_policy"}
 """Stage -> the one that follows it."""
 ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
@@ -235,10 +292,8 @@ def stage_settings(cfg: DictConfig, in_sweep: bool) -> Settings:
     unresolved: Any = OmegaConf.to_container(cfg)
     stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
     names = stage_names(unresolved)
-    check_stage(stage, unresolved, HydraConfig.get().runtime.config_sources)
     if not in_sweep and stage in names:
         refuse_other_stages(stage, overrides, names)
-    refuse_absent_callbacks(overrides)
     return read_settings(cfg)
 
 

@@ -31,6 +31,11 @@ def export(arguments: Sequence[str]) -> None:
     """Export a checkpoint, or merge a model."""
     given = parser().parse_args(arguments)
     out = None if given.out is None else Path(given.out)
+    if given.step is None and not given.merge:
+        raise ConfigError(
+            "export is told no model; allowed: --step N for that of a kept checkpoint of a run, or "
+            "--merge for that of a final/ folder as whole weights"
+        )
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:
@@ -175,7 +180,7 @@ def parser() -> argparse.ArgumentParser:
         help="with --step the folder of the run, as outputs/<run>/<model>/ppo; with --merge a "
         "final/ folder or hub id",
     )  # fmt: skip
-    what = parser.add_mutually_exclusive_group(required=True)
+    what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--step", type=int, metavar="N", help="which: an iteration of PPO, or an optimizer step"
     )

@@ -14,7 +14,6 @@ import traceback
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -25,23 +24,24 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.messages import composition_error, program_name
-from lightning_rlhf.cli.overrides import (
+from lightning_rlhf.cli import sweep
+from lightning_rlhf.cli.arguments import (
     COMMANDS,
     WITHOUT_RUN,
-    check_choices,
     check_command,
     completed_stages,
+    composition_error,
     options_last,
     parse_arguments,
-    refuse_secrets,
+    program_name,
     secrets_of,
     without_address,
-    without_printed,
     without_secrets,
 )
-from lightning_rlhf.cli.sweep_hook import SweepHook, ignore_presets
+from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint, run_job
+from lightning_rlhf.cli.sweep import SweepHook
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
+from lightning_rlhf.data.sources import ENDINGS
 from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
@@ -59,8 +59,9 @@ def main() -> None:
         end_with(int(os.environ[IN_LAUNCHER]))
     elif world().launcher == "torchrun":
         end_with(os.getppid())
-    if not world().is_first:
-        silence()
+    if not world().is_first:  # another process prints the same; tracebacks remain
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        warnings.simplefilter("ignore")
     words = sys.argv[1:]
     if words and words[0] in WITHOUT_RUN:
         words = [*words[1:], f"preflight={WITHOUT_RUN[words[0]]}"]
@@ -80,12 +81,11 @@ def main() -> None:
             sys.exit(1)
         return
     register_resolvers()
-    ignore_presets()
+    sweep.ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
         given = parse_arguments(words)
-        refuse_secrets(given)
-        check_command(words[:1], given)
+        check_command(words, given)
         if stages := completed_stages(given):
             print(*stages, sep="\n")
             return
@@ -97,19 +97,13 @@ def main() -> None:
         if "debug=true" in words and not is_ours:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
         message = str(error) if is_ours else composition_error(error, given)
-        SweepHook.show_ended(message)
+        sweep.show_ended(message)
         print_error(message)
         sys.exit(1)
     else:
-        SweepHook.show_ended()
+        sweep.show_ended()
     finally:
         SweepHook.finish()
-
-
-def silence() -> None:
-    """Print nothing in this process, where another one prints the same; tracebacks remain."""
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    warnings.simplefilter("ignore")
 
 
 @contextlib.contextmanager
@@ -123,7 +117,7 @@ def printed_safely(given: Namespace) -> Iterator[None]:
         with contextlib.redirect_stdout(printed):
             yield
     finally:
-        print(visible(without_printed(printed.getvalue(), given.overrides)), end="")
+        print(visible(without_secrets(printed.getvalue(), given.overrides)), end="")
 
 
 def register_resolvers() -> None:
@@ -135,8 +129,6 @@ def register_resolvers() -> None:
     """
 
     def hub_val(name: str, *, _parent_: DictConfig) -> str | None:
-        from lightning_rlhf.data.sources import ENDINGS  # which imports pydantic
-
         return None if str(_parent_.train).endswith(ENDINGS) else name
 
     OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)
@@ -145,20 +137,9 @@ def register_resolvers() -> None:
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
-def resolved(cfg: DictConfig) -> Any:
-    """Return the configuration with its interpolations resolved, None where that fails."""
-    try:
-        return OmegaConf.to_container(cfg, resolve=True)
-    except OmegaConfBaseException:
-        return None
-
-
 @hydra.main(version_base="1.3", config_path=str(console.CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
-    # Imported here: a configuration that is not composed is refused at once.
-    from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint
-
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
     register_resolvers()  # a launcher may have started this process
     from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
@@ -166,22 +147,21 @@ def compose(cfg: DictConfig) -> str | None:
     hook = SweepHook.current if from_sweep else None
     is_apart = hook is not None and hook.is_apart  # the sweep prints how its job ended
     if in_sweep:
-        from lightning_rlhf.cli import sweep  # which imports models and figures
-
         if from_sweep:
             varied = hook.varied if hook is not None else ()
             sweep.adapt(cfg, HydraConfig.get().overrides.task, varied)
         sweep.set_group(cfg)
-    secrets = secrets_of(OmegaConf.to_container(cfg), resolved(cfg))
+    secrets = secrets_of(OmegaConf.to_container(cfg))
+    with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
+        secrets |= secrets_of(OmegaConf.to_container(cfg, resolve=True))
 
     def shown(text: str) -> str:
-        return visible(without_secrets(text, secrets=list(secrets)))
+        return visible(without_secrets(text, secrets=secrets))
 
     try:
-        check_choices(HydraConfig.get().runtime.choices)
         if hook is not None and is_apart:
             is_stopped = hook.stopped_by is not None
-            return STOPPED if is_stopped else sweep.run_job(cfg, given_overrides())
+            return STOPPED if is_stopped else run_job(cfg, given_overrides())
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:

@@ -21,14 +21,19 @@ from rich import get_console
 from rich.table import Table
 from yaml import YAMLError
 
-from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import check_stage, key_of, parse_overrides, search_path, stage_of
+from lightning_rlhf.cli.arguments import (
+    key_of,
+    parse_overrides,
+    program_name,
+    search_path,
+    stage_of,
+)
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
-from lightning_rlhf.report.tables import before_after_table, side_by_side
+from lightning_rlhf.models.checkpoint import MANIFEST
+from lightning_rlhf.report.tables import side_by_side
 from lightning_rlhf.stages.folder.changes import differing_keys
 from lightning_rlhf.stages.folder.folders import (
     FINAL,
@@ -187,14 +192,21 @@ def run_stages(
     for stage, settings in stages.items():
         state = "outdated" if start_over else state_of(settings)
         source = step_source(settings, folder)
-        if state == "done" and source and is_newer(source, folder_of(settings) / FINAL):
+        own, final = folder_of(settings), folder_of(settings) / FINAL
+        if state == "done" and source is not None and is_newer(source, final):
             state = "outdated"
         if state == "done":
-            print_line(f"{stage}: done already, {folder_of(settings)}", "green")
+            print_line(f"{stage}: done already, {own}", "green")
             continue
         ran.append(stage)
-        print_line(f"{stage}: {folder_of(settings)}", "bold")
-        run_process(stage, [*commands[stage], *HOW[state]], folder_of(settings))
+        print_line(f"{stage}: {own}", "bold")
+        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *commands[stage]]
+        status = run_command([*command, *HOW[state]], {IN_RECIPE: stage})
+        if status or not final.is_dir():
+            raise RLHFError(
+                f"stage={stage} failed with exit status {status}; its output stands above. "
+                "The same command, without overwrite=true, goes on from there"
+            )
     return ran
 
 
@@ -271,22 +283,9 @@ def is_newer(source: Path, final: Path) -> bool:
     return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
 
 
-def run_process(stage: str, overrides: Sequence[str], folder: Path) -> None:
-    """Run one stage as a separate process on this terminal, until it has written `final/`."""
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
-    status = run_command(command, {IN_RECIPE: stage})
-    if status or not (folder / FINAL).is_dir():
-        raise RLHFError(
-            f"stage={stage} failed with exit status {status}; its output stands above. "
-            "The same command, without overwrite=true, goes on from there"
-        )
-
-
 def composed(overrides: Sequence[str]) -> DictConfig:
     """Return the configuration of one stage, composed from the same file as the recipe's."""
-    cfg = compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
-    check_stage(cfg.stage, cfg, HydraConfig.get().runtime.config_sources)
-    return cfg
+    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
 
 
 def own_configs() -> list[str]:
@@ -299,7 +298,7 @@ def own_configs() -> list[str]:
 
 
 def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, Mapping[str, float]]:
-    """Show metrics and samples before and after, pictures, and what PPO's compute bought.
+    """Show samples before and after, pictures, and what PPO's compute bought.
 
     Return each stage's metrics.
 
@@ -317,13 +316,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     }
     console = get_console()
     if "ppo" in stages:
-        after = metrics["ppo"]
-        before = {k.removeprefix("start/"): v for k, v in after.items() if k.startswith("start/")}
         folder = folders["ppo"]
-        if "ppo" not in ran:
-            stored = find(str(folder / FINAL), "ppo").require_manifest("ppo").verdicts
-            verdicts = {name: Verdict(**verdict) for name, verdict in stored.items()}
-            console.print(before_after_table(before, after, verdicts))
         samples = evaluation_files(folder)
         if samples is None:
             raise CheckpointError(

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from rich import get_console
 from rich.box import SIMPLE
-from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.report.run_page import environment
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.stages.folder.folders import check_kinds
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""
@@ -36,24 +38,14 @@ only with a critic."""
 
 
 def replay(arguments: Sequence[str]) -> None:
-    """Show an iteration."""
-    given = parser().parse_args(arguments)
-    if given.iteration is not None:
-        check_value("--iteration", given.iteration, PositiveInt)
-    check_value("--responses", given.responses, PositiveInt)
-    show_iteration(Path(given.run), given.iteration, given.responses)
+    """Print responses of a recorded iteration of a run, and write them to a page in its folder.
 
-
-def show_iteration(folder: Path, iteration: int | None, count: int) -> None:
-    """Print responses of an iteration of the run in `folder`, and write them to a page there.
-
-    iteration: number of the iteration; None for the newest recorded one.
     Raises DataError where it is not recorded or its file is damaged.
     """
-    from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
-    from lightning_rlhf.report.run_page import environment
-    from lightning_rlhf.stages.folder.folders import check_kinds
-
+    given = parser().parse_args(arguments)
+    check_value("--iteration", given.iteration, PositiveInt | None)
+    check_value("--responses", given.responses, PositiveInt)
+    folder = Path(given.run)
     check_kinds(folder)  # a pipe without a writer would be read for ever
     recorded = recorded_iterations(folder)
     if not recorded:
@@ -62,20 +54,19 @@ def show_iteration(folder: Path, iteration: int | None, count: int) -> None:
             f"{folder / FOLDER} holds no recorded iteration{hint}; record=true writes them while "
             "stage=ppo runs"
         )
-    iteration = recorded[-1] if iteration is None else iteration
+    iteration = given.iteration or recorded[-1]
     if iteration not in recorded:
         raise DataError(
             f"iteration {iteration} of {folder} is not recorded; allowed: one of "
             f"{', '.join(map(str, recorded))}"
         )
     rows = read_recorded(file_of(folder, iteration))
-    shown = sorted(enumerate(rows), key=rank)[:count]
+    shown = sorted(enumerate(rows), key=rank)[: given.responses]
     note = (
         f"{len(shown)} of {counted(len(rows), 'response')}: first those with a number that is not "
         "finite, then from the largest sum of |advantage| down"
     )
-    for part in on_terminal(shown):
-        get_console().print(part)
+    print_responses(shown)
     print_line(f"shown: {note}", "dim")
     page = environment().get_template("replay.html").render(
         title=f"Iteration {iteration} of {folder}", note=note, legend=[*COLUMNS.values()],
@@ -116,17 +107,22 @@ def table_of(row: Row) -> tuple[list[str], list[list[str]]]:
     return headings, [list(cells) for cells in zip(*columns, strict=True)]
 
 
-def on_terminal(shown: Sequence[tuple[int, Row]]) -> Iterator[RenderableType]:
-    """Yield for each response its prompt, its tokens coloured by advantage, and their numbers.
+def print_responses(shown: Sequence[tuple[int, Row]]) -> None:
+    """Print each response's prompt, its tokens coloured by advantage, and their numbers.
 
     A legend of the numbers comes last, next to the cursor.
     """
+    show = get_console().print
     largest = scale([x for _, row in shown for x in row["advantages"]])
     for number, row in shown:
-        yield Text(f"\n{marked(heading(number, row))}", style="bold")
-        yield Text(marked(row["prompt"]), style="dim")
-        styles = [style(x, largest) for x in row["advantages"]]
-        yield Text.assemble(*zip(map(marked, row["token_texts"]), styles, strict=True))
+        show(Text(f"\n{marked(heading(number, row))}", style="bold"))
+        show(Text(marked(row["prompt"]), style="dim"))
+        styles = [
+            f"{'green' if x > 0 else 'red' if x < 0 else 'default'}"
+            f"{' bold' if abs(x) > largest / 2 else ''}"
+            for x in row["advantages"]
+        ]
+        show(Text.assemble(*zip(map(marked, row["token_texts"]), styles, strict=True)))
         names, rows = table_of(row)
         table = Table(box=SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column(names[0], overflow="fold")
@@ -134,16 +130,10 @@ def on_terminal(shown: Sequence[tuple[int, Row]]) -> Iterator[RenderableType]:
             table.add_column(name, justify="right", no_wrap=True)
         for (token, *numbers), of_token in zip(rows, styles, strict=True):
             table.add_row(Text(marked(token), style=of_token), *numbers)
-        yield table
-    yield Text("green: advantage above 0, red: below, bold from half of the largest on", "dim")
+        show(table)
+    show(Text("green: advantage above 0, red: below, bold from half of the largest on", "dim"))
     for name, meaning in COLUMNS.values():
-        yield Text(f"{name}: {meaning}", style="dim")
-
-
-def style(advantage: float, largest: float) -> str:
-    """Return the style of a token on the terminal."""
-    color = "green" if advantage > 0 else "red" if advantage < 0 else "default"
-    return f"{color} bold" if abs(advantage) > largest / 2 else color
+        show(Text(f"{name}: {meaning}", style="dim"))
 
 
 def page_rows(shown: Sequence[tuple[int, Row]]) -> list[dict[str, Any]]:

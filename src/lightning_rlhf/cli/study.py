@@ -6,7 +6,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,9 +28,16 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.checkpoints import trained
 from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, without_secrets
-from lightning_rlhf.cli.sweep import NEUTRAL, ODD, JobResult, folder_name
-from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.cli.arguments import TRIAL, key_of, parse_overrides, without_secrets
+from lightning_rlhf.cli.sweep import (
+    NEUTRAL,
+    ODD,
+    JobResult,
+    SweepHook,
+    folder_name,
+    job_place,
+    job_settings,
+)
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.metrics import METRICS, require_metrics
@@ -38,11 +45,8 @@ from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
 from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.folder.folders import FINAL
-from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.process import STOPPED
 from lightning_rlhf.stages.select import metric_of
-from lightning_rlhf.stages.settings import read_settings
 from lightning_rlhf.stages.stage import find_stage
 
 KEY = "hydra.sweeper"
@@ -85,14 +89,16 @@ def read_study_config(options: Mapping[str, Any], cfgs: Sequence[DictConfig]) ->
     cfgs: for each stage of the command, the configuration of a job without what is chosen for it.
 
     Raises ConfigError naming a key, also where a stage does not measure the metric, or where the
-    direction is not known or contradicts the definition of the metric.
+    direction is not known, is not the same in all stages, or contradicts the metric's definition.
     """
     plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
     study = build(StudyConfig, plain, KEY)
-    better, *_ = [direction_of(study.metric, cfg) for cfg in cfgs]
-    words = [word for word, mode in DIRECTIONS.items() if better in (mode, None)]
-    direction = study.direction or (words[0] if better else None)
-    allowed = f"{' or '.join(words)} for {study.metric}"
+    better = {direction_of(study.metric, cfg) for cfg in cfgs} - {None}
+    words = [word for word, mode in DIRECTIONS.items() if better in ({mode}, set())]
+    direction = study.direction or (words[0] if better and words else None)
+    allowed = f"{' or '.join(words)} for {study.metric}" if words else (
+        f"one metric of all stages, and {study.metric} is better in another direction in each"
+    )  # fmt: skip
     require(direction in words, f"{KEY}.direction", direction, allowed)
     return replace(study, direction=direction)
 
@@ -100,21 +106,19 @@ def read_study_config(options: Mapping[str, Any], cfgs: Sequence[DictConfig]) ->
 def direction_of(name: str, cfg: DictConfig) -> Mode | None:
     """Return the direction in which a metric is better, None where that is not defined.
 
-    Raises ConfigError where the stage does not measure the metric. What a callback of the user's
-    own, a report or a recipe measures is not known before.
+    Raises ConfigError where the stage, of a recipe the last one, does not measure the metric. What
+    a callback of the user's own, a report or a recipe measures is not known before.
     """
     better = METRICS[name].better if name in METRICS else None
-    if cfg.stage is None:
-        return better
     try:
-        settings = read_settings(
-            OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-        )
+        settings = job_settings(cfg)
     except ConfigError:  # each job reports it, unless what is chosen mends it
         return better
-    stage = settings.definition
+    stage = find_stage(job_place(cfg)[0]) if settings is None else settings.definition
+    if stage is None:
+        return better
     is_final = name.startswith("eval/") or (stage.trains and not name.startswith("compute/"))
-    if is_final and not cfg.callbacks:
+    if settings is not None and is_final and not cfg.callbacks:
         metric_of(settings, KEY, name, "max")
     return dict(stage.goal).get(name, better)
 
@@ -192,9 +196,8 @@ class Trials:
         now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
         now += [f"{KEY}.{key}={getattr(self.config, key)}" for key in ("metric", "direction")]
         was = self.study.user_attrs.get(FIXED, now) if self.study.trials else now
-        pairs = [
-            (" ".join(w for w in was if w not in now), " ".join(w for w in now if w not in was))
-        ]
+        old = [word for word in was if word not in now]
+        new = [word for word in now if word not in was]
         for trial in self.study.trials:
             for key in trial.distributions.keys() & self.space.keys():
                 try:
@@ -202,14 +205,14 @@ class Trials:
                         trial.distributions[key], self.space[key]
                     )
                 except ValueError:
-                    pairs.append((f"{key} from {trial.distributions[key]}", str(self.space[key])))
-        for old, new in pairs:
-            if old or new:
-                raise ConfigError(
-                    f"the study {self.name} has trials of {old or 'defaults'}, not of "
-                    f"{new or 'defaults'}; allowed: the same values and choices, or "
-                    f"{KEY}.study_name=NAME for another study"
-                )
+                    old.append(f"{key} from {trial.distributions[key]}")
+                    new.append(str(self.space[key]))
+        if old or new:
+            raise ConfigError(
+                f"the study {self.name} has trials of {' '.join(old) or 'defaults'}, not of "
+                f"{' '.join(new) or 'defaults'}; allowed: the same values and choices, or "
+                f"{KEY}.study_name=NAME for another study"
+            )
         self.study.set_user_attr(FIXED, now)
 
     def run(self, launcher: Launcher, validate: Callable[[Batch], None]) -> None:
@@ -247,8 +250,9 @@ class Trials:
     ) -> None:
         """Run the trials as `run` does, with the study locked."""
         left = [t.number for t in self.study.trials if not t.state.is_finished()]
-        for finished in self.finished():
-            hook.write(len(hook.read()), finished)
+        for trial in self.study.trials:
+            if trial.state.is_finished():
+                hook.write(len(hook.read()), JobResult(**trial.user_attrs[RESULT]))
         while hook.stopped_by is None:
             begun = len(hook.read())
             missing = min(self.config.n_jobs, self.config.n_trials - begun)
@@ -265,29 +269,6 @@ class Trials:
             launcher.launch(jobs, initial_job_idx=begun)
             for job, number in enumerate(numbers, start=begun):
                 self.tell(number, hook, job)
-
-    def finished(self) -> Iterator[JobResult]:
-        """Yield the results of finished trials.
-
-        A failed one whose job has been run alone since becomes a new, complete one.
-        """
-        trials = [trial for trial in self.study.trials if trial.state.is_finished()]
-        complete = [trial.params for trial in trials if trial.state == TrialState.COMPLETE]
-        for trial in trials:
-            result = JobResult(**trial.user_attrs[RESULT])
-            final, stage = Path(result.folder or "") / FINAL, find_stage(result.stage or "")
-            if trial.state == TrialState.FAIL and trial.params in complete:
-                continue
-            if trial.state == TrialState.FAIL and stage and result.folder and final.is_dir():
-                metrics = dict(metrics_of(final, stage))
-                result = replace(result, status="done", failure=None, metrics=metrics)
-                self.study.add_trial(
-                    optuna.trial.create_trial(
-                        params=trial.params, distributions=trial.distributions,
-                        value=self.value(result), user_attrs={RESULT: asdict(result)},
-                    )
-                )  # fmt: skip
-            yield result
 
     def chosen(self, number: int) -> list[str]:
         """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""
@@ -326,15 +307,11 @@ class Trials:
             hook.write(job, result)
         trial.set_user_attr(RESULT, asdict(result))
         if result.status == "done":
-            self.study.tell(number, self.value(result))
+            require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], result.metrics)
+            self.study.tell(number, result.metrics[self.config.metric])
         else:
             state = TrialState.PRUNED if result.status == "pruned" else TrialState.FAIL
             self.study.tell(number, state=state)
-
-    def value(self, result: JobResult) -> float:
-        """Return the metric of a finished job. Raises ConfigError where it has none."""
-        require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], result.metrics)
-        return result.metrics[self.config.metric]
 
 
 class TrialReport(Callback):

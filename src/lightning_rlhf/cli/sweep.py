@@ -2,63 +2,71 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
-import shlex
+import shutil
 import signal
+import socket
 import sys
+import tempfile
+import warnings
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, ClassVar
 
 from hydra.core.utils import JobReturn
+from hydra.experimental.callback import Callback
+from hydra.types import TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli.messages import program_name
-from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of, without_secrets
-from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder, split_step
+from lightning_rlhf.cli.arguments import TRIAL, key_of, parse_overrides, without_secrets
+from lightning_rlhf.cli.recipe import read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.console import print_error
+from lightning_rlhf.report.run_page import TextTable
+from lightning_rlhf.report.tables import WIDEST, SweepRow, shared_overrides, sweep_table
+from lightning_rlhf.stages.console import RECIPES, print_error
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import (
     CONFIG,
-    FAILED,
     FINAL,
     folder_of,
     is_used,
     leave_failed,
-    refuse_foreign_files,
     run_folder,
 )
-from lightning_rlhf.stages.process import IN_SWEEP, STOPPED, run_command
+from lightning_rlhf.stages.process import STOPPED
 from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import STAGES, chosen_stage, find_stage
+from lightning_rlhf.stages.stage import Settings, chosen_stage, find_stage
 
-IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
-DECIDED = ("job", "resume", "overwrite")
-"""Keys that the command of a single job sets itself."""
+"""Keys that do not change the results of a job."""
+NAMELESS = ("stage", "model", "run", "outputs", "recipe", *NEUTRAL)
+"""Keys that are not in the name of a job's folder; the first ones are in its path."""
 GROUP = "WANDB_RUN_GROUP"
 """Environment variable with which a user names the group of runs in W&B."""
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
 FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
 """Patterns of the characters that are not allowed in the name of a job's folder."""
+BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+"""Hydra's own launcher, which runs the jobs one after another in the process of the command."""
+PREFIX = f".sweep-{socket.gethostname()}-"
+"""Start of the name of a folder of results; the number of its process follows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,9 +85,6 @@ class JobResult:
     """All metrics at the end of the run."""
     summary: Sequence[str] = ()
     """Names of the metrics that the table shows."""
-    command: Sequence[str] = ()
-    """Arguments of the command that runs the job alone; none where that refuses the configuration
-    of the job, or where it is not known."""
     host: str = ""
     process: int = 0
     """Number of the process in which the job runs, on `host`; 0 for a job of an earlier command."""
@@ -88,33 +93,35 @@ class JobResult:
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
     """Set the name of the folder of a sweep's job.
 
-    It is the whole name where a folder of that name is there, or where the folder of the short name
-    holds a run of another configuration.
+    The name holds all overrides where the folder of the short name has a run of another
+    configuration.
 
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
-    whole = whole_name(overrides)
     with open_dict(cfg), suppress(RLHFError, OmegaConfBaseException):  # the job itself reports it
         cfg.job = job_name(overrides, varied)
-        parts = str(cfg.outputs), str(cfg.run), str(cfg.model.name)
-        is_whole = whole is not None and Path(*parts, whole).is_dir()
-        if not is_whole and not cfg.overwrite:
-            settings = read_settings(cfg)
-            file = folder_of(settings) / CONFIG
-            is_whole = file.is_file() and bool(changes(settings.definition, settings.tree, file))
-        if is_whole:
-            cfg.job = whole
+        settings = read_settings(cfg)
+        file = folder_of(settings) / CONFIG
+        is_there = file.is_file() and not cfg.overwrite
+        if is_there and changes(settings.definition, settings.tree, file):
+            cfg.job = whole_name(overrides)
 
 
-def varied_keys(config: DictConfig) -> tuple[str, ...]:
-    """Return the keys for which a sweep was given more than one value.
+def job_settings(cfg: DictConfig) -> Settings | None:
+    """Return the checked settings of a job that Hydra composed for a sweep; None for a recipe.
 
-    config: Hydra's own configuration of the sweep.
+    Raises ConfigError for a value that is refused.
     """
-    given = parse_overrides(config.hydra.overrides.task)
-    keys = [o.key_or_group for o in given if o.is_sweep_override()]
-    params = config.hydra.sweeper.get("params") or {}
-    return (*keys, *map(key_of, params))
+    if cfg.stage is None and cfg.recipe is not None:
+        return None
+    return read_settings(OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"]))
+
+
+def set_group(cfg: DictConfig) -> None:
+    """Make the jobs of a sweep one group of W&B, named after the run, unless the user named one."""
+    logger: Any = cfg.get("logger") or {}
+    if logger.get("kind") == "wandb" and logger.get("group") is None and not os.getenv(GROUP):
+        logger.group = str(cfg.run)
 
 
 def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
@@ -123,7 +130,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
     stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
     are omitted; where nothing else varies, the name holds all overrides.
     """
-    values = dict(part.split("=", 1) for part in _kept(overrides) if "=" in part)
+    values = dict(part.split("=", 1) for part in _named(overrides) if "=" in part)
     keys = sorted(key for key in values if key in varied)
     if not keys:
         return whole_name(overrides)
@@ -138,7 +145,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
 
 def whole_name(overrides: Sequence[str]) -> str | None:
     """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1."""
-    return folder_name(re.sub(ODD, "-", "+".join(sorted(_kept(overrides)))), ODD)
+    return folder_name(re.sub(ODD, "-", "+".join(sorted(_named(overrides)))), ODD)
 
 
 def folder_name(text: str, foreign: str) -> str | None:
@@ -154,22 +161,14 @@ def folder_name(text: str, foreign: str) -> str | None:
     return name or None
 
 
-def _kept(overrides: Sequence[str]) -> list[str]:
+def _named(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change the results and are not part of the run's path."""
-    kept = (o for o in without_trial(overrides) if key_of(o) not in (*IN_PATH, *NEUTRAL))
-    return [override.lstrip("+~") for override in kept]
+    return [o.lstrip("+~") for o in without_trial(overrides) if key_of(o) not in NAMELESS]
 
 
 def without_trial(overrides: Sequence[str]) -> list[str]:
     """Return the overrides of a job without those with which it reports to a study."""
     return [word for word in overrides if not key_of(word).startswith(TRIAL)]
-
-
-def set_group(cfg: DictConfig) -> None:
-    """Make the jobs of a sweep one group of W&B, named after the run, unless the user named one."""
-    logger: Any = cfg.get("logger") or {}
-    if logger.get("kind") == "wandb" and logger.get("group") is None and not os.getenv(GROUP):
-        logger.group = str(cfg.run)
 
 
 def job_place(cfg: DictConfig) -> tuple[str, Path]:
@@ -182,7 +181,7 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
-            steps = read_recipe(recipe_folder(recipe, console.RECIPES)).stages
+            steps = read_recipe(recipe_folder(recipe, RECIPES)).stages
             stage, inner = split_step(steps[-1]) if steps else (stage, None)
     job = "/".join(str(part) for part in (cfg.job, inner) if part is not None) or None
     return stage, run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
@@ -198,75 +197,17 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     return reason
 
 
-def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
-    """Run the job of a sweep in a process of its own, which may crash without ending the others.
-
-    Return why it failed, else None. Its output goes to `<stage>.log` beside its folder, as jobs may
-    run at the same time.
-
-    Raises Stopped after a signal, when the job has written its checkpoint.
-    """
-    _, folder = job_place(cfg)
-    refuse_foreign_files(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
-    written.unlink(missing_ok=True)
-    words = [word for word in overrides if key_of(word) != "job"]
-    words += [] if cfg.job is None else [f'job="{cfg.job}"']
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words]
-    with log.open("ab") as output, checkpoint_before_requeue():
-        status = run_command(command, {IN_SWEEP: "1"}, output)
-    if status == 0:
-        return None
-    if status > 0 and written.is_file():
-        return f"{written.read_text().strip()}; its output is in {log}"
-    why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return mark_failed(cfg, f"{why}; its output is in {log}")
-
-
-@contextmanager
-def checkpoint_before_requeue() -> Iterator[None]:
-    """End the job after a checkpoint before submitit requeues it in its handler of SIGUSR2.
-
-    The signal becomes a SIGTERM to this process, which `run_command` passes on to the job.
-    """
-    requeue: Any = signal.getsignal(signal.SIGUSR2)
-    if not callable(requeue):
-        yield
-        return
-    came: list[int] = []
-
-    def end_job(*received: Any) -> None:
-        came.append(received[0])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGUSR2, end_job)
-    try:
-        yield
-    except Stopped:
-        if not came:
-            raise
-    finally:
-        signal.signal(signal.SIGUSR2, requeue)
-    if came:
-        requeue(came[0], None)
-
-
 def result_of(job_return: JobReturn) -> JobResult:
     """Return the result of a job, from what it returned and from its folder."""
-    overrides = [str(word) for word in job_return.overrides or []]
     failure: str | None = job_return.return_value
-    result = JobResult(overrides=overrides)
+    result = JobResult(overrides=[str(word) for word in job_return.overrides or []])
     try:
         cfg: Any = job_return.cfg
         require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
         name, folder = job_place(cfg)
         tree: Any = OmegaConf.to_container(cfg)
         stage = chosen_stage(tree | {"stage": name})[2]()
-        result = replace(
-            result, folder=str(folder), stage=name, summary=list(stage.summary),
-            command=alone(cfg, overrides),
-        )  # fmt: skip
+        result = replace(result, folder=str(folder), stage=name, summary=list(stage.summary))
         if failure is None:
             from lightning_rlhf.stages.measured import metrics_of  # which imports torch
 
@@ -278,64 +219,150 @@ def result_of(job_return: JobReturn) -> JobResult:
     return replace(result, status=STOPPED if failure == STOPPED else "failed", failure=failure)
 
 
-def alone(cfg: DictConfig, overrides: Sequence[str]) -> list[str]:
-    """Return the arguments of the command that runs a job of a sweep alone, in the same folder.
+def ignore_presets() -> None:
+    """Ignore Hydra's warning that a file of conf/hydra/launcher has the name of a plugin's own."""
+    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against")
 
-    There are none where its configuration is refused.
+
+class SweepHook(Callback):
+    """Hydra callback that records the result of each job of a sweep.
+
+    A launcher may pickle it, and call it for a job in another process or on another machine; what a
+    job leaves is a file in a folder that all see, which is deleted at the end of the sweep.
     """
-    stage = cfg.stage
-    if stage is not None:
+
+    current: ClassVar[SweepHook | None] = None
+    """Hook of the sweep that runs in this process, or that the job of this process is of."""
+    before: ClassVar[dict[int, Any]] = {}
+    """Handlers of the signals that end a sweep, from before it."""
+    varied: Sequence[str] = ()
+    """Keys whose values differ between the jobs of the sweep."""
+    is_apart: bool = False
+    """True if each job runs in a process of its own."""
+    name: str | None = None
+    """Name of the sweep among those of the run; None where it has no overrides."""
+    goal: tuple[str, Mode] | None = None
+    """Metric of a study, by which the jobs are sorted, with its direction."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore the callback in the process of a job, and ignore the warning there as well."""
+        vars(self).update(state)
+        ignore_presets()
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
         try:
-            read_settings(cfg)
-        except ConfigError:
-            return []
-    kept = []
-    for override in parse_overrides(without_trial(overrides)):
-        is_read = stage is None or stage_of(override, STAGES) in (None, stage)
-        if override.key_or_group not in DECIDED and is_read:
-            kept.append(str(override.input_line))
-    job = [] if cfg.job is None else [f'job="{cfg.job}"']
-    return [*own_configs(), *kept, *job, *(["resume=auto"] if stage is not None else [])]
+            self.open(Path(config.hydra.sweep.dir), words)
+        except OSError:  # the sweeper, which writes into the same folder, reports it
+            return
+        given = parse_overrides(words)
+        params = config.hydra.sweeper.get("params") or {}
+        self.varied = [o.key_or_group for o in given if o.is_sweep_override()]
+        self.varied += map(key_of, params)
+        self.name = whole_name(words)
+        self.is_apart = config.hydra.launcher.get("_target_") != BASIC
+        if self.is_apart:
+            for signum in (signal.SIGTERM, signal.SIGINT):
+                SweepHook.before[signum] = signal.signal(signum, self.stop)
+
+    def open(self, sweep: Path, words: Sequence[str] = ()) -> None:
+        """Make the folder of results in that of the sweep; delete those of killed sweeps.
+
+        words: overrides of the sweep.
+        """
+        sweep.mkdir(parents=True, exist_ok=True)
+        for left in sweep.glob(f"{PREFIX}*-*"):
+            with suppress(PermissionError):  # of another user's process
+                try:
+                    os.kill(int(left.name.split("-")[-2]), 0)
+                except ProcessLookupError:
+                    shutil.rmtree(left, ignore_errors=True)
+        self.sweep, self.words, self.process = sweep, words, os.getpid()
+        prefix = f"{PREFIX}{self.process}-"
+        self.folder = Path(tempfile.mkdtemp(prefix=prefix, dir=sweep.absolute()))
+        SweepHook.current = self
+
+    def on_job_start(
+        self, config: DictConfig, *, task_function: TaskFunction, **kwargs: Any
+    ) -> None:
+        if not hasattr(self, "folder"):
+            return
+        SweepHook.current = self
+        if self.process != os.getpid():  # Ctrl-C is for that one, which passes it on
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        words: Any = OmegaConf.to_container(config.hydra.overrides.task)  # as typed
+        own = JobResult(
+            overrides=words, status="running", host=socket.gethostname(), process=os.getpid()
+        )
+        self.write(config.hydra.job.num, own)
+
+    def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
+        if hasattr(self, "folder"):
+            self.write(config.hydra.job.num, result_of(job_return))
+
+    def write(self, number: int, result: JobResult) -> None:
+        """Write what is known of a job, as one file whatever reads it meanwhile."""
+        with written_whole(self.folder / f"{number:06d}.json") as beside:
+            beside.write_text(json.dumps(asdict(result)))
+
+    def read(self) -> dict[int, JobResult]:
+        """Return the results by the number of the job."""
+        files = sorted(self.folder.glob("*.json"))
+        return {int(file.stem): JobResult(**json.loads(file.read_text())) for file in files}
+
+    @property
+    def stopped_by(self) -> int | None:
+        """Return the signal that has ended the sweep, so that no further job is to begin."""
+        file = self.folder / "stopped"
+        return int(file.read_text()) if file.exists() else None
+
+    def end_early(self, signum: int) -> None:
+        """Keep further jobs from beginning, after a signal."""
+        (self.folder / "stopped").write_text(str(signum))
+
+    def stop(self, signum: int, frame: FrameType | None) -> None:
+        """End the sweep after a signal: running jobs of this machine write a checkpoint and end."""
+        signal.signal(signum, signal.SIG_DFL)
+        os.write(2, b"\nending the jobs, with a checkpoint each; a second signal ends at once\n")
+        self.end_early(signum)
+        for result in self.read().values():
+            if result.status == "running" and result.host == socket.gethostname():
+                with suppress(ProcessLookupError):
+                    os.kill(result.process, signal.SIGTERM)
+
+    @classmethod
+    def finish(cls) -> None:
+        """Forget the sweep of this process."""
+        for signum, handler in cls.before.items():
+            signal.signal(signum, handler)
+        if cls.current is not None:
+            shutil.rmtree(cls.current.folder, ignore_errors=True)
+        cls.before, cls.current = {}, None
 
 
-def command_line(result: JobResult) -> str:
-    """Return the command that runs a job alone, as it is typed in a shell."""
-    return f"{program_name()} {shlex.join(result.command)}"
-
-
-def show(
-    results: list[JobResult],
-    *,
-    folder: Path,
-    words: Sequence[str],
-    name: str | None,
-    goal: tuple[str, Mode] | None,
-    stopped: int | None,
-    problem: str | None,
-) -> None:
-    """Print the table and the failed jobs, and write the page with a copy for this sweep.
+def show_ended(problem: str | None = None) -> None:
+    """Show the sweep of this process, if it is one: table, failed jobs, page and a copy of it.
 
     Exits with a status other than 0 where a job failed, the page was not written or the sweep was
-    stopped.
+    stopped. Hydra would swallow the errors of a callback for the end of a sweep.
 
-    folder: folder of all sweeps of the run; name: name of this one among them.
-    words: overrides of the sweep.
-    goal: metric of a study, by which the jobs are sorted, with its direction.
-    stopped: signal that has ended the sweep.
-    problem: why the launcher gave up, if it did; the caller prints it.
+    problem: why its launcher or sweeper gave up, which the caller prints; None where it came to its
+        end.
     """
-    from lightning_rlhf.report.tables import WIDEST, SweepRow, sweep_table  # which imports torch
-
+    sweep = SweepHook.current
+    if sweep is None:
+        return
+    stopped = sweep.stopped_by
     results = [
         replace(r, status="ended", failure=problem or "it ended without a result")
         if r.status == "running"
         else r
-        for r in results
+        for r in sweep.read().values()
     ]
     if stopped is None and any(r.status == STOPPED for r in results):  # a signal to that job alone
         stopped = signal.SIGTERM
-    if goal is not None:
-        results.sort(key=partial(rank, goal), reverse=True)
+    if sweep.goal is not None:
+        results.sort(key=partial(rank, sweep.goal), reverse=True)
     if results:
         console = get_console()
         if not console.is_terminal:
@@ -348,13 +375,10 @@ def show(
             for r in results
         ]  # fmt: skip
         console.print(sweep_table(rows, console.width), crop=False)
-    pages = [folder / f"{page}.html" for page in ("compare", name and f"compare_{name}") if page]
-    is_compared = compare(results, pages, " ".join([f"Sweep {folder}:", *words]), goal)
+    is_compared = compare(results, sweep)
     failed = [result for result in results if result.status in ("failed", "ended")]
     for result in failed:
         print_line(f"failed: {' '.join(without_trial(result.overrides))}: {result.failure}")
-        if result.command:
-            print_line(f"  alone: {command_line(result)}")
     if stopped is not None:
         print_line("stopped; the same command goes on")
         sys.exit(128 + stopped)
@@ -365,17 +389,11 @@ def show(
         sys.exit(1)
 
 
-def compare(
-    results: Sequence[JobResult], pages: Sequence[Path], title: str, goal: tuple[str, Mode] | None
-) -> bool:
+def compare(results: Sequence[JobResult], sweep: SweepHook) -> bool:
     """Write the page that compares the jobs. Return False where an error prevents it."""
-    # A finished run in the folder of a failed job is another one, with which it was tried alone.
-    others = [
-        r.folder
-        for r in results
-        if r.status == "failed" and (Path(r.folder or "") / FINAL).is_dir()
-    ]
-    begun = [r for r in results if r.folder and r.folder not in others and is_used(Path(r.folder))]
+    begun = [r for r in results if r.folder and is_used(Path(r.folder))]
+    pages = [sweep.sweep / f"{page}.html"
+             for page in ("compare", sweep.name and f"compare_{sweep.name}") if page]  # fmt: skip
     try:
         if begun:
             from lightning_rlhf.stages.compare import compare_runs  # which imports torch
@@ -384,7 +402,8 @@ def compare(
             found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)
             known = find_stage(stage)
             best = None if known is None else next(iter(known.goal), None)
-            table = jobs_table(results, goal or best)
+            title = " ".join([f"Sweep {sweep.sweep}:", *sweep.words])
+            table = jobs_table(results, sweep.goal or best)
             for path in pages:
                 with full_disk_told(), written_whole(path, kind="page") as beside:
                     found.write(beside, title, table)
@@ -402,22 +421,18 @@ def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
     return result.status == "done", signed(result.metrics.get(metric, math.nan), mode)
 
 
-def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Any:
-    """Return the `TextTable` of all jobs on the page, with the best one below.
+def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> TextTable:
+    """Return the table of all jobs on the page, with the best one below.
 
     goal: metric that tells which is the best, with its direction.
     """
-    from lightning_rlhf.report.run_page import TextTable
-    from lightning_rlhf.report.tables import shared_overrides
-
     jobs = [without_trial(result.overrides) for result in results]
     shared = shared_overrides(jobs)
     own = [" ".join(word for word in words if word not in shared) for words in jobs]
     heading, rows = ["job", "status"], [[o, r.status] for o, r in zip(own, results, strict=True)]
     if any(result.failure for result in results):
-        heading += ["why", "command that runs it alone"]
-        for cells, r in zip(rows, results, strict=True):
-            cells += [r.failure or "", command_line(r) if r.failure and r.command else ""]
+        heading += ["why"]
+        rows = [[*cells, r.failure or ""] for cells, r in zip(rows, results, strict=True)]
     note = ""
     if goal is not None:
         metric, mode = goal

@@ -192,7 +192,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     name = tree["stage"]
     is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
-    require(name in names, "stage", name, ", ".join(names) + meant)
+    added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
+    require(name in names, "stage", name, ", ".join(names) + meant + added)
     if name in STAGES:
         node = tree.get(name)
         if isinstance(node, Mapping) and DEFINITION in node:

@@ -19,8 +19,7 @@ import torch
 import lightning_rlhf
 from lightning_rlhf.rewards.http import HTTPReward
 
-from ..conftest import Workplace
-from .conftest import Refusals, run
+from .conftest import Workplace, run, tree
 
 PPO = ("stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm")
 SOURCE = Path(lightning_rlhf.__file__).parent
@@ -36,6 +35,14 @@ class Planted:
         return (Path.touch, (self.marker,))
 
 
+def refused(place: Workplace, named: list[str], key: str, value: Any, *overrides: str) -> None:
+    """The command is refused in a line with `named`, and leaves every file as it was."""
+    before = tree(place.folder)
+    error = run(place, key, value, *overrides).error
+    assert [text for text in named if text not in error] == [], error
+    assert tree(place.folder) == before
+
+
 @pytest.fixture
 def marker(tmp_path: Path) -> Path:
     return tmp_path / "marker"
@@ -46,52 +53,24 @@ def plant(marker: Path, *files: Path) -> None:
         file.write_bytes(pickle.dumps(Planted(marker)))
 
 
-def test_the_pickle_bites(tmp_path: Path, marker: Path) -> None:
-    plant(marker, tmp_path / "x.bin")
-    pickle.loads((tmp_path / "x.bin").read_bytes())
-    assert marker.exists()
-
-
-def test_pickles_beside_or_instead_of_weights(models: Refusals, marker: Path) -> None:
+def test_pickles_beside_or_instead_of_weights(models: Workplace, marker: Path) -> None:
     for folder, whole in (("rm/roles", "adapter_model"), ("sft", "model")):
         names = ("pytorch_model.bin", "adapter_model.bin", "training_args.bin", "x.pt")
         plant(marker, *(models.folder / folder / name for name in names))
         (models.folder / folder / f"{whole}.safetensors").unlink()
-        models.value("debug", False, *PPO, named=[f"{folder} cannot be loaded", "pickle"])
+        refused(models, [f"{folder} cannot be loaded", "pickle"], "debug", False, *PPO)
     assert not marker.exists()
 
 
-def test_shards_that_are_pickles(models: Refusals, marker: Path) -> None:
-    sft = models.folder / "sft"
-    (sft / "model.safetensors").unlink()
-    plant(marker, sft / "a.bin")
-    index = {"metadata": {}, "weight_map": {"model.embed_tokens.weight": "a.bin"}}
-    (sft / "model.safetensors.index.json").write_text(json.dumps(index))
-    models.value("debug", False, *PPO, named=["sft/model.safetensors.index.json", ".safetensors"])
-    assert not marker.exists()
-
-
-def test_a_checkpoint_to_resume_from(models: Refusals, marker: Path) -> None:
+def test_a_checkpoint_to_resume_from(models: Workplace, marker: Path) -> None:
     """The run is a real one, with another newest checkpoint."""
-    place = models.place
+    place = models
     place.mini("stage=sft").succeeded  # noqa: B018
     shutil.rmtree(place.stage("sft") / "final")
     torch.save({"state_dict": Planted(marker)}, place.stage("sft") / "checkpoints" / "000007.ckpt")
     error = place.mini("stage=sft", "resume=true").error
     assert "checkpoints/000007.ckpt cannot be read: Weights only load failed" in error
     assert "resume=000006" in error
-    assert not marker.exists()
-
-
-@pytest.mark.usefixtures("no_model")
-def test_a_data_folder(refused: Refusals, marker: Path) -> None:
-    folder = refused.folder / "org" / "name"
-    folder.mkdir(parents=True)
-    plant(marker, folder / "train.pkl")
-    (folder / "name.py").write_text(f"open({str(marker)!r}, 'w')")
-    for source in ("org/name", "org/name:train", "org/name/train.pkl"):
-        key = "data.demonstrations.train"
-        refused.value(key, source, "stage=sft", named=[f"'{source}'", ".jsonl"])
     assert not marker.exists()
 
 
@@ -103,7 +82,7 @@ def test_a_data_folder(refused: Refusals, marker: Path) -> None:
     ],
 )
 def test_code_that_a_model_brings(
-    models: Refusals, marker: Path, file: str, auto_map: dict[str, Any]
+    models: Workplace, marker: Path, file: str, auto_map: dict[str, Any]
 ) -> None:
     """A family that transformers does not know: only that code could load it."""
     sft = models.folder / "sft"
@@ -112,42 +91,27 @@ def test_code_that_a_model_brings(
     (sft / "config.json").write_text(json.dumps(config))
     tree = json.loads((sft / file).read_text()) | {"auto_map": auto_map, "tokenizer_class": "T"}
     (sft / file).write_text(json.dumps(tree))
-    models.value("debug", False, *PPO, named=["sft", "auto_map", "model.trust_remote_code=true"])
-    assert not marker.exists()
-
-
-def test_code_beside_a_model_that_is_known(models: Refusals, marker: Path) -> None:
-    """Its own configuration asks for code, and the library's own is used."""
-    sft = models.folder / "sft"
-    (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
-    config = json.loads((sft / "config.json").read_text())
-    (sft / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "x.C"}}))
-    models.place.mini(*PPO, "ppo.iterations=1").succeeded  # noqa: B018
+    refused(models, ["sft", "auto_map", "model.trust_remote_code=true"], "debug", False, *PPO)
     assert not marker.exists()
 
 
 @pytest.mark.parametrize(
     "template",
     [
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
         "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
-        "{{ messages.append(messages[0]) }}",
-        "{% for i in range(10**9) %}{% endfor %}",
-        "{{ 'a' * 10**13 }}",
         "{% include '/etc/passwd' %}",
     ],
 )
-@pytest.mark.usefixtures("no_model")
 def test_a_chat_template_is_kept_in_its_sandbox(
-    models: Refusals, marker: Path, template: str
+    models: Workplace, marker: Path, template: str
 ) -> None:
     text = template.replace("MARKER", str(marker))
     (models.folder / "sft" / "chat_template.jinja").write_text(text)
-    models.value("debug", False, *PPO, named=["the chat template of tokenizer", "sft"])
+    refused(models, ["the chat template of tokenizer", "sft"], "debug", False, *PPO)
     assert not marker.exists()
 
 
-def test_functions_that_a_manifest_names_are_not_loaded(models: Refusals, marker: Path) -> None:
+def test_functions_that_a_manifest_names_are_not_loaded(models: Workplace, marker: Path) -> None:
     """Neither as the judge, nor as a reward, of a final/ of stage=sft or stage=rm."""
     code = models.folder / "evil.py"
     code.write_text(f"open({str(marker)!r}, 'w')\ndef f(*a, **k): return 1")
@@ -157,13 +121,13 @@ def test_functions_that_a_manifest_names_are_not_loaded(models: Refusals, marker
         manifest["config"]["data"]["judge"] = f"{code}:f"
         manifest["config"]["reward"] = {"kind": "function", "path": f"{code}:f", "weight": 1.0}
         file.write_text(json.dumps(manifest))
-    outcome = run(models.place, "ppo.iterations", 1, *PPO)
+    outcome = run(models, "ppo.iterations", 1, *PPO)
     assert outcome.succeeded
     assert not marker.exists()
 
 
 @pytest.fixture
-def planted(models: Refusals, marker: Path) -> Path:
+def planted(models: Workplace, marker: Path) -> Path:
     """A model that only the code in its folder could load."""
     sft = models.folder / "sft"
     (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
@@ -183,61 +147,26 @@ def edit_model(run_folder: Path, **values: Any) -> None:
 
 
 @pytest.fixture
-def recorded(models: Refusals) -> Path:
+def recorded(models: Workplace) -> Path:
     """The folder of a run of PPO, from the base model, that can be exported and shown."""
     base = ("stage=ppo", "run=recorded", "reward=random", "policy.checkpoint=base")
-    models.place.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
-    return models.place.stage("ppo", "recorded")
+    models.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
+    return models.stage("ppo", "recorded")
 
 
 def test_a_run_that_is_exported(
-    models: Refusals, recorded: Path, planted: Path, marker: Path
+    models: Workplace, recorded: Path, planted: Path, marker: Path
 ) -> None:
     """Its own configuration trusts the model that it names: only the command line may."""
     edit_model(recorded, from_config=None, name_or_path=str(planted), trust_remote_code=True)
-    models.place.call("replay", str(recorded)).succeeded  # noqa: B018
-    error = models.place.call("export", str(recorded), "--step", "1").error
+    models.call("replay", str(recorded)).succeeded  # noqa: B018
+    error = models.call("export", str(recorded), "--step", "1").error
     assert f"{recorded / 'config.json'} asks for code that a model brings" in error
     assert "model.trust_remote_code is True" in error
     assert "--trust-remote-code" in error
     assert not marker.exists()
-    models.place.call("export", str(recorded), "--step", "1", "--trust-remote-code")
+    models.call("export", str(recorded), "--step", "1", "--trust-remote-code")
     assert marker.exists()
-
-
-def test_code_of_a_run_that_is_exported_without_its_asking(
-    models: Refusals, recorded: Path, planted: Path, marker: Path
-) -> None:
-    edit_model(recorded, from_config=None, name_or_path=str(planted))
-    error = models.place.call("export", str(recorded), "--step", "1").error
-    assert "asks for Python code that it brings" in error
-    assert not marker.exists()
-
-
-@pytest.mark.parametrize(
-    ("key", "values"),
-    [
-        ("model.attn_implementation", {"attn_implementation": "org/kernel"}),
-        ("model.from_config.x.attn_implementation",
-         {"from_config": {"x": {"attn_implementation": "org/kernel"}}}),
-        ("model.trust_remote_code", {"trust_remote_code": "yes"}),
-    ],
-)  # fmt: skip
-def test_what_else_a_run_may_ask_for(
-    models: Refusals, pipeline: Workplace, key: str, values: dict[str, Any]
-) -> None:
-    shutil.copy(pipeline.stage("ppo") / "config.json", models.folder)
-    edit_model(models.folder, **values)
-    error = models.place.call("export", str(models.folder), "--step", "1").error
-    assert f"code that a model brings: {key} is" in error
-
-
-def test_a_configuration_of_a_run_is_text(models: Refusals, pipeline: Workplace) -> None:
-    """What reads as one of Hydra's interpolations stands for nothing but itself."""
-    shutil.copy(pipeline.stage("ppo") / "config.json", models.folder)
-    edit_model(models.folder, dtype="${oc.env:HOME}")
-    error = models.place.call("export", str(models.folder), "--step", "1").error
-    assert "model.dtype is '${oc.env:HOME}'" in error
 
 
 EVIL = {"_target_": "evil.T"}
@@ -250,7 +179,6 @@ SERVER = {
 }  # fmt: skip
 NAMED: list[tuple[dict[str, Any], str]] = [
     ({"ppo": {"rollout": "evil.py:S"}}, "ppo.rollout"),
-    ({"ppo": {"rollout": "evil:S"}}, "ppo.rollout"),
     ({"stage": "mine", "mine": {"definition": "evil.py:S"}}, "mine.definition"),
     (
         {
@@ -258,11 +186,10 @@ NAMED: list[tuple[dict[str, Any], str]] = [
             "callbacks": {"mine": EVIL},
             "logger": {**EVIL, "kind": "wandb"},
             "data": {"judge": "evil.py:f"},
-            "reward": {"kind": "sum", "components": {"random": FUNCTION}},
+            "reward": {"kind": "sum", "components": {"random": FUNCTION, "server": SERVER}},
         },
         "",
     ),
-    ({"reward": {"kind": "sum", "components": {"random": SERVER}}}, ""),
 ]
 """Sections of a run's configuration that name code or addresses, and the key of the line about it;
 empty where the commands do without what is named."""
@@ -270,7 +197,7 @@ empty where the commands do without what is named."""
 
 @pytest.mark.parametrize(("sections", "key"), NAMED)
 def test_what_a_run_names_is_not_imported_or_connected_to(
-    models: Refusals,
+    models: Workplace,
     recorded: Path,
     marker: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -278,7 +205,7 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     key: str,
 ) -> None:
     """By any command that reads the folder of a run, and stands where the code lies."""
-    place, final = models.place, str(recorded / "final")
+    place, final = models, str(recorded / "final")
     (place.folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
     monkeypatch.syspath_prepend(place.folder)
     monkeypatch.setattr(HTTPReward, "_post", lambda *args, **kwargs: marker.touch())
@@ -314,46 +241,16 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
 
 
 def test_code_that_the_command_line_gives_stands_in_for_what_a_run_names(
-    models: Refusals, recorded: Path, marker: Path
+    models: Workplace, recorded: Path, marker: Path
 ) -> None:
-    own = models.place.folder / "own.py"
+    own = models.folder / "own.py"
     source = "from lightning_rlhf.rollout.native import NativeSampler as S\n"
     own.write_text(f"{source}open({str(marker)!r}, 'w')\n")
     tree = json.loads((recorded / "config.json").read_text())
     tree["ppo"]["rollout"] = "evil.py:S"
     (recorded / "config.json").write_text(json.dumps(tree))
-    models.place.call("export", str(recorded), "--step", "1", "--code", "own.py:S").succeeded  # noqa: B018
+    models.call("export", str(recorded), "--step", "1", "--code", "own.py:S").succeeded  # noqa: B018
     assert marker.exists()
-
-
-def test_code_beside_a_configuration(refused: Refusals, marker: Path) -> None:
-    """model.from_config of an encoder, with code of a folder that would make it speak."""
-    folder = refused.folder / "code"
-    folder.mkdir()
-    (folder / "x.py").write_text(f"open({str(marker)!r}, 'w')")
-    tree = {"model_type": "vit", "auto_map": {"AutoModelForCausalLM": f"{folder}--x.M"}}
-    refused.value("model.from_config", tree, "stage=sft", named=["model.from_config"])
-    assert not marker.exists()
-
-
-def test_an_adapter_that_would_load_a_tokenizer_with_code(models: Refusals, marker: Path) -> None:
-    """Prompt tuning starts from the words of a tokenizer, loaded as its configuration says."""
-    rm, code = models.folder / "rm", models.folder / "code"
-    shutil.copytree(models.folder / "sft", code)
-    (code / "x.py").write_text(f"open({str(marker)!r}, 'w')")
-    own = json.loads((code / "tokenizer_config.json").read_text())
-    auto_map = {"AutoTokenizer": ["x.T", None]}
-    own |= {"auto_map": auto_map, "tokenizer_class": "T"}
-    (code / "tokenizer_config.json").write_text(json.dumps(own))
-    tuning = {
-        "peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2,
-        "base_model_name_or_path": None, "prompt_tuning_init": "TEXT",
-        "prompt_tuning_init_text": "a b", "tokenizer_name_or_path": str(code),
-        "tokenizer_kwargs": {"trust_remote_code": True},
-    }  # fmt: skip
-    (rm / "adapter_config.json").write_text(json.dumps(tuning))
-    models.value("debug", False, *PPO, named=["rm cannot be loaded", "'PROMPT_TUNING'", "LORA"])
-    assert not marker.exists()
 
 
 UNSAFE = {

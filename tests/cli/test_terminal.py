@@ -11,7 +11,7 @@ from lightning_rlhf.io.console import is_hidden
 from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.report.tables import SweepRow, before_after_table, side_by_side, sweep_table
 
-from .conftest import Refusals
+from .conftest import Workplace
 
 EVIL = "\x1b]0;title\x07\x1b[31m\x9b2J \u202eabc \x1b]8;;http://x\x07[red][link=http://y]z[/link]"
 SEEN = "\\x1b]0;title\\x07\\x1b[31m\\x9b2J"
@@ -23,7 +23,7 @@ def check(*texts: str) -> None:
         assert {c for c in text if is_hidden(c)} <= {"\n"}, text
 
 
-def test_a_run_over_foreign_text(models: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_over_foreign_text(models: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts, judge's parts and names of files, through samples and the tables at the end."""
     monkeypatch.setenv("COLUMNS", "400")
     for part in ("train", "val"):
@@ -34,14 +34,14 @@ def test_a_run_over_foreign_text(models: Refusals, monkeypatch: pytest.MonkeyPat
         f"EVIL = {EVIL!r}\ndef judge(row, response, ended):\n"
         "    return {EVIL: 1.0, '[red]loud[/red]': 2.0, 'half\\ud800': 1, 5: 1}\n"
     )
-    outcome = models.place.mini(
+    outcome = models.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm",
         "ppo.iterations=1", "ppo.samples_every=1", "data.judge=judge.py:judge",
     ).succeeded  # fmt: skip
     check(outcome.out, outcome.err)
     assert SEEN in outcome.out
     assert "[red]loud[/red]" in outcome.out
-    folder = models.place.stage("ppo", "next")
+    folder = models.stage("ppo", "next")
     written = [*folder.rglob("*.jsonl"), folder / "metrics.csv", folder / "final" / "manifest.json"]
     check(*(file.read_text() for file in written))
     sample = (folder / "samples" / "train.jsonl").read_text().splitlines()[0]
@@ -52,22 +52,19 @@ def test_a_run_over_foreign_text(models: Refusals, monkeypatch: pytest.MonkeyPat
     "words",
     [
         [f"run={EVIL}"],
-        [f"data.demonstrations.train=data\\\n{EVIL}.jsonl"],
-        [f"model={EVIL}"],
         [f"{EVIL}=1"],
         [f"--{EVIL}"],
         ["-m", f"sft.nothing='{EVIL}','a'"],
         ["--cfg", "job", f"outputs='{EVIL}'"],
         ["--info", "all", f"outputs='{EVIL}'"],
     ],
-    ids=range(8),
 )
-def test_the_command_line_comes_back_as_text(refused: Refusals, words: list[str]) -> None:
+def test_the_command_line_comes_back_as_text(workplace: Workplace, words: list[str]) -> None:
     if words[0] in ("--cfg", "--info"):
-        outcome = refused.place.call("stage=sft", *words).succeeded
+        outcome = workplace.call("stage=sft", *words).succeeded
         assert "title" in outcome.out
     else:
-        outcome = refused.place.call("stage=sft", *words)
+        outcome = workplace.call("stage=sft", *words)
         assert outcome.status != 0
     check(outcome.out, outcome.err)
 

@@ -1,17 +1,38 @@
-"""Plugin of Hydra that sweeps by Optuna: `hydra/sweeper=optuna`. Imports no slow library.
+"""Plugins of Hydra that choose the jobs of a sweep. Imports no slow library.
 
 Hydra accepts plugins from modules of the namespace package `hydra_plugins` alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # which is Hydra's default
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.plugins.sweeper import Sweeper
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
+
+
+class GridSweeper(BasicSweeper):
+    """Sweeper whose jobs are all combinations of values, each checked before the first begins."""
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run all jobs. Raises the error of one that cannot be composed or has a wrong value."""
+        from lightning_rlhf.cli.arguments import parse_overrides
+        from lightning_rlhf.cli.sweep import job_settings
+
+        assert self.hydra_context is not None
+        assert self.config is not None
+        words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
+        for job in self.split_arguments(parse_overrides(words), None)[0]:
+            job_settings(self.hydra_context.config_loader.load_sweep_config(self.config, job))
+        return super().sweep(arguments)
+
+    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
+        """Do nothing, since `sweep` has composed all jobs."""
 
 
 class OptunaSweeper(Sweeper):
@@ -32,10 +53,12 @@ class OptunaSweeper(Sweeper):
 
     def sweep(self, arguments: list[str]) -> None:
         """Run the trials of the study that are left."""
-        from lightning_rlhf.cli.overrides import parse_overrides
+        from lightning_rlhf.cli.arguments import parse_overrides
         from lightning_rlhf.cli.study import Trials, read_study_config
 
         assert self.launcher is not None
+        assert self.hydra_context is not None
+        assert self.config is not None
         given, loader = parse_overrides(arguments), self.hydra_context.config_loader
         fixed = [str(o.input_line) for o in given if not o.is_sweep_override()]
         swept = [o for o in given if o.key_or_group == "stage" and o.is_sweep_override()]

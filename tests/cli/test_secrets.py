@@ -10,12 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import request_response
 
-from lightning_rlhf.cli import overrides
-from lightning_rlhf.cli.overrides import parse_arguments
+from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli.arguments import parse_arguments
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
-from .conftest import Refusals
+from .conftest import Workplace
 
 SECRETS = {
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
@@ -38,16 +38,8 @@ def found_in(secrets: list[str], folder: Path, *texts: str) -> list[tuple[str, s
     ]
 
 
-def test_the_search_finds_what_is_there(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "key").write_bytes(b"\xff" + USER.encode())
-    (tmp_path / QUERY).write_text("")
-    found = found_in([USER, PASSWORD, QUERY], tmp_path, f"said {PASSWORD}")
-    assert [secret for secret, _ in found] == [USER, PASSWORD, QUERY]
-
-
 @pytest.mark.parametrize("by", ["token", "password"])
-def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
+def test_a_run_with_secrets(models: Workplace, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """The server is asked with them; wandb keeps its own files in the folder of the run."""
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
@@ -70,7 +62,7 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
     url = server.url.replace("//", f"//{user}") + f"?key={QUERY}"
     token = ["reward.token_env=JUDGE_TOKEN"] if by == "token" else []
     try:
-        outcome = models.place.mini(
+        outcome = models.mini(
             "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", f"reward.url='{url}'",
             "ppo.iterations=1", "logger=wandb", "logger.mode=offline", *token,
         ).succeeded  # fmt: skip
@@ -84,27 +76,12 @@ def test_a_run_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch, b
     assert found_in(secrets, models.folder / "outputs", outcome.out, outcome.err) == []
 
 
-def test_a_crash_with_secrets(models: Refusals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error that nobody foresaw is shown with its traceback, and without the overrides."""
-
-    def load(*args: object, **kwargs: object) -> None:
-        raise AssertionError("unforeseen")
-
-    monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
-    outcome = models.place.mini(
-        "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http",
-        f"reward.url='http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}'",
-    )  # fmt: skip
-    assert outcome.status == 1
-    assert "unforeseen" in outcome.err
-    assert found_in([USER, PASSWORD, QUERY], models.folder, outcome.out, outcome.err) == []
-
-
-@pytest.mark.parametrize("unforeseen", [AssertionError, RewardError])
-@pytest.mark.parametrize("by", ["token", "password", "variable"])
+@pytest.mark.parametrize(
+    ("by", "unforeseen"),
+    [("token", AssertionError), ("password", RewardError), ("variable", AssertionError)],
+)
 def test_a_crash_that_tells_secrets(
-    models: Refusals, monkeypatch: pytest.MonkeyPatch, by: str, unforeseen: type[Exception]
+    models: Workplace, monkeypatch: pytest.MonkeyPatch, by: str, unforeseen: type[Exception]
 ) -> None:
     """Each by itself, as a library may tell them; in tracebacks too."""
     for name, value in SECRETS.items():
@@ -123,7 +100,7 @@ def test_a_crash_that_tells_secrets(
 
     monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
     monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
-    outcome = models.place.mini(
+    outcome = models.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", "debug=true", *given
     )
     assert outcome.status == 1
@@ -137,10 +114,10 @@ def test_what_is_too_short_is_hidden_in_addresses_alone() -> None:
         "reward": {"url": "http://me:12@h/?a=1&key=a%20long"},
         "data": ["//x", "s3://you:7890@h"],
     }
-    assert overrides.secrets_of(tree) >= {"a=1&key=a%20long", "a%20long", "a long", "7890"}
-    assert not {"me", "12", "1", "h", "you"} & overrides.secrets_of(tree)
+    assert arguments.secrets_of(tree) >= {"a=1&key=a%20long", "a%20long", "a long", "7890"}
+    assert not {"me", "12", "1", "h", "you"} & arguments.secrets_of(tree)
     said = "12 of http://me:12@h/?a=1 with 7890"
-    found = overrides.without_secrets(said, secrets=list(overrides.secrets_of(tree)))
+    found = arguments.without_secrets(said, secrets=list(arguments.secrets_of(tree)))
     assert found == "12 of http://***@h/?*** with ***"
 
 
@@ -150,10 +127,10 @@ def test_words_of_the_configuration_stay_readable() -> None:
         "reward": {"url": "http://bob1:pass1@h/?model=reward&strict=true&key=abcdef"},
         "outputs": "/home/bob1/outputs",
     }
-    secrets = overrides.secrets_of(tree)
+    secrets = arguments.secrets_of(tree)
     assert secrets == {"pass1", "abcdef", "model=reward&strict=true&key=abcdef"}
     said = "/home/bob1/outputs: give resume=true, not reward.url, with abcdef"
-    found = overrides.without_secrets(said, secrets=list(secrets))
+    found = arguments.without_secrets(said, secrets=list(secrets))
     assert found == "/home/bob1/outputs: give resume=true, not reward.url, with ***"
 
 
@@ -166,39 +143,32 @@ def test_words_of_the_configuration_stay_readable() -> None:
         "reward={{kind:http,url:http://{user}:{password}@h}}",
     ],
 )
-def test_a_sweep_over_an_address_with_secrets(refused: Refusals, word: str) -> None:
+def test_a_sweep_over_an_address_with_secrets(workplace: Workplace, word: str) -> None:
     word = word.format(user=USER, password=PASSWORD, query=QUERY)
-    outcome = refused.place.sweep("stage=ppo", "reward=http", word)
+    outcome = workplace.sweep("stage=ppo", "reward=http", word)
     assert outcome.status == 1
-    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+    assert found_in([USER, PASSWORD, QUERY], workplace.folder, outcome.out, outcome.err) == []
 
 
 SHOWN = (
     ["--cfg", "job"],
-    ["--cfg", "all"],
-    ["--cfg", "hydra"],
-    ["-c", "job", "--resolve"],
-    ["--cfg", "job", "--package", "reward"],
     ["--cfg", "job", "--package", "reward.url", "--resolve"],
-    ["--info"],
     ["--info", "all"],
-    ["--info", "config"],
-    ["-i", "defaults"],
 )
 
 
 @pytest.mark.parametrize("options", SHOWN, ids=" ".join)
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_configuration_that_is_printed(
-    refused: Refusals, monkeypatch: pytest.MonkeyPatch, options: list[str], typed: bool
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, options: list[str], typed: bool
 ) -> None:
     """With an address on the command line, or in a variable of the environment."""
     url = f"http://{USER}:{PASSWORD}/x@127.0.0.1:9/?key={QUERY}&a=b"
     monkeypatch.setenv("JUDGE_URL", url)
     given = f"reward.url='{url}'" if typed else "reward.url=${oc.env:JUDGE_URL}"
-    outcome = refused.place.mini("stage=ppo", *options, "reward=http", given, "ppo.kl_coef=0.1")
+    outcome = workplace.mini("stage=ppo", *options, "reward=http", given, "ppo.kl_coef=0.1")
     assert outcome.status == 0, outcome.err
-    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+    assert found_in([USER, PASSWORD, QUERY], workplace.folder, outcome.out, outcome.err) == []
     # After a job Hydra's logger is off in the process that runs the tests, and --info logs.
     assert outcome.out or options[0] in ("--info", "-i")
 
@@ -207,55 +177,35 @@ def test_a_configuration_that_is_printed(
     "words",
     [
         ["hydra.output_subdir=kept", "{}"],
-        ["--cfg", "{}"],
         ["--nothing", "{}"],
-        ["hydra.verbose=true", "{}"],
         ["{}", "reward.nothing=1"],
-        ["{}", "nothing"],
-        ["{}", "--resolve"],
     ],
     ids=" ".join,
 )
-def test_where_hydra_would_write_or_repeat_an_address(refused: Refusals, words: list[str]) -> None:
+def test_where_hydra_would_repeat_an_address(workplace: Workplace, words: list[str]) -> None:
     address = f"reward.url=http://{USER}:{PASSWORD}@127.0.0.1:9/?key={QUERY}"
-    outcome = refused.place.mini(
+    outcome = workplace.mini(
         "stage=ppo", "reward=http", "policy.checkpoint=base",
         *(word.format(address) for word in words),
     )  # fmt: skip
     assert outcome.status != 0
-    assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
-
-
-def test_a_mistake_in_an_address_with_secrets(models: Refusals) -> None:
-    """Told by us and told by Hydra."""
-    for wrong in (
-        f"reward.url=http://{USER}:{PASSWORD}@x/{{",
-        f"+reward.url.x=//{USER}:{PASSWORD}@?{QUERY}",
-        f"reward=http://{USER}:{PASSWORD}@h?{QUERY}",
-    ):
-        outcome = models.place.mini("stage=ppo", "reward=http", wrong)
-        assert outcome.error
-        assert found_in([USER, PASSWORD, QUERY], models.folder, outcome.out, outcome.err) == []
+    assert found_in([USER, PASSWORD, QUERY], workplace.folder, outcome.out, outcome.err) == []
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         "reward.url=http://{user}:{password}@h/score?token={query}",
-        "reward.url='http://{user}:{password}@h/score?token={query}",
-        "reward.url=h/score?token={query}",
         "reward.url=http://h/?a,{query}",
-        "reward.url=http://h/?a b={query}",
-        "reward.url:http://{user}:{password}@h/?{query}",
         "reward={{kind:http,url:http://{user}:{password}@h/?t={query}}}",
     ],
 )
-def test_an_address_that_wants_quotes(refused: Refusals, wrong: str) -> None:
+def test_an_address_that_wants_quotes(workplace: Workplace, wrong: str) -> None:
     word = wrong.format(user=USER, password=PASSWORD, query=QUERY)
     for more in ([], ["debug=true"]):
-        outcome = refused.place.mini("stage=ppo", "reward=http", word, *more)
+        outcome = workplace.mini("stage=ppo", "reward=http", word, *more)
         assert """quote it, in both kinds: 'reward.url="http://..."'""" in outcome.err
-        assert found_in([USER, PASSWORD, QUERY], refused.folder, outcome.out, outcome.err) == []
+        assert found_in([USER, PASSWORD, QUERY], workplace.folder, outcome.out, outcome.err) == []
 
 
 def test_an_address_after_dashes() -> None:
