@@ -15,8 +15,9 @@ from markupsafe import Markup
 from lightning_rlhf.core.metrics import heading_of
 from lightning_rlhf.io.console import visible
 from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
+from lightning_rlhf.report.curves import Plot
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.report.plots import Plot, color_class, draw
+from lightning_rlhf.report.figures import figure_of
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -147,9 +148,9 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals |= {
-        "draw": draw, "marks": MARKS, "words": WORDS, "change": change, "cells": cells,
+        "draw": figure_of, "marks": MARKS, "words": WORDS, "change": change, "cells": cells,
         "tokens": token_spans, "token_rows": token_rows,
-        "heading_of": heading_of, "shares": shares, "patch": patch, "color_class": color_class,
+        "heading_of": heading_of, "shares": shares, "patch": patch,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
     found.filters |= {

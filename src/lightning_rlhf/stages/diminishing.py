@@ -14,6 +14,7 @@ from matplotlib.ticker import EngFormatter
 from lightning_rlhf.callbacks.evaluation import SAMPLES
 from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.core.errors import CheckpointError, counted
+from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import json_lines, read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
@@ -30,7 +31,6 @@ from lightning_rlhf.report.diminishing import (
     measure,
 )
 from lightning_rlhf.report.figures import DPI, GREY, LEGEND, ROW_IN, STYLE, WIDTH_IN, head
-from lightning_rlhf.report.run_plots import HELD_OUT
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import by_prompt, damage_named

@@ -21,6 +21,7 @@ from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
@@ -34,7 +35,6 @@ from lightning_rlhf.report.run_page import (
     duration,
     write_page,
 )
-from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.tables import paired_samples, score_text
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
@@ -130,7 +130,6 @@ PROMISES = "promises.json"
 DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
 PAIRS = 6
 """Number of held-out prompts whose responses are shown."""
-HEALTHY = {name: (metric.healthy, metric.band) for name, metric in DEFINITIONS.items()}
 PHASES = {
     "time/rollout_s": "sampling",
     "time/score_s": "scoring",
@@ -196,7 +195,7 @@ def stage_report(run: RunFiles) -> StageReport:
             diverges=diverges,
             rewards=reward_verdicts(run),
         ),
-        curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
+        curves=curve_plots(curves, panels, unit) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=note,
