@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     check_checkpoint,
-    link_best,
     numbered,
     read_run,
     stamp,
@@ -270,27 +270,14 @@ class Adds(Callback):
 
 
 def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: Run) -> None:
-    told = r"^Remembers\.state_dict\(\)\['rules'\]\['first'\] is an object of type SFTConfig, from"
+    told = r"^Remembers\.state_dict\(\) holds objects .*core\.config\.SFTConfig"
     with pytest.raises(CheckpointError, match=told):
         run.train(Remembers({"first": config()}), checkpoint_every=1)
     assert run.steps == [1]
 
 
-def test_a_callback_without_a_state_to_save_is_named(run: Run) -> None:
-    class Fails(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"length": self.length}  # type: ignore[attr-defined]
-
-    told = (
-        r"^Fails\.state_dict\(\) raised AttributeError: 'Fails' object has no attribute 'length', "
-    )
-    with pytest.raises(CheckpointError, match=told):
-        run.train(Fails(), checkpoint_every=1)
-    assert run.steps == []
-
-
 def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
-    told = r"^checkpoint\['mine'\]\[0\] is an object of type PosixPath, from which no run"
+    told = r"^checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;"
     with pytest.raises(CheckpointError, match=told):
         run.train(Adds())
     assert run.steps == []
@@ -302,14 +289,6 @@ def test_a_state_of_tensors_numbers_and_texts_is_resumed_from(run: Run) -> None:
     again = Remembers(state)
     run.train(again, resume="000003", checkpoint_every=3)
     assert run.steps == [3, 6]
-
-
-def test_the_best_may_be_linked_again(tmp_path: Path) -> None:
-    """As by an evaluation done anew; among links of one file a rename does nothing."""
-    (tmp_path / "000001.ckpt").write_text("1")
-    for _ in range(2):
-        link_best(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001.ckpt", "best.ckpt"]
 
 
 class Cut(Exception):
@@ -448,7 +427,7 @@ class Fails(FakePPO):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("error", [RewardError("away"), ValueError("else"), MemoryError()])
+@pytest.mark.parametrize("error", [RewardError("away"), MemoryError()])
 def test_an_exception_before_the_update_saves_the_step_before(
     run: Run, error: BaseException
 ) -> None:
@@ -463,12 +442,6 @@ def test_an_exception_within_the_update_saves_nothing(run: Run) -> None:
     """Some of the weights are of the third iteration."""
     with pytest.raises(RewardError):
         run.train(module=Fails("update", RewardError("away")))
-    assert run.steps == []
-
-
-def test_an_exception_before_the_rows_are_written_saves_nothing(run: Run) -> None:
-    with pytest.raises(Cut):
-        run.train(At("on_train_batch_end", 3, throw(Cut())))
     assert run.steps == []
 
 
@@ -488,31 +461,17 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
 def test_a_full_disk_leaves_the_checkpoint_before(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tree: Any, file: Any) -> None:
-        file.write(b"half of it")
+    def full(checkpoint: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(torch, "save", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(checkpoints, "outline", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
     run.train(resume="000002", checkpoint_every=1)
     assert run.steps == [5, 6]
-
-
-def test_what_ended_the_run_is_told_where_nothing_can_be_saved(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(tree: Any, file: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(RewardError, match="away"):
-        run.train(module=Fails("rollout", RewardError("away")))
-    assert "no checkpoint of step 2: " in capsys.readouterr().out
-    assert run.steps == []
 
 
 # Signals.
@@ -603,7 +562,6 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"stage": "sft"}, "of stage ppo, not sft"),
-        ({"model": "tiny"}, "of model mini, not tiny"),
         ({"version": "2"}, "of lightning-rlhf 1, not 2"),
         ({"run": "b"}, "of run a, not b"),
     ],
@@ -622,20 +580,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> 
 STAMP = stamp(ORIGIN, 1)
 
 
-@pytest.mark.parametrize("content", [
-    {"state_dict": {}}, {"lightning_rlhf": STAMP}, [STAMP], None,
-    *({"state_dict": {}, "lightning_rlhf": run} for run in (
-        None, "x", {}, STAMP | {"step": "1"}, STAMP | {"more": 1})),
-])  # fmt: skip
-def test_another_programs_file_is_foreign(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "000001.ckpt"
-    torch.save(content, path)
-    with pytest.raises(CheckpointError, match="is foreign: no checkpoint of this lightning-rlhf"):
-        check_checkpoint(path, ORIGIN)
-
-
 @given(place=st.floats(0, 0.999), byte=st.integers(0, 255))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_whatever_bytes_say_is_one_error(place: float, byte: int) -> None:
     """With a checksum that fits them: the pickle in the file is another one."""
     with tempfile.TemporaryDirectory() as folder:

@@ -77,7 +77,7 @@ def test_a_damaged_newest_one_is_passed_over(cut_off: Workplace, pipeline: Workp
     assert rows(cut_off.stage("sft")) == rows(pipeline.stage("sft"))
 
 
-@pytest.mark.parametrize("left", ["final", "checkpoints", "rows", "none readable", "other models"])
+@pytest.mark.parametrize("left", ["final", "rows", "none readable", "other models"])
 def test_what_is_refused_is_left_as_it_is(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
@@ -114,16 +114,7 @@ def test_other_models_under_a_finished_run_are_told(
     assert "cannot be resumed: the models it was started from are others now" in error
 
 
-def test_where_a_stage_goes_on_by_itself_it_changes_nothing(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Sweeps, whose finished jobs are passed over; recipes: test_recipe.py."""
-    finished.sweep("stage=sft", "run=swept", "sft.lr=0.01", "resume=auto").succeeded  # noqa: B018
-    unbuilt(monkeypatch)
-    finished.sweep("stage=sft", "run=swept", "sft.lr=0.01", "resume=auto").succeeded  # noqa: B018
-
-
-@pytest.mark.parametrize("stage", ["sft", "rm", "ppo"])
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
 def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:

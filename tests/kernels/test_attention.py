@@ -100,14 +100,6 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
         assert off(ours, truth) < 1.5 * off(theirs, truth) < 0.01
 
 
-def test_autocast_does_not_round_the_scores() -> None:
-    narrow = states(torch.bfloat16)
-    expected = gradients(narrow, None, ours=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = gradients(narrow, None, ours=True)
-    assert all(map(torch.equal, found, expected))
-
-
 def narrower_values(states: list[Tensor], options: dict[str, Any]) -> None:
     states[2] = states[2][..., :4]
 
@@ -174,7 +166,7 @@ def test_all_else_is_as_the_library_hands_it_on(case: str) -> None:
     assert [id(x) for x in asked.call_args.args[1:4]] == [id(x) for x in (query, key, value)]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_a_model_attends_by_it_and_its_files_do_not_tell(family: str, tmp_path: Path) -> None:
     model = build_model(family)
     tokens = torch.arange(10).view(2, 5)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_rlhf.kernels import products
-from lightning_rlhf.kernels.products import compiles_by_shape, linear, product, rounded_up
+from lightning_rlhf.kernels.products import compiles_by_shape, linear, product
 
 EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
@@ -21,7 +20,7 @@ def numbers(*shape: int) -> Tensor:
 
 @pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1), (40, 33, 2)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1)])
 def test_onednn_says_what_the_formula_says(
     shape: tuple[int, int, int], turned: bool, to_onednn: list[tuple[int, ...]]
 ) -> None:
@@ -116,31 +115,12 @@ def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves
     assert products.fp32_by_onednn() is expected
 
 
-@pytest.mark.parametrize("lacking", ["MKL", "the operator", "the name", "the question"])
-def test_it_does_not_where_something_is_not_there(
-    lacking: str, processor: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor(EPYC, "AVX512")
-    match lacking:
-        case "MKL":
-            monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        case "the operator":
-            monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-        case "the name":
-            monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-        case _:  # torch 2.9
-            monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not products.fp32_by_onednn()
-
-
 @pytest.mark.parametrize("faster", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "device", "autocast", "expected"),
     [
         (torch.float32, "cpu", False, "where oneDNN is faster"),
         (torch.float32, "cpu", True, "anywhere"),
-        (torch.bfloat16, "cpu", False, "anywhere"),
-        (torch.float16, "cpu", False, "anywhere"),
         (torch.float64, "cpu", False, "nowhere"),
         (torch.bfloat16, "meta", False, "nowhere"),
     ],
@@ -160,7 +140,3 @@ def test_what_onednn_multiplies_is_compiled_for_few_shapes(
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         where = {"anywhere": True, "nowhere": False}.get(expected, faster)
         assert compiles_by_shape(x) is where
-
-
-def test_a_number_is_rounded_up() -> None:
-    assert [rounded_up(count, 8) for count in (0, 1, 8, 9)] == [0, 8, 8, 16]

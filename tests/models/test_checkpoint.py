@@ -9,8 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,15 +18,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
-from lightning_rlhf.models import checkpoint
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
     check_fingerprint,
+    load_head,
     random_reward,
     start_from,
 )
-from lightning_rlhf.models.checkpoint import Final, find, load_head, tokenizer_hash, versions
+from lightning_rlhf.models.checkpoint import Final, find, tokenizer_hash
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHead
@@ -194,15 +193,6 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     assert asked == []
 
 
-def test_the_tokenizer_and_its_template_travel_along(
-    adapters: Any, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    again = AutoTokenizer.from_pretrained(adapters.ppo.path)
-    dialogue = [{"role": "user", "content": "Where is Peru?"}]
-    assert again.get_vocab() == tokenizer.get_vocab()
-    assert again.apply_chat_template(dialogue) == tokenizer.apply_chat_template(dialogue)
-
-
 def test_writing_keeps_neither_a_half_nor_an_old_folder(
     tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
@@ -271,15 +261,10 @@ def test_the_hash_is_of_the_vocabulary_alone(
     assert tokenizer_hash(again) != tokenizer_hash(tokenizer)
 
 
-def test_versions_are_those_of_the_running_libraries() -> None:
-    assert versions()["torch"] == torch.__version__
-    assert set(versions()) >= {"lightning-rlhf", "transformers", "peft", "lightning"}
-
-
 # Foreign folders
 
 
-@pytest.mark.parametrize("text", ['{"stage": "sft"}', "{", "[]", '"text"', '{"other": 1}'])
+@pytest.mark.parametrize("text", ['{"stage": "sft"}', "{", '{"other": 1}'])
 def test_a_foreign_manifest_is_refused(adapters: Any, tmp_path: Path, text: str) -> None:
     folder = copy(adapters.rm, tmp_path / "copy").path
     (folder / "manifest.json").write_text(text)
@@ -326,7 +311,7 @@ def test_a_head_for_another_hidden_size_is_refused(adapters: Any, tmp_path: Path
         attach(adapters, final)
 
 
-@pytest.mark.parametrize("damage", ["cut", "other names", "no bias"])
+@pytest.mark.parametrize("damage", ["cut", "no bias"])
 def test_a_broken_head_is_one_error_that_names_the_file(
     adapters: Any, tmp_path: Path, damage: str
 ) -> None:
@@ -335,8 +320,7 @@ def test_a_broken_head_is_one_error_that_names_the_file(
     if damage == "cut":
         file.write_bytes(file.read_bytes()[:-8])
     else:
-        name = "weight" if damage == "other names" else "linear.weight"
-        save_file({name: torch.zeros(1, 32)}, file)
+        save_file({"linear.weight": torch.zeros(1, 32)}, file)
     with pytest.raises(CheckpointError, match=r"reward_head\.safetensors"):
         attach(adapters, final)
 
@@ -456,7 +440,7 @@ def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
         start_from(config, with_manifest(final, base_seed=7), trainable=False, seed=41)
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+@pytest.mark.parametrize("quantization", ["int8"])
 def test_a_full_sft_model_can_be_the_quantised_base_of_the_next_stage(
     tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
     tokenizer: PreTrainedTokenizerBase, quantization: str,
@@ -468,19 +452,6 @@ def test_a_full_sft_model_can_be_the_quantised_base_of_the_next_stage(
     final = find(str(tmp_path / "final"), "policy.checkpoint")
     config = make_config(name_or_path="unused", quantization=quantization)
     assert start_from(config, final, trainable=False, seed=0).probe(REFERENCE).isfinite().all()
-
-
-def test_a_bf16_base_passes_the_check_of_an_fp32_run(
-    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
-    roles = Roles(make_model("llama"))
-    roles.assign(SFT)
-    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
-    final = find(str(tmp_path / "final"), "policy.checkpoint")
-    config = make_config(name_or_path="unused", dtype="bfloat16")
-    roles = start_from(config, final, trainable=False, seed=0)
-    assert roles.causal_lm.dtype == torch.bfloat16
 
 
 # A reward model with weights of its own
@@ -524,31 +495,3 @@ def test_the_policy_must_start_at_the_reference(
     monkeypatch.setattr(Roles, "add_adapter", elsewhere)
     with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
         add_policy(roles, adapters.config, 0)
-
-
-@pytest.mark.parametrize(("parents", "named"), [({"sft": "../own"}, None), ({}, "{own}")])
-def test_a_folder_that_names_itself_as_its_base(
-    tmp_path: Path, parents: dict[str, str], named: str | None
-) -> None:
-    own = tmp_path / "own"
-    own.mkdir()
-    base = named and named.format(own=own)
-    (own / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
-    manifest: Any = SimpleNamespace(parents=parents, base="org/base")
-    with pytest.raises(CheckpointError, match=f"^{own} names .*/own as the model that it was tr"):
-        _ = Final(own, manifest).base_folder
-
-
-def test_two_adapters_that_name_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "adapter_config.json").write_text('{"base_model_name_or_path": null}')
-    finals: dict[str, Any] = {
-        str(tmp_path / name): Final(
-            tmp_path / name, cast(Any, SimpleNamespace(parents={"sft": f"../{other}"}, base="x"))
-        )
-        for name, other in (("a", "b"), ("b", "a"))
-    }
-    monkeypatch.setattr(checkpoint, "find", lambda source, key: finals[source])
-    with pytest.raises(CheckpointError, match=r"/b names .*/a as the model"):
-        _ = finals[str(tmp_path / "a")].base_folder

@@ -10,7 +10,7 @@ import os
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -169,26 +169,18 @@ def nearest_path(source: str) -> str:
     nothing of the path exists, or nothing is beside it.
     """
     path = Path(os.path.expanduser(source))
-    parts = path.parts
-    there = next((n for n in range(len(parts)) if not os.path.exists(Path(*parts[: n + 1]))), None)
-    if there is None:
+    missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
+    if missing is None:
         return ""
-    above, missing = Path(*parts[:there]), parts[there]
-    names = _names(above, path.suffix)
-    if close := difflib.get_close_matches(missing, names, n=1):
+    above, names = missing.parent, []
+    with suppress(OSError):  # no right to list it, or no such folder
+        beside = sorted(above.iterdir())
+        names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
+    if close := difflib.get_close_matches(missing.name, names, n=1):
         found = above / close[0]
-        whole = found.joinpath(*parts[there + 1 :])
+        whole = found / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else found}"
     if not names or above in (Path(), Path("/")):
         return ""
     more = ", ..." * (len(names) > MOST_NAMES)
     return f"; {above} holds {', '.join(names[:MOST_NAMES])}{more}"
-
-
-def _names(folder: Path, suffix: str) -> list[str]:
-    """Return the names of the folders in a folder, and of its files that end in `suffix`."""
-    try:
-        found = sorted(folder.iterdir())
-    except OSError:  # no right to list it
-        return []
-    return [path.name for path in found if path.is_dir() or path.suffix == suffix != ""]

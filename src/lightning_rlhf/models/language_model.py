@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from inspect import signature
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,6 +14,7 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.masking import picker
@@ -55,7 +56,7 @@ def copied_bytes(causal_lm: PreTrainedModel) -> int:
     have adapters once more, with the adapters added.
     """
     dtype = computing_dtype(causal_lm)
-    layers = [layer.weight for layer in linear_layers(causal_lm.base_model)]
+    layers = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
     head = causal_lm.get_output_embeddings().weight
     copied = 0
     if all(weight.dtype in (dtype, torch.float32) for weight in layers):
@@ -68,11 +69,17 @@ def copied_bytes(causal_lm: PreTrainedModel) -> int:
     return copied + sum(layer.base_layer.weight.nbytes for layer in adapted)
 
 
-def linear_layers(trunk: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers of a trunk, without those of adapters."""
+def linear_layers(
+    trunk: nn.Module, adapters: Collection[str] = ()
+) -> Iterator[tuple[str, Any, int, int]]:
+    """Yield name, layer, inputs and outputs of each linear layer, and of those of the adapters."""
     for name, layer in trunk.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name:
-            yield layer
+        if "lora_" in name and name.rpartition(".")[2] not in adapters:
+            continue
+        if isinstance(layer, Conv1D):  # GPT-2's
+            yield name, layer, layer.nx, layer.nf
+        elif isinstance(layer, nn.Linear):
+            yield name, layer, layer.in_features, layer.out_features
 
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")

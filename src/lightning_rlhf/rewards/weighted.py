@@ -63,9 +63,12 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
 
     Raises RewardError unless they are one finite number for each response.
     """
-    if len(found) != len(decoded):
-        given = f"{counted(len(found), 'number')} for {counted(len(decoded), 'response')}"
-        raise RewardError(f"reward {name!r} gave {given}; allowed: one for each")
+    if hasattr(found, "tolist") and not isinstance(found, Tensor):  # an array
+        found = found.tolist()
+    is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+    if not is_list or len(found) != len(decoded):
+        given = f"{quoted(found)} for {counted(len(decoded), 'response')}"
+        raise RewardError(f"reward {name!r} gave {given}; allowed: a list of one number for each")
     if isinstance(found, Tensor) and found.dim() != 1:
         raise not_finite(f"a tensor {list(found.shape)}", decoded, 0, name)
     if not isinstance(found, Tensor):

@@ -24,11 +24,9 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rlhf.core.errors import ConfigError, counted, first_line
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.models.quantization import check_quantization
 from lightning_rlhf.parallel.replicas import ended_processes
 from lightning_rlhf.parallel.world import World, world
-from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.trainer_section import driver_has_gpu
 
 if TYPE_CHECKING:
@@ -37,18 +35,6 @@ if TYPE_CHECKING:
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Module -> package with kernels of linear attention; the extra `gpu` holds them."""
-
-
-def check_accelerator(settings: Settings) -> None:
-    """Raise ConfigError where the run asks for a device, or for weights on it, that fail here."""
-    check_gpu(settings)
-    device = device_of(settings)
-    check_quantization(settings.model.quantization, "model.quantization", device)
-    for name, component in settings.reward.items() if settings.definition.reads_reward else ():
-        if isinstance(component, ModelConfig):
-            own = torch.device(component.device) if component.device else device
-            key = f"{reward_key(settings, name)}.quantization"
-            check_quantization(component.quantization, key, own)
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -60,7 +46,7 @@ def device_of(settings: Settings) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "mps")
 
 
-def check_gpu(settings: Settings) -> None:
+def check_accelerator(settings: Settings) -> None:
     """Raise ConfigError where the run asks for a GPU and torch cannot compute on one."""
     if settings.trainer.accelerator != "gpu":
         return

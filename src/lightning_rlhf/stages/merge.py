@@ -12,8 +12,8 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
-from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, whole_weights
-from lightning_rlhf.models.checkpoint import Final, find, load_head
+from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, load_head, whole_weights
+from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding

@@ -36,7 +36,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import check_sampler
+from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.folder.changes import Export, read_ending
@@ -133,7 +133,8 @@ def prepare_ppo(
     wherever that is possible.
     """
     parents = find_parents(settings)
-    check_sampler(config.rollout, f"{settings.stage}.rollout")
+    if config.rollout not in OURS:
+        load_sampler(config.rollout, f"{settings.stage}.rollout")
     with Working("reading the data"):
         rows = load("prompts", settings.data, settings.seed)
     columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}

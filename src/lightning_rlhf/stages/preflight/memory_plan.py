@@ -26,13 +26,12 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.products import computing_dtype
-from lightning_rlhf.models.adapter import check_settings
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
-from lightning_rlhf.models.flops import linear_layers
-from lightning_rlhf.models.language_model import copied_bytes
+from lightning_rlhf.models.language_model import copied_bytes, linear_layers
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute
 from lightning_rlhf.models.quantization import scale_bytes
+from lightning_rlhf.models.roles import check_settings
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, ModelConfig, RandomConfig
 from lightning_rlhf.stages.folder.folders import reward_role

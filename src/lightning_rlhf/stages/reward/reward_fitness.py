@@ -26,7 +26,7 @@ from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.build_roles import check_positions, check_room, refuse_positions
+from lightning_rlhf.models.build_roles import check_positions, check_room
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.checks import metrics
@@ -203,7 +203,7 @@ def check_lengths(
     longest = max(len(prompt) for prompt in prompts)
     key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
     what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    refuse_positions(roles, longest + response, what)
+    check_positions(roles, longest + response, what, warns=False)
     check_room(roles, config.batch_size, longest, response, key, ready.device)
 
 
