@@ -48,7 +48,13 @@ from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.accelerator import strategy
-from lightning_rlhf.stages.policy_answers import Scorer, Task, answer, numbers_of, sample_responses
+from lightning_rlhf.stages.evaluate_policy import (
+    GREEDY,
+    Scorer,
+    Task,
+    answer,
+    sample_responses,
+)
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
 
@@ -161,22 +167,22 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
     task: Any = Task(
         ready=ready, config=config,  # type: ignore[arg-type]
         prompts=[PromptTokens(row, number) for number, row in enumerate(tokens)],
-        rows=[{"prompt": ""}] * prompts, references=(), sources={},
+        rows=[{"prompt": ""}] * prompts, references=(), light={}, judge=None, verdicts={},
     )  # fmt: skip
     roles = Roles(build_model(workload).eval().requires_grad_(False))
     roles.add_adapter(POLICY, LORA)
     reward = Reward.of(lambda d: low_tokens(d.rollout.tokens, d.rollout.response_mask))
     rows = MicrobatchSize("batch_size", at_once)
-    scorer = Scorer(task=task, roles=roles, reward=reward, judge=None, microbatch=rows)
+    scorer = Scorer(task=task, roles=roles, reward=reward, microbatch=rows)
 
     def work() -> object:
         if stage == "rank":
             parts = sample_responses(task, "policy", roles, POLICY, 1.0, count)
         else:
-            answers = [answer(task, role, roles, role) for role in (POLICY, REFERENCE)]
-            given = [part for found in answers for part in found.rollouts.values()]
-            parts = [part for some in given for part in some]
-        return replicas.merged(numbers_of(parts), scorer.samples(parts))
+            ways = {"sampled": (1.0, count), "greedy": (GREEDY, 1)}
+            answers = [answer(task, role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
+            parts = [part for found in answers for some in found.values() for part in some]
+        return scorer.scored(parts)
 
     return work
 

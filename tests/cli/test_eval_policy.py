@@ -105,7 +105,7 @@ def test_a_page_and_a_note_on_few_prompts(evaluated: Evaluated) -> None:
     assert "a greedy one to each, too few to measure with (data.max_val_rows" in shown
     assert "report.html" in evaluated.out
     page = check((evaluated.folder / "report.html").read_text())
-    assert f"{EARLIER} - {FINAL}, sampled" in page.text
+    assert f"{EARLIER} - {FINAL}" in page.text
     assert "Held-out prompts, side by side" in page.text
 
 

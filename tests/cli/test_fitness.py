@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.rewards.format_check import FormatResult
-from lightning_rlhf.stages.reward.reward_fitness import advice, cut
+from lightning_rlhf.stages.evaluate_reward import format_advice, shortened
 
 CHAT: Any = SimpleNamespace(
     response_tokens=lambda text: [*text.split(), "end"],
@@ -26,7 +26,7 @@ def test_a_probe_is_cut_where_no_response_could_go_on(
     text: str, longest: int, expected: str
 ) -> None:
     """The end token is one of the `longest`."""
-    assert cut(text, CHAT, longest) == expected
+    assert shortened(text, CHAT, longest) == expected
 
 
 def test_advice_tells_other_text_from_other_numbers() -> None:
@@ -34,13 +34,13 @@ def test_advice_tells_other_text_from_other_numbers() -> None:
         pairs=16, accuracy=0.5, own_accuracy=0.9, gap=0.7, rendered="a", own_rendered="a",
         problems=(), doubts=(),
     )  # fmt: skip
-    assert advice(same, "reward") == (
+    assert format_advice(same, "reward") == (
         "The text is the same: its numbers differ by dtype or quantization. "
         "reward.format_check=warn goes on all the same"
     )
     for other in (replace(same, rendered="b"), replace(same, problems=("twice",))):
-        assert advice(other, "reward").startswith("It would be asked about other text than")
+        assert format_advice(other, "reward").startswith("It would be asked about other text than")
     unknown = replace(same, gap=None, own_rendered=None, problems=("twice",))
-    assert advice(unknown, "reward.components.a") == (
+    assert format_advice(unknown, "reward.components.a") == (
         "Mend that; or reward.components.a.format_check=warn goes on all the same"
     )

@@ -35,7 +35,7 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
     report = (finished.outputs / name / "final" / "report.md").read_text()
     assert report.startswith(f"# Is this reward fit to be maximised? {name}\n")
     assert headings["curves.png"] == f"Rewardmodel:{name}"
-    assert {headings[file] for file in ("rewards.png", "length.png", "margin.png")} == {name}
+    assert {headings[file] for file in ("rewards.png", "length.png")} == {name}
     (identity,) = identities
     assert (identity.name, identity.job) == (name, "rm.lr-0.1")
     assert wandb_tags(identity) == ["rm", "mini", "rm.lr-0.1"]

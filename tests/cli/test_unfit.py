@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
-from lightning_rlhf.stages.compare import read
+from lightning_rlhf.stages.compare import read_package_run
 from lightning_rlhf.stages.reward import build_rewards
 from lightning_rlhf.stages.run_report import stage_report
 
@@ -121,7 +121,7 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
 
 
 def level_of(folder: Path) -> str:
-    return stage_report(read(folder)).verdict.level
+    return stage_report(read_package_run(folder)).verdict.level
 
 
 @pytest.mark.parametrize("stage", ["eval_policy", "rank"])

@@ -11,18 +11,15 @@ import pytest
 from jaxtyping import Float
 from numpy import ndarray
 
+from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
 from lightning_rlhf.report.diminishing import (
     FEWEST_POINTS,
-    FLOPS,
-    GOLD,
     ITERATIONS,
-    KL,
-    REWARD,
     GoldStop,
     find_gold_stop,
     fit,
     knee_of,
-    measure,
+    measure_returns,
 )
 
 Function = Callable[[Float[ndarray, " N"]], Float[ndarray, " N"]]
@@ -84,10 +81,12 @@ def held(curves: int, seed: int, over_kl: bool) -> float:
             knee *= kl.max()
             reward = f(kl / kl.max()) + noisy(np.zeros_like, n, noise, r, generator)
             kl = kl * (1 + generator.uniform(0.04, 0.1) * generator.normal(size=n))
-            curve = measure({REWARD: (steps, list(reward)), KL: (steps, list(kl))}).by_kl
+            curve = measure_returns({REWARD: (steps, list(reward)), KL: (steps, list(kl))}).by_kl
             assert curve is not None
         else:
-            curve = measure({REWARD: (steps, list(noisy(f, n, noise, r, generator)))}).reward
+            curve = measure_returns(
+                {REWARD: (steps, list(noisy(f, n, noise, r, generator)))}
+            ).reward
             knee *= n - 1
         assert curve.fit is not None
         low, high = (np.inf if end > 1 else curve.at(end) for end in curve.fit.interval)
@@ -149,13 +148,13 @@ def run_of(n: int, reward: Function, gold: Function | None = None, every: int = 
 
 def test_a_run_without_a_judge() -> None:
     """The knee of scale 0.1 lies at 0.415 of the range."""
-    found = measure(run_of(100, exponential(0.1)))
+    found = measure_returns(run_of(100, exponential(0.1)))
     assert found.stop is not None
     low, high = found.stop.interval
     assert low <= 41.5 <= (high or 100)
     assert found.sentence.startswith(f"after iteration {found.stop} a further 10% of compute")
     assert found.gold is None
-    assert found.divergence is None
+    assert found.as_json()["divergence"] is None
     assert found.by_kl is not None
     assert found.by_kl.fit is not None
     low_kl, high_kl = found.by_kl.fit.interval
@@ -163,18 +162,18 @@ def test_a_run_without_a_judge() -> None:
 
 
 def test_gold_with_a_gain_decides() -> None:
-    found = measure(run_of(150, lambda u: u, exponential(0.05)))
+    found = measure_returns(run_of(150, lambda u: u, exponential(0.05)))
     assert found.gold is not None
     assert found.stop == found.gold.knee
     assert found.sentence.endswith("of the gain in gold score")
-    few = measure(run_of(100, exponential(0.1), exponential(0.1), every=20))
+    few = measure_returns(run_of(100, exponential(0.1), exponential(0.1), every=20))
     assert few.gold is not None
     assert few.gold.fit is None
     assert few.stop == few.reward.knee
 
 
 def test_a_line_is_told_to_have_no_knee_and_stops_at_its_end() -> None:
-    found = measure(run_of(100, lambda u: u))
+    found = measure_returns(run_of(100, lambda u: u))
     assert found.stop is not None
     assert found.stop.iteration == 100
     assert found.sentence.startswith("no knee within this run")
@@ -184,31 +183,31 @@ def test_compute_is_the_axis_where_it_was_measured_throughout() -> None:
     curves = run_of(100, exponential(0.1))
     steps = curves[REWARD][0]
     curves[FLOPS] = (steps, [1e12 * step**2 for step in steps])  # later iterations cost more
-    found = measure(curves)
+    found = measure_returns(curves)
     assert found.reward.unit == FLOPS
     assert found.reward.x[[0, 1, 10]].tolist() == [0, 1e12, 1e14]  # before the iteration
     curves[FLOPS] = (steps[50:], curves[FLOPS][1][50:])
-    assert measure(curves).reward.unit == ITERATIONS
+    assert measure_returns(curves).reward.unit == ITERATIONS
 
 
 def test_rows_that_are_not_numbers_or_there_twice() -> None:
     curves = run_of(60, exponential(0.1))
-    expected = measure(curves).as_json()
+    expected = measure_returns(curves).as_json()
     steps, values = curves[REWARD]
     curves[REWARD] = (
         [*steps, 30, 61, 62, 10],
         [*values, values[29], float("nan"), float("inf"), values[9]],
     )
-    assert measure(curves).as_json() == expected
+    assert measure_returns(curves).as_json() == expected
     for name in curves:
         curves[name] = ([1], [float("nan")])
-    assert "nothing to say" in measure(curves).sentence
-    assert measure({}).stop is None
+    assert "nothing to say" in measure_returns(curves).sentence
+    assert measure_returns({}).stop is None
 
 
 def test_a_run_that_gains_nothing() -> None:
-    found = measure(run_of(100, np.zeros_like))
-    assert (found.stop, found.divergence) == (None, None)
+    found = measure_returns(run_of(100, np.zeros_like))
+    assert (found.stop, found.as_json()["divergence"]) == (None, None)
     assert found.sentence == "no gain within this run: the reward did not rise beyond its noise"
 
 
@@ -293,16 +292,16 @@ def test_it_names_the_stop_of_a_run() -> None:
     curves = run_of(100, exponential(0.1))
     gold = {0: level(0.0), 50: level(1.0), 100: level(0.9)}
     rising = {0: level(0.0), 50: level(0.0), 100: level(0.25)}
-    run = measure(curves, find_gold_stop(gold, rising))
+    run = measure_returns(curves, find_gold_stop(gold, rising))
     assert str(run.stop) == "50 [50-50]"
-    assert run.divergence == run.stop
+    assert run.as_json()["divergence"] == {"iteration": 50, "interval": (50, 50)}
     assert run.sentence.endswith(
         "from 50 [50-50] on the reward rose by 0.25 and the gold score did not"
     )
     told = run.as_json()
     assert told["stop"] == {"metric": "eval/judge/gold", "iteration": 50, "interval": (50, 50)}
     assert told["gold_stop"]["gold_at_end"] == pytest.approx(0.9)
-    still = measure(run_of(100, np.zeros_like), find_gold_stop(gold, gold))
+    still = measure_returns(run_of(100, np.zeros_like), find_gold_stop(gold, gold))
     assert still.sentence.startswith("no gain within this run")
     assert str(still.gold_stop) in still.sentence
 

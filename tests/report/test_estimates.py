@@ -44,13 +44,6 @@ def test_clusters_alike_are_drawn_as_if_one_by_one() -> None:
     assert fast.std() == pytest.approx(slow.std(), rel=0.1)
 
 
-def test_the_seed_decides_the_resamples() -> None:
-    values, clusters = np.arange(4.0), np.arange(4)
-    first, again, other = (resampled_means(values, ONE_GROUP, clusters, s) for s in (0, 0, 1))
-    assert (first == again).all()
-    assert (first != other).any()
-
-
 def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:
     right = np.array([1.0, 0.5, 0.0, 1.0])
     groups = group_accuracy(right, np.array([0, 0, 2, 2]), "abc", np.array([0, 0, 1, 2]), seed=0)
@@ -88,22 +81,10 @@ def test_correlation_by_hand() -> None:
     assert found.points == 4
 
 
-def test_equal_values_share_a_rank() -> None:
-    # Ranks (1.5, 1.5, 3, 4) and (1, 2, 3, 4), less 2.5: products 1.5 + 0.5 + 0.25 + 2.25 = 4.5,
-    # squares 4.5 and 5.
-    found = correlate(np.array([0.0, 0, 5, 9]), np.array([1.0, 2, 3, 4]))
-    assert found.spearman == pytest.approx(4.5 / 22.5**0.5, rel=1e-12)
-
-
 @pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [1.0, 2.0], []])
 def test_a_correlation_with_a_constant_or_of_two_points_is_undefined(values: list[float]) -> None:
     found = correlate(np.array(values), np.arange(len(values), dtype=float))
     assert (found.pearson, found.spearman) == (None, None)
-
-
-def test_a_correlation_of_tiny_and_huge_numbers() -> None:
-    found = correlate(np.array([1e-200, 2e-200, 3e-200]), np.array([1e200, 2e200, 3e200]))
-    assert found.pearson == pytest.approx(1.0)
 
 
 def test_moments_and_histogram() -> None:
@@ -122,7 +103,6 @@ SETS = 1000
 GAINS: dict[str, Callable[[np.random.Generator, int], tuple[Any, float]]] = {
     "normal": lambda g, n: (g.normal(0.3, 1, (SETS, n)), 0.3),
     "skewed": lambda g, n: (g.exponential(1, (SETS, n)), 1.0),
-    "skewed the other way": lambda g, n: (2 - g.exponential(1, (SETS, n)), 1.0),
     # A paired difference of two skewed scores.
     "paired": lambda g, n: (g.exponential(2, (SETS, n)) - g.exponential(1, (SETS, n)), 1.0),
     # floor of an exponential of mean 2 is geometric with mean 1 / (e^(1/2) - 1).
@@ -145,7 +125,7 @@ def test_intervals_of_means_hold_the_mean(kind: str, prompts: int) -> None:
 
 
 @pytest.mark.parametrize("prompts", [32, 100])
-@pytest.mark.parametrize("rate", [0.5, 0.7, 0.85])
+@pytest.mark.parametrize("rate", [0.5, 0.85])
 @pytest.mark.parametrize("samples", [1, 4])
 def test_intervals_of_win_rates_hold_the_rate(rate: float, samples: int, prompts: int) -> None:
     """One pair of responses a prompt, a fifth of them ties; or four, alike within a prompt."""

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
-from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
@@ -23,30 +23,33 @@ from lightning_rlhf.report.checks import (
     OVERCONFIDENCE,
     PAIR_CHECKS,
     PROBE,
-    Check,
     Finding,
+    FitnessCheck,
     about_pairs,
     find,
     find_in_pairs,
+    fitness_metrics,
     for_ppo,
-    metrics,
-    verdict,
+    judgement,
 )
 from lightning_rlhf.report.fitness import (
     Fitness,
     ProbeResult,
     ScoredProbe,
-    ScoredSample,
     measure_probes,
 )
 from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated
 
-SAMPLES = [ScoredSample(score, 20) for score in np.linspace(-1, 1, 40)]
+SAMPLES = [(score, 20) for score in np.linspace(-1, 1, 40)]
 
 
-def finding(check: Check, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
+def verdict(findings: Sequence[Finding]) -> str:
+    return judgement(findings).words
+
+
+def finding(check: FitnessCheck, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
     (found,) = (f for f in find(fitness, probes) if f.check is check)
     return found
 
@@ -100,10 +103,6 @@ def test_accuracy_whose_interval_holds_a_half_is_flagged(right: int, outcome: st
     assert verdict(find(fitness, [])).startswith("Not fit") is (outcome == "flag")
 
 
-def test_a_model_that_is_wrong_more_often_than_not_is_not_fit() -> None:
-    assert finding(ACCURACY, measure(scored(*[(0, 1, 3, 3)] * 50))).outcome == "flag"
-
-
 def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> None:
     outcomes = {}
     for scale in (0.2, 1.0, 4.0):
@@ -114,19 +113,19 @@ def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> N
 
 def test_samples_off_the_scale() -> None:
     pairs = scored(*[(float(i % 5), 0.0, 3, 3) for i in range(40)])
-    inside = [ScoredSample(2.0, 3)] * 38
+    inside = [(2.0, 3)] * 38
     for beyond, outcome in ((2, "clear"), (3, "flag")):  # of 40 and 41: 5.0% and 7.3%
-        fitness = measure(pairs, [*inside, *[ScoredSample(4.5, 3)] * beyond])
+        fitness = measure(pairs, [*inside, *[(4.5, 3)] * beyond])
         assert finding(OUTSIDE, fitness).outcome == outcome
 
 
 def test_nothing_is_flagged_without_data() -> None:
     wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
-    findings = find(measure(scored(*wrong), [ScoredSample(99.0, 3)] * 29), [])
+    findings = find(measure(scored(*wrong), [(99.0, 3)] * 29), [])
     assert [f.outcome for f in findings] == ["not tested"] * 6
     assert "29 pairs" in findings[0].words
     assert verdict(findings).startswith("Not enough data")
-    more = find(measure(scored(*wrong, *wrong), [ScoredSample(99.0, 3)] * 30), [])
+    more = find(measure(scored(*wrong, *wrong), [(99.0, 3)] * 30), [])
     assert [f.check for f in more if f.outcome == "flag"] == [
         ACCURACY, BEATS_LENGTH, OVERCONFIDENCE, OUTSIDE,
     ]  # fmt: skip
@@ -166,7 +165,7 @@ def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None
     # Beats 1 with 9, ties with 2, loses to 3, beats 4, loses to 5.
     assert found.beats_chosen == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
     assert found.example.response == "response 2"
-    assert not found.wins
+    assert found.lead == -1.0
 
 
 @pytest.mark.parametrize(
@@ -186,9 +185,6 @@ def test_probes_come_in_one_order_and_with_numbers() -> None:
     kinds: tuple[ProbeKind, ...] = ("refusal", "empty")
     probes = [ScoredProbe(kind=k, response="", score=1.0, pair=pair()) for k in kinds]
     assert [found.kind for found in measure_probes(probes)] == ["empty", "refusal"]
-    bad = ScoredProbe(kind="empty", response="", score=float("nan"), pair=pair(prompt="what?"))
-    with pytest.raises(RewardError, match=r"probe 'empty'.*nan.*'what\?'"):
-        measure_probes([bad])
 
 
 def test_every_threshold_has_a_reason() -> None:
@@ -198,12 +194,12 @@ def test_every_threshold_has_a_reason() -> None:
 
 def test_metrics_leave_out_what_is_undefined() -> None:
     alone = measure([pair()], logit_scale=None)
-    assert metrics(alone, [], find(alone, [])) == {
+    assert fitness_metrics(alone, [], find(alone, [])) == {
         "fitness/accuracy": 1.0, "fitness/pairs": 1.0, "fitness/flags": 0.0,
     }  # fmt: skip
     fitness = measure(simulated(100, per_token=0.05), SAMPLES)
     probes = probe_results("empty", [4.0] * 5)
-    named = metrics(fitness, probes, find(fitness, probes))
+    named = fitness_metrics(fitness, probes, find(fitness, probes))
     assert named["fitness/probe_empty"] == 1.0  # 4 less the median of 1 to 5
     assert named["fitness/length_gap"] == pytest.approx(
         named["fitness/accuracy_chosen_longer"] - named["fitness/accuracy_chosen_shorter"]

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 
-from lightning_rlhf.core.errors import DataError, RewardError
-from lightning_rlhf.report.fitness import LONGER, SAME, SHORTER, ScoredSample
+from lightning_rlhf.report.fitness import LONGER, SAME, SHORTER
 
 from .pairs import measure, pair, scored, simulated
 
@@ -36,7 +34,7 @@ def test_accuracy_by_length() -> None:
 
 
 def test_correlations_with_length() -> None:
-    length = measure(FOUR, [ScoredSample(float(s), t) for s, t in ((1, 9), (2, 5), (3, 1))]).length
+    length = measure(FOUR, [(float(s), t) for s, t in ((1, 9), (2, 5), (3, 1))]).length
     # Scores (1, 0, 0, 3, 0, 0, 2, 0) and tokens (4, 3, 1, 2, 2, 3, 5, 4): less their means 0.75
     # and 3, products 2, squares 9.5 and 12.
     assert length.responses.pearson == pytest.approx(2 / math.sqrt(9.5 * 12))
@@ -93,7 +91,7 @@ def test_accuracy_by_difference_and_by_given_margin() -> None:
 
 
 def test_distributions_and_samples_outside_the_range_of_the_pairs() -> None:
-    samples = [ScoredSample(score, 3) for score in (-0.5, 0.0, 1.0, 3.0, 7.5)]
+    samples = [(score, 3) for score in (-0.5, 0.0, 1.0, 3.0, 7.5)]
     found = measure(FOUR, samples)
     assert found.outside == pytest.approx(2 / 5)  # the pairs score 0 to 3
     assert found.chosen.mean == 1.0
@@ -139,20 +137,3 @@ def test_the_same_input_and_seed_give_the_same_record() -> None:
     pairs = simulated(60, per_token=0.01)
     assert measure(pairs, seed=5) == measure(pairs, seed=5)
     assert measure(pairs, seed=5).accuracy != measure(pairs, seed=6).accuracy
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_score_that_is_no_number_is_refused_by_name(side: str, value: float) -> None:
-    changes: dict[str, Any] = {f"{side}_score": value, "prompt": "what?"}
-    with pytest.raises(RewardError, match=rf"pair 2: .* {side} .* {value}.*'what\?'"):
-        measure([pair(), pair(**changes)])
-
-
-def test_other_input_that_cannot_be_measured() -> None:
-    with pytest.raises(RewardError, match=r"SFT sample 1.*nan"):
-        measure([pair()], [ScoredSample(math.nan, 3)])
-    with pytest.raises(DataError, match="pair 1: its margin is nan"):
-        measure([pair(margin=math.nan)])
-    with pytest.raises(ValueError, match="at least one"):
-        measure([])

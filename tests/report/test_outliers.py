@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
 from lightning_rlhf.report.estimates import inner_range, shared_edges
 from lightning_rlhf.report.figures import draw_curves, view
-from lightning_rlhf.report.fitness import ScoredSample
 from lightning_rlhf.report.fitness_page import draw_fitness
 
 from .pairs import measure, pair, scored
@@ -111,7 +110,7 @@ def test_scores_far_outside_squash_neither_histogram_nor_scatter(
 ) -> None:
     pairs = scored(*[(float(k % 11), float(k % 7), 10 + k % 5, 20) for k in range(60)])
     pairs += [pair(prompt="far", chosen_score=1000.0, rejected_score=3.0, rejected_tokens=5000)]
-    samples = [ScoredSample(-800.0, 12), *[ScoredSample(5.0, 12)] * 9]
+    samples = [(-800.0, 12), *[(5.0, 12)] * 9]
     fitness = measure(pairs, samples)
     assert fitness.edges[0] == 0
     assert fitness.edges[-1] == 10
@@ -144,7 +143,7 @@ def test_every_picture_is_headed_by_the_runs_name_as_it_is(
     draw_curves(tmp_path, f"Supervised fine-tuning: {name}", "optimizer step")
     draw_fitness(tmp_path, name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2))))
     assert sorted(drawn) == [
-        "curves.png", "length.png", "margin.png", "rewards.png"
+        "curves.png", "length.png", "rewards.png"
     ]  # fmt: skip
     for file, figure in drawn.items():
         heading = "Supervised fine-tuning: " * (file == "curves.png") + name

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.stages import evaluate_policy
+from lightning_rlhf.stages import evaluate_reward
 
 
 def test_loggers_are_closed_as_failed_where_one_of_them_fails(
@@ -23,11 +23,9 @@ def test_loggers_are_closed_as_failed_where_one_of_them_fails(
         "build_loggers": lambda *_: [Full()],
         "close_loggers": lambda _, code: codes.append(code),
     }.items():
-        monkeypatch.setattr(evaluate_policy, name, done)
-    ready = SimpleNamespace(settings=SimpleNamespace(logger=None), parents={}, loggers=[])
-    task: Any = SimpleNamespace(ready=ready)
-    report: Any = SimpleNamespace(metrics={}, tables=list)
+        monkeypatch.setattr(evaluate_reward, name, done)
+    ready: Any = SimpleNamespace(settings=SimpleNamespace(logger=None), parents={}, loggers=[])
     with pytest.raises(OSError, match="no space left"):
-        evaluate_policy.hand_over_report(task, report)
+        evaluate_reward.leave_final(ready, {}, lambda _: None, lambda _: None)
     assert codes == [1]
     assert not list(tmp_path.iterdir())

@@ -6,29 +6,23 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from lightning_rlhf.stages.compare import grouped
 from lightning_rlhf.stages.folder.folders import earlier
 
 
-def test_a_second_run_of_a_seed_is_not_counted_as_another_seed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_second_run_of_a_seed_is_not_counted_as_another_seed() -> None:
     def run(name: str, seed: int) -> Any:
         return SimpleNamespace(name=name, definition=None, tree={"seed": seed}, curves={})
 
-    monkeypatch.setattr("lightning_rlhf.stages.compare.end_metrics", lambda run: {})
     groups = grouped([run("a", 0), run("b", 1), run("c", 0)])
     assert [[one.name for one in group.runs] for group in groups] == [["a", "b"], ["c"]]
 
 
-def test_a_group_of_seeds_has_the_name_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_seeds_has_the_name_that_they_share() -> None:
     def run(seed: int) -> Any:
         name = f"r/m/seed={seed}/ppo"
         return SimpleNamespace(name=name, definition=None, tree={"seed": seed}, curves={})
 
-    monkeypatch.setattr("lightning_rlhf.stages.compare.end_metrics", lambda run: {})
     assert [group.label for group in grouped([run(7), run(8)])] == ["r/m/ppo"]
     assert [group.label for group in grouped([run(7), run(7)])] == ["r/m/seed=7/ppo"] * 2
 

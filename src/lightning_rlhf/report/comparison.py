@@ -15,7 +15,7 @@ from numpy import ndarray
 from lightning_rlhf.core.best_of import best_of_kl
 from lightning_rlhf.core.metrics import PASS
 from lightning_rlhf.core.text_metrics import pass_at_k
-from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval
+from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval, single
 
 Sample = Mapping[str, Any]
 Decoding = Literal["sampled", "greedy"]
@@ -73,13 +73,13 @@ def compare_all(
     """
     first, *others = policies
     pairs = [(policy, first) for policy in others] + [(b, a) for a, b in combinations(others, 2)]
-    return tuple(
-        comparison
+    found = (
+        compare_policies(policy, other, decoding, name, prompts, seed)
         for policy, other in pairs
         for decoding in DECODINGS
         for name in [*scores(policies), *UNSCORED[decoding]]
-        if (comparison := compare(policy, other, decoding, name, prompts, seed)) is not None
     )
+    return tuple(one for one in found if one is not None)
 
 
 def scores(policies: Sequence[PolicySamples]) -> list[str]:
@@ -94,7 +94,7 @@ def scores(policies: Sequence[PolicySamples]) -> list[str]:
     return [REWARD, *components, *(f"judge/{part}" for part in judged)]
 
 
-def compare(
+def compare_policies(
     policy: PolicySamples,
     other: PolicySamples,
     decoding: Decoding,
@@ -122,25 +122,19 @@ def compare(
         number=number,
         prompts=len(difference),
         difference=float(difference.mean()),
-        interval=ends(mean_interval(difference, seed)) if has_interval else None,
+        interval=single(mean_interval(difference, seed)) if has_interval else None,
         win_rate=float(won.mean()) if is_scored and len(won) else None,
-        win_interval=ends(rate_interval(won, seed)) if is_scored and len(won) > 1 else None,
+        win_interval=single(rate_interval(won, seed)) if is_scored and len(won) > 1 else None,
         ties=float(ties[~np.isnan(ties)].mean()) if is_scored and len(won) else None,
     )
 
 
-def ends(found: tuple[ndarray, ndarray]) -> Interval:
-    """Return the ends of a single interval."""
-    low, high = found
-    return float(low), float(high)
-
-
 def values(samples: Sequence[Sample], number: str, prompts: int) -> Float[ndarray, "N n"]:
     """Return a number of every sample, one row a prompt; NaN where a sample has none."""
-    return column(samples, number).reshape(prompts, -1)
+    return number_column(samples, number).reshape(prompts, -1)
 
 
-def column(samples: Sequence[Sample], number: str) -> Float[ndarray, " S"]:
+def number_column(samples: Sequence[Sample], number: str) -> Float[ndarray, " S"]:
     """Return a number of every sample; NaN where a sample has none.
 
     number: name as in `Comparison`, or another key of a sample.

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter
 from numpy import ndarray
 from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
 from lightning_rlhf.core.errors import counted
-from lightning_rlhf.report.estimates import Interval, mean_interval
+from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
+from lightning_rlhf.report.curves import BLUE, ORANGE
+from lightning_rlhf.report.estimates import Interval, mean_interval, single
+from lightning_rlhf.report.figures import GREY, LEGEND, ROW_IN, WIDTH_IN, head
 
-REWARD, KL, GOLD = "reward_mean", "kl_divergence", "eval/judge/gold"
-FLOPS, ITERATIONS = "compute/flops", "iterations"
-"""Units of compute: a cumulative metric, or iterations where it was not measured."""
+ITERATIONS = "iterations"
+"""Unit of compute where FLOPS, a cumulative metric, was not measured."""
 NAMES = {REWARD: "reward", GOLD: "gold score"}
 AHEAD = 0.1
 """Share of the run's compute that is bought further."""
@@ -39,7 +44,7 @@ _STARTS = (-3.0, -1.5, 0.0)
 _FALSE_GAINS = 0.05
 """Share of runs without a gain in which one is found, at most."""
 
-Curve = tuple[list[int], list[float]]
+Curve = tuple[Sequence[int], Sequence[float]]
 """Steps and values of a metric."""
 Points = tuple[Int[ndarray, " N"], Float[ndarray, " N"]]
 """Number of iterations that the policy had at each measurement, and the measured values."""
@@ -51,18 +56,12 @@ ByPrompt = Mapping[int, Float[ndarray, " N"]]
 class Fit:
     """Saturating curve that fits best, over x as a share of its range, 0 to 1."""
 
-    start: float
-    gain: float
-    """Fitted value at 1 less the one at 0."""
-    log_scale: float
+    curve: tuple[float, float, float]
+    """Start, gain and logarithm of the scale of `saturating`."""
     knee: float
     """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
     interval: Interval
     """90% interval of the knee; an end of inf is beyond the run."""
-
-    def value(self, u: Float[ndarray, " M"]) -> Float[ndarray, " M"]:
-        """Return the fitted values."""
-        return saturating(u, self.start, self.gain, self.log_scale)
 
 
 @dataclass(frozen=True)
@@ -96,10 +95,13 @@ class Frontier:
         """Return the knee as measured iterations; None without a fit. Ends round outwards."""
         if self.fit is None:
             return None
-        low, high = (self.at(end) for end in self.fit.interval)
+        low, high, knee = map(self.at, (*self.fit.interval, self.fit.knee))
         before = len(self.x) if low is None else int(np.searchsorted(self.x, low, side="right"))
-        first = int(self.after[max(before - 1, 0)])
-        return Point(self._iteration(self.at(self.fit.knee)), (first, self._iteration(high)))
+        last, until = (
+            None if x is None else int(self.after[min(place, len(self.x) - 1)])
+            for x, place in ((x, int(np.searchsorted(self.x, x or 0))) for x in (knee, high))
+        )
+        return Point(last, (int(self.after[max(before - 1, 0)]), until))
 
     def at(self, share: float) -> float | None:
         """Return the x at a share of its range; None beyond the run."""
@@ -107,16 +109,11 @@ class Frontier:
 
     def as_json(self) -> dict[str, Any]:
         """Return the knee as iterations, and as x in its unit."""
-        knee, fit = self.knee, self.fit
-        found = None if knee is None or fit is None else asdict(knee) | {
-            "at": self.at(fit.knee), "at_interval": [self.at(end) for end in fit.interval],
-        }  # fmt: skip
+        found = None
+        if (knee := self.knee) is not None and self.fit is not None:
+            ends = [self.at(end) for end in self.fit.interval]
+            found = asdict(knee) | {"at": self.at(self.fit.knee), "at_interval": ends}
         return {"metric": self.metric, "unit": self.unit, "points": len(self.y), "knee": found}
-
-    def _iteration(self, x: float | None) -> int | None:
-        if x is None:
-            return None
-        return int(self.after[min(int(np.searchsorted(self.x, x)), len(self.x) - 1)])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,12 +156,15 @@ class GoldStop:
         of = f"of {self.evaluations} evaluations on {counted(self.prompts, 'prompt')}"
         if self.step == self.best:
             at_end = "" if self.step == self.end else f"; at the end {self.gold_at_end:z.3g}"
-            return f"{head}: {self.gold:z.3g}, the highest {of}{at_end}"
-        return (
-            f"{head}: {self.gold:z.3g}, the earliest {of} that is not below the highest "
-            f"({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below the end "
-            f"({self.gold_at_end:z.3g})"
-        )
+            words = f"{head}: {self.gold:z.3g}, the highest {of}{at_end}"
+        else:
+            words = (
+                f"{head}: {self.gold:z.3g}, the earliest {of} that is not below the highest "
+                f"({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below the end "
+                f"({self.gold_at_end:z.3g})"
+            )
+        rise = f"from {self.point} on the reward rose by {self.reward_rise:.2g} and the gold score "
+        return f"{words}; {rise}did not" if self.diverges else words
 
 
 @dataclass(frozen=True)
@@ -197,47 +197,37 @@ class Diminishing:
         return Point(int(self.reward.after[-1]) + 1, knee.interval)
 
     @property
-    def divergence(self) -> Point | None:
-        """Return the stop, if the reward rose after it while gold did not; else None."""
-        return self.stop if self.gold_stop is not None and self.gold_stop.diverges else None
-
-    @property
     def sentence(self) -> str:
         """Return the conclusion as one line."""
         if (count := len(self.reward.y)) < FEWEST_POINTS:
             return (
                 f"nothing to say about diminishing returns: {count} of {FEWEST_POINTS} iterations"
             )
-        parts = [self._knee_told()]
-        if self.gold_stop is not None:
-            parts.append(str(self.gold_stop))
-            if self.gold_stop.diverges:
-                parts.append(
-                    f"from {self.gold_stop.point} on the reward rose by "
-                    f"{self.gold_stop.reward_rise:.2g} and the gold score did not"
-                )
-        return "; ".join(parts)
-
-    def _knee_told(self) -> str:
         knee, name = self.decisive.knee, NAMES[self.decisive.metric]
         if knee is None:
-            return "no gain within this run: the reward did not rise beyond its noise"
-        if knee.iteration is None:
-            return (
+            words = "no gain within this run: the reward did not rise beyond its noise"
+        elif knee.iteration is None:
+            words = (
                 f"no knee within this run: to its end a further {AHEAD:.0%} of compute bought at "
                 f"least {GAIN:.0%} of the gain in {name} (a knee before iteration "
                 f"{knee.interval[0]} is unlikely)"
             )
-        return (
-            f"after iteration {knee} a further {AHEAD:.0%} of compute bought less than {GAIN:.0%} "
-            f"of the gain in {name}"
-        )
+        else:
+            words = (
+                f"after iteration {knee} a further {AHEAD:.0%} of compute bought less than "
+                f"{GAIN:.0%} of the gain in {name}"
+            )
+        return words if self.gold_stop is None else f"{words}; {self.gold_stop}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers; an iteration or position of None is beyond the run."""
-        stop, divergence = self.stop, self.divergence
-        metric = self.decisive.metric if self.gold_stop is None else GOLD
+        """Return all numbers; an iteration or position of None is beyond the run.
+
+        `divergence` is the stop, if the reward rose after it while gold did not; else None.
+        """
+        stop, by_gold = self.stop, self.gold_stop
+        metric = self.decisive.metric if by_gold is None else GOLD
         curves = [curve for curve in (self.reward, self.by_kl, self.gold) if curve is not None]
+        diverges = by_gold is not None and by_gold.diverges
         return {
             "sentence": self.sentence,
             "unit_of_compute": self.reward.unit,
@@ -245,13 +235,13 @@ class Diminishing:
             "share_of_gain": GAIN,
             "level": LEVEL,
             "stop": None if stop is None else {"metric": metric} | asdict(stop),
-            "gold_stop": None if self.gold_stop is None else asdict(self.gold_stop),
-            "divergence": None if divergence is None else asdict(divergence),
+            "gold_stop": None if by_gold is None else asdict(by_gold),
+            "divergence": asdict(stop) if diverges and stop is not None else None,
             "curves": [curve.as_json() for curve in curves],
         }
 
 
-def measure(curves: Mapping[str, Curve], gold_stop: GoldStop | None = None) -> Diminishing:
+def measure_returns(curves: Mapping[str, Curve], gold_stop: GoldStop | None = None) -> Diminishing:
     """Return what further compute bought, from the metrics of a run and its paired evaluations.
 
     Reward and KL of iteration t are those of the policy after t - 1 iterations, gold of step t is
@@ -326,7 +316,7 @@ def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
     refits = [_best(u, fitted + e, best[2:])[1] for e in _resampled(residuals, generator)]
     knees = [knee_of(refit[2]) for refit in refits]
     low, high = np.quantile(knees, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], method="nearest")
-    return Fit(*best, knee_of(best[2]), (float(low), float(high)))
+    return Fit(best, knee_of(best[2]), (float(low), float(high)))
 
 
 def _best(
@@ -407,7 +397,6 @@ def find_gold_stop(gold: ByPrompt, reward: ByPrompt) -> GoldStop | None:
     within = np.flatnonzero(high >= 0)
     stop = int(within[means[within] >= means[-1]][0])
     rise = (reward[steps[-1]] - reward[steps[stop]])[known]
-    low_rise, high_rise = mean_interval(rise, _SEED)
     return GoldStop(
         step=steps[stop],
         first=steps[within[0]],
@@ -420,5 +409,39 @@ def find_gold_stop(gold: ByPrompt, reward: ByPrompt) -> GoldStop | None:
         gold_at_best=float(means[best]),
         gold_at_end=float(means[-1]),
         reward_rise=float(rise.mean()),
-        reward_interval=(float(low_rise), float(high_rise)),
+        reward_interval=single(mean_interval(rise, _SEED)),
     )
+
+
+def draw_diminishing(found: Diminishing, title: str) -> Figure:
+    """Return the figure: reward, and gold where there is one, against compute, with their fits."""
+    figure = Figure(figsize=(WIDTH_IN, ROW_IN + 1.4), layout=ConstrainedLayoutEngine())
+    head(figure, f"{title}. {found.sentence[:1].upper()}{found.sentence[1:]}")
+    axes = figure.subplots()
+    axes.set_ylabel("score")
+    axes.set_xlabel("iterations of training")
+    if found.reward.unit == FLOPS:
+        axes.set_xlabel("floating-point operations")
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    for curve, color in ((found.reward, BLUE), (found.gold, ORANGE)):
+        if curve is None:
+            continue
+        name = NAMES[curve.metric]
+        axes.plot(curve.x, curve.y, "o", color=color, markersize=4, alpha=0.45, label=name)
+        if curve.fit is None:
+            continue
+        shares, span = np.linspace(0.0, 1.0, 400), curve.x[-1] - curve.x[0]
+        axes.plot(curve.x[0] + shares * span, saturating(shares, *curve.fit.curve), color=color,
+                  label=f"fit of {name}")  # fmt: skip
+        if curve is found.decisive:
+            low, high = (curve.x[0] + min(end, 1.0) * span for end in curve.fit.interval)
+            label = f"knee of {name}: iteration {curve.knee}"
+            axes.axvspan(low, high, color=GREY, alpha=0.15, linewidth=0, label=label)
+            if (at := curve.at(curve.fit.knee)) is not None:
+                axes.axvline(at, color=GREY, linewidth=1, linestyle="--")
+    if (stop := found.gold_stop) is not None and found.gold is not None:
+        at = found.gold.after == stop.step
+        axes.plot(found.gold.x[at], found.gold.y[at], "o", color=GREY, markersize=9,
+                  fillstyle="none", label=f"stop: iteration {stop.step}")  # fmt: skip
+    axes.legend(ncols=6, handlelength=1.4, **LEGEND)
+    return figure

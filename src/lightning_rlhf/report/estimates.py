@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
+from scipy.stats import pearsonr, spearmanr
 
 RESAMPLES = 2000
 """Number of resamples of a bootstrap; 50 of them lie beyond each end of a 95% interval."""
@@ -144,6 +145,22 @@ def rate_interval(rates: Float[ndarray, "*S N"], seed: int) -> Ends:
     return low, high
 
 
+def single(ends: Ends) -> Interval:
+    """Return the ends of the interval of a single set of values."""
+    low, high = ends
+    return float(low), float(high)
+
+
+def number_text(value: float | None) -> str:
+    """Return a number with three decimals; a dash for None."""
+    return "-" if value is None else f"{value:z.3f}"
+
+
+def interval_text(interval: Interval | None, digits: int = 3) -> str:
+    """Return an interval for after a number, as " [LOW, HIGH]"; nothing for None."""
+    return "" if interval is None else f" [{interval[0]:z.{digits}f}, {interval[1]:z.{digits}f}]"
+
+
 def resample_shares(n: int, seed: int) -> Float[ndarray, "R N"]:
     """Return the share of each of n rows in each of RESAMPLES samples with replacement."""
     counts = np.random.default_rng(seed).multinomial(n, np.full(n, 1 / n), size=RESAMPLES)
@@ -196,7 +213,8 @@ def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
     """Return Pearson's correlation of the values, and of their ranks (Spearman's)."""
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(len(x), None, None)
-    return Correlation(len(x), _pearson(x, y), _pearson(_ranks(x), _ranks(y)))
+    pearson, spearman = (float(measured(x, y).statistic) for measured in (pearsonr, spearmanr))
+    return Correlation(len(x), pearson, spearman)
 
 
 def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
@@ -239,21 +257,3 @@ def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
     """
     bins = int(np.clip(np.sqrt(len(values)), 10, 40))
     return np.histogram_bin_edges(values, bins, range=inner_range(values))
-
-
-def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
-    x, y = _centred(x), _centred(y)
-    r = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
-    return float(np.clip(r, -1.0, 1.0))
-
-
-def _centred(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
-    """Return x minus its mean, scaled to size 1 at most, so that no square under- or overflows."""
-    centred = x - x.mean()
-    return centred / np.abs(centred).max()
-
-
-def _ranks(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
-    """Return the ranks, 1 to N; equal values share the mean of their ranks."""
-    _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
-    return (np.cumsum(counts) - (counts - 1) / 2)[inverse]

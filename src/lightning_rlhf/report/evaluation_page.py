@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from rich.text import Text
 
 from lightning_rlhf.core.errors import counted
-from lightning_rlhf.core.metrics import PASS
-from lightning_rlhf.io.console import json_line, visible_line
+from lightning_rlhf.core.metrics import HELD_OUT, HELD_OUT_KL, PASS
+from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
-from lightning_rlhf.report.estimates import Interval
+from lightning_rlhf.report.estimates import interval_text, number_text
+from lightning_rlhf.report.run_page import TextTable, console_table
 from lightning_rlhf.report.tables import ABSENT, plain, spread, table, verdict_lines
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600
 """Largest number of characters of a response or prompt in evaluation.md."""
 LABELS: Mapping[str, str] = {
-    "eval/reward_mean": "reward",
-    "eval/kl": "KL to the SFT model, nats a response",
+    HELD_OUT: "reward",
+    HELD_OUT_KL: "KL to the SFT model, nats a response",
     "eval/best_of_kl_bound": "largest KL of best-of-n, nats a response",
     "eval/response_tokens": "response length, tokens",
     "eval/ended": "share that ended",
@@ -56,6 +56,11 @@ DEFINITIONS = (
 """Definitions of the numbers."""
 
 
+GOLD_ALONE = ("judge/", "judge/gold")
+"""Prefix of the parts of the judge's verdict, and the one of which the console shows pass@k and
+comparisons."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PolicyReport:
     """All that the evaluation of policies found."""
@@ -82,67 +87,45 @@ class PolicyReport:
             if (one.policy, one.other, one.decoding, one.number) == (
                 policy, sft, "sampled", "reward",
             ):  # fmt: skip
-                found["eval/reward_gain"] = one.difference
-                found |= _ends("eval/reward_gain", one.interval)
                 assert one.win_rate is not None
-                found["eval/win_rate"] = one.win_rate
-                found |= _ends("eval/win_rate", one.win_interval)
+                for name, value, interval in (
+                    ("eval/reward_gain", one.difference, one.interval),
+                    ("eval/win_rate", one.win_rate, one.win_interval),
+                ):
+                    found[name] = value
+                    if interval is not None:
+                        found[f"{name}_low"], found[f"{name}_high"] = interval
         return {name: x for name, x in found.items() if math.isfinite(x)}
 
-    def policy_rows(self, decoding: Decoding) -> list[list[str]]:
-        """Return a row for each number but pass@k, with a cell for each policy after the label."""
-        names = [name for name in self._names(decoding) if not name.startswith(PASS)]
-        ordered = [*(n for n in LABELS if n in names), *(n for n in names if n not in LABELS)]
-        return self._rows(decoding, ordered)
+    def content(self) -> dict[str, Any]:
+        """Return the content of evaluation.json."""
+        return {
+            "metrics": self.metrics,
+            **self.about,
+            "policies": {
+                p.name: {
+                    d: {n: x if math.isfinite(x) else None for n, x in row[p.name].items()}
+                    for d, row in self.numbers.items()
+                }
+                for p in self.policies
+            },
+            "comparisons": [asdict(one) for one in self.comparisons],
+        }
 
-    def pass_rows(self) -> list[list[str]]:
-        """Return a row for each pass@k of the sampled responses, as `policy_rows`."""
-        return self._rows("sampled", [n for n in self._names("sampled") if n.startswith(PASS)])
-
-    def _names(self, decoding: Decoding) -> list[str]:
-        found = (self.numbers[decoding][policy.name] for policy in self.policies)
-        return list(dict.fromkeys(name for column in found for name in column))
-
-    def _rows(self, decoding: Decoding, names: Sequence[str]) -> list[list[str]]:
-        columns = [self.numbers[decoding][policy.name] for policy in self.policies]
-        return [
-            [
-                LABELS[name] if name in LABELS else name.removeprefix("eval/"),
-                *(f"{column[name]:z.3f}" if name in column else ABSENT for column in columns),
-            ]
-            for name in names
-        ]
-
-    def comparison_rows(self, decoding: Decoding) -> list[list[str]]:
-        """Return a row for each comparison: policies, number, difference, win rate and ties."""
-        return [
-            [
-                f"{one.policy} - {one.other}",
-                one.number,
-                f"{one.difference:+z.3f}{_interval(one.interval)}",
-                _rate(one.win_rate) + _interval(one.win_interval, 2),
-                _rate(one.ties),
-            ]
-            for one in self.comparisons
-            if one.decoding == decoding
-        ]  # fmt: skip
-
-    def tables(self) -> Iterator[Table]:
+    def console(self) -> Iterator[Table]:
         """Yield tables for the console."""
-        heading = ["", *(p.name for p in self.policies)]
-        for decoding in DECODINGS:
-            title = f"{decoding.capitalize()} responses"
-            yield _console(title, heading, self.policy_rows(decoding))
-        if rows := [row for row in self.pass_rows() if _is_brief(row[0].partition("/")[2])]:
-            yield _console("Sampled responses, pass@k", heading, rows)
-        rows = [row for row in self.comparison_rows("sampled") if _is_brief(row[1])]
-        last = _console("Sampled responses, paired", HEADING, rows)
-        last.caption, last.caption_justify = verdict_lines(self.about["verdicts"]), "left"
-        yield last
+        tables = evaluation_tables(self.content(), is_brief=True)
+        last = tables.pop("sampled, paired")
+        for name in ("sampled", "greedy", "pass@k"):
+            if name in tables:
+                yield console_table(tables[name])
+        paired = console_table(last)
+        paired.caption, paired.caption_justify = verdict_lines(self.about["verdicts"]), "left"
+        yield paired
 
     def logged(self) -> dict[str, tuple[Sequence[str], Sequence[Sequence[Any]]]]:
         """Return the tables for loggers, columns and rows by name."""
-        names = [p.name for p in self.policies]
+        names, policies = [p.name for p in self.policies], self.content()["policies"]
         return {
             "evaluation": (
                 ("policy", "decoding", "number", "value"),
@@ -150,7 +133,7 @@ class PolicyReport:
                     (name, decoding, number, value)
                     for decoding in DECODINGS
                     for name in names
-                    for number, value in _finite(self.numbers[decoding][name]).items()
+                    for number, value in policies[name][decoding].items()
                 ],
             ),
             "comparisons": (
@@ -169,18 +152,8 @@ class PolicyReport:
     def write(self, folder: Path, shown: int) -> None:
         """Write evaluation.md, evaluation.json and samples.jsonl; shown: prompts in the first."""
         (folder / PAGE).write_text(self.page(shown), encoding="utf-8")
-        numbers = {
-            "metrics": self.metrics,
-            **self.about,
-            "policies": {
-                policy.name: {d: _finite(self.numbers[d][policy.name]) for d in DECODINGS}
-                for policy in self.policies
-            },
-            "comparisons": [asdict(one) for one in self.comparisons],
-        }
-        (folder / NUMBERS).write_text(
-            json.dumps(numbers, indent=2, default=vars) + "\n", encoding="utf-8"
-        )
+        numbers = json.dumps(self.content(), indent=2, default=vars) + "\n"
+        (folder / NUMBERS).write_text(numbers, encoding="utf-8")
         lines = (json_line(row) + "\n" for row in self.side_by_side())
         (folder / SAMPLES).write_text("".join(lines), encoding="utf-8")
 
@@ -200,10 +173,9 @@ class PolicyReport:
 
     def page(self, shown: int) -> str:
         """Return evaluation.md."""
-        prompts, names = self.about["prompts"], [plain(p.name, CHARACTERS) for p in self.policies]
         sections = [
             f"# {plain(self.title, CHARACTERS)}",
-            f"Measured on {counted(prompts, 'held-out prompt')}, with "
+            f"Measured on {counted(self.about['prompts'], 'held-out prompt')}, with "
             f"{counted(self.about['samples_per_prompt'], 'sampled response')} and one greedy "
             f"response to each; temperature {self.about['temperature']:g}.",
             *(
@@ -211,18 +183,14 @@ class PolicyReport:
                 for name, verdict in self.about["verdicts"].items()
             ),
         ]
-        for decoding in DECODINGS:
-            columns = list(range(1, len(names) + 1))
-            rows = [_escaped(row) for row in self.policy_rows(decoding)]
-            compared = [_escaped(row) for row in self.comparison_rows(decoding)]
-            sections += [
-                f"## {decoding.capitalize()} responses",
-                table(["", *names], rows, columns),
-                table(HEADING, compared, (2, 3, 4)),
-            ]
-        if passed := self.pass_rows():
-            rows = [_escaped(row) for row in passed]
-            sections += ["## pass@k", table(["", *names], rows, range(1, len(names) + 1))]
+        for name, found in evaluation_tables(self.content()).items():
+            cells = [[plain(cell, CHARACTERS) for cell in row] for row in found.rows]
+            if name.endswith("paired"):
+                sections.append(table(found.heading, cells, (2, 3, 4)))
+            else:
+                names = [plain(policy, CHARACTERS) for policy in found.heading[1:]]
+                sections.append("## pass@k" if name == "pass@k" else f"## {found.title}")
+                sections.append(table(["", *names], cells, range(1, len(names) + 1)))
         sections += ["## Side by side", *self._examples(shown), "## What the numbers are"]
         return "\n\n".join([*sections, plain(DEFINITIONS, len(DEFINITIONS))]) + "\n"
 
@@ -230,60 +198,64 @@ class PolicyReport:
         greedy = [row for row in self.side_by_side() if row["decoding"] == "greedy"]
         for row in spread(greedy, shown):
             yield f"**{plain(row['prompt'], CHARACTERS)}**"
-            yield table(
-                ["policy", "greedy response", "reward", "judge"],
+            rows = []
+            for name, sample in row["responses"].items():
+                judge = [f"{p} {x:z.2f}" for p, x in sample["judge"].items() if x is not None]
+                texts = (name, sample["response"], ", ".join(judge) or ABSENT)
+                policy, response, judged = (plain(text, CHARACTERS) for text in texts)
+                rows.append((policy, response, f"{sample['score']:+z.2f}", judged))
+            yield table(["policy", "greedy response", "reward", "judge"], rows, (2,))
+
+
+def evaluation_tables(
+    content: Mapping[str, Any], *, is_brief: bool = False
+) -> dict[str, TextTable]:
+    """Return the tables of an evaluation of policies, for the console and the pages.
+
+    content: of evaluation.json.
+    is_brief: whether pass@k and comparisons are those of scores and the gold part of the judge.
+    Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
+    """
+    policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
+    tables: dict[str, TextTable] = {}
+    passed: list[list[str]] = []
+
+    def is_shown(number: str) -> bool:
+        return not (is_brief and number.startswith(GOLD_ALONE[0]) and number != GOLD_ALONE[1])
+
+    for decoding in DECODINGS:
+        columns = [found[decoding] for found in policies.values()]
+        names = list(dict.fromkeys(name for column in columns for name in column))
+        rows = []
+        for name in [*(n for n in LABELS if n in names), *(n for n in names if n not in LABELS)]:
+            label = LABELS.get(name, name.removeprefix("eval/"))
+            row = [label, *(number_text(column.get(name)) for column in columns)]
+            if not name.startswith(PASS):
+                rows.append(row)
+            elif is_shown(label.partition("/")[2]):
+                passed.append(row)
+        title = f"{decoding.capitalize()} responses"
+        tables[decoding] = TextTable(title=title, heading=["", *policies], rows=rows)
+        tables[f"{decoding}, paired"] = TextTable(
+            title=f"{title}, paired",
+            heading=["policies", "number", "difference [95%]", "win rate [95%]", "ties"],
+            rows=[
                 [
-                    [
-                        plain(name, CHARACTERS),
-                        plain(sample["response"], CHARACTERS),
-                        f"{sample['score']:+z.2f}",
-                        plain(_verdict(sample["judge"]), CHARACTERS),
-                    ]
-                    for name, sample in row["responses"].items()
-                ],
-                (2,),
-            )
-
-
-JUDGED = "judge/"
-"""Prefix of the parts of the judge's verdict, of which the console shows pass@k and comparisons for
-gold alone."""
-HEADING = ("policies", "number", "difference [95%]", "win rate [95%]", "ties")
-"""Heading of the table of comparisons."""
-
-
-def _console(title: str, heading: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    found = Table(title=title, title_justify="left")
-    for i, name in enumerate(heading):
-        found.add_column(Text(visible_line(name)), justify="left" if i == 0 else "right")
-    for row in rows:
-        found.add_row(*(Text(visible_line(cell)) for cell in row))
-    return found
-
-
-def _escaped(row: Sequence[str]) -> list[str]:
-    return [plain(cell, CHARACTERS) for cell in row]
-
-
-def _finite(found: Mapping[str, float]) -> dict[str, float | None]:
-    return {name: x if math.isfinite(x) else None for name, x in found.items()}
-
-
-def _ends(name: str, interval: Interval | None) -> dict[str, float]:
-    return {} if interval is None else {f"{name}_low": interval[0], f"{name}_high": interval[1]}
-
-
-def _is_brief(number: str) -> bool:
-    return not number.startswith(JUDGED) or number == f"{JUDGED}gold"
+                    f"{one['policy']} - {one['other']}",
+                    one["number"],
+                    f"{one['difference']:+z.3f}{interval_text(one['interval'])}",
+                    _rate(one["win_rate"]) + interval_text(one["win_interval"], 2),
+                    _rate(one["ties"]),
+                ]
+                for one in content["comparisons"]
+                if one["decoding"] == decoding and is_shown(one["number"])
+            ],
+        )
+    if passed:
+        title = "Sampled responses, pass@k"
+        tables["pass@k"] = TextTable(title=title, heading=["", *policies], rows=passed)
+    return tables
 
 
 def _rate(found: float | None) -> str:
     return ABSENT if found is None else f"{found:.2f}"
-
-
-def _interval(found: Interval | None, digits: int = 3) -> str:
-    return "" if found is None else f" [{found[0]:z.{digits}f}, {found[1]:z.{digits}f}]"
-
-
-def _verdict(judge: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{part} {x:z.2f}" for part, x in judge.items() if x is not None) or ABSENT

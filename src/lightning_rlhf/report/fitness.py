@@ -11,7 +11,6 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from lightning_rlhf.core.errors import DataError, RewardError
 from lightning_rlhf.report.estimates import (
     Correlation,
     Distribution,
@@ -27,6 +26,14 @@ from lightning_rlhf.report.estimates import (
     shared_edges,
 )
 from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
+
+LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
+BINS = 10
+"""Maximum number of bins by confidence."""
+QUARTERS = 4
+"""Maximum number of groups by size of a difference or margin."""
+ScoredSample = tuple[float, int]
+"""Score and number of tokens of a response of the SFT model, from which PPO starts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,14 +54,6 @@ class ScoredPair:
     """Strength of the preference for `chosen`; None if the data give none."""
 
 
-@dataclass(frozen=True)
-class ScoredSample:
-    """A response sampled from the SFT model, from which PPO starts."""
-
-    score: float
-    tokens: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class ScoredProbe:
     """A response that deserves less than `pair.chosen`, to the same prompt."""
@@ -63,64 +62,6 @@ class ScoredProbe:
     response: str
     score: float
     pair: ScoredPair
-
-
-@dataclass(frozen=True)
-class Columns:
-    """N pairs as arrays."""
-
-    chosen: Float[ndarray, " N"]
-    rejected: Float[ndarray, " N"]
-    chosen_tokens: Float[ndarray, " N"]
-    rejected_tokens: Float[ndarray, " N"]
-    prompt: Int[ndarray, " N"]
-    """Index of each pair's prompt; equal texts have equal indices."""
-
-    @property
-    def difference(self) -> Float[ndarray, " N"]:
-        """Return the score of chosen minus the score of rejected."""
-        return self.chosen - self.rejected
-
-    @property
-    def right(self) -> Float[ndarray, " N"]:
-        """Return 1 where chosen scores higher, 0 where it scores lower, 1/2 at a tie."""
-        return (np.sign(self.difference) + 1) / 2
-
-    @property
-    def longer(self) -> Float[ndarray, " N"]:
-        """Return the tokens of chosen minus the tokens of rejected."""
-        return self.chosen_tokens - self.rejected_tokens
-
-
-def columns(pairs: Sequence[ScoredPair]) -> Columns:
-    """Return the pairs as arrays.
-
-    Raises:
-        RewardError: a score is not a finite number; names the pair.
-        DataError: a given margin is not a finite number; names the pair.
-        ValueError: there is no pair.
-    """
-    if not pairs:
-        raise ValueError("a fitness report needs at least one scored pair, found none")
-    for number, pair in enumerate(pairs, start=1):
-        for side, score in (("chosen", pair.chosen_score), ("rejected", pair.rejected_score)):
-            what = f"pair {number}: the score of its {side} response"
-            _check_finite(score, what, f". Its prompt: {pair.prompt[:80]!r}")
-        if pair.margin is not None and not math.isfinite(pair.margin):
-            raise DataError(f"pair {number}: its margin is {pair.margin}, not a finite number")
-    number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(p.prompt for p in pairs))}
-    return Columns(
-        chosen=np.array([p.chosen_score for p in pairs], dtype=float),
-        rejected=np.array([p.rejected_score for p in pairs], dtype=float),
-        chosen_tokens=np.array([p.chosen_tokens for p in pairs], dtype=float),
-        rejected_tokens=np.array([p.rejected_tokens for p in pairs], dtype=float),
-        prompt=np.array([number_of[p.prompt] for p in pairs]),
-    )
-
-
-def _check_finite(score: float, what: str, where: str = "") -> None:
-    if not math.isfinite(score):
-        raise RewardError(f"{what} is {score}; a reward source has to give a finite number{where}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,40 +84,9 @@ class ProbeResult:
     """Probe whose score is nearest to the median; the first if there are several."""
 
     @property
-    def wins(self) -> bool:
-        """Return whether the median is above that of the good responses."""
-        return self.median > self.chosen_median
-
-
-def measure_probes(probes: Sequence[ScoredProbe]) -> tuple[ProbeResult, ...]:
-    """Return the result of each kind that was scored, in the order of PROBES.
-
-    Raises:
-        RewardError: a score is not a finite number; names the probe.
-    """
-    for probe in probes:
-        where = f". Its prompt: {probe.pair.prompt[:80]!r}"
-        _check_finite(probe.score, f"probe {probe.kind!r}: its score", where)
-    by_kind = {kind: [probe for probe in probes if probe.kind == kind] for kind in PROBES}
-    return tuple(_result(kind, scored) for kind, scored in by_kind.items() if scored)
-
-
-def _result(kind: ProbeKind, probes: Sequence[ScoredProbe]) -> ProbeResult:
-    middle = float(median(probe.score for probe in probes))
-    leads = [probe.score - probe.pair.chosen_score for probe in probes]
-    return ProbeResult(
-        kind=kind,
-        prompts=len(probes),
-        mean=fmean(probe.score for probe in probes),
-        median=middle,
-        chosen_median=float(median(probe.pair.chosen_score for probe in probes)),
-        rejected_median=float(median(probe.pair.rejected_score for probe in probes)),
-        beats_chosen=fmean(0.5 if lead == 0 else float(lead > 0) for lead in leads),
-        example=min(probes, key=lambda probe: abs(probe.score - middle)),
-    )
-
-
-LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
+    def lead(self) -> float:
+        """Return the median less that of the good responses; above 0 the probe wins."""
+        return self.median - self.chosen_median
 
 
 @dataclass(frozen=True)
@@ -213,58 +123,6 @@ class LengthBias:
         return next((group for group in self.groups if group.label == label), None)
 
 
-def measure_length_bias(pairs: Columns, samples: Sequence[ScoredSample], seed: int) -> LengthBias:
-    """Return the accuracy by which response is longer, and the correlations of score and length.
-
-    Source: Singhal et al. 2023, https://arxiv.org/abs/2310.03716
-    """
-    right, sign = pairs.right, np.sign(pairs.longer)
-    index = np.select([sign > 0, sign < 0], [0, 1], 2)
-    groups = group_accuracy(right, index, (LONGER, SHORTER, SAME), pairs.prompt, seed)
-    gap, gap_interval = _gap(right, index, groups, pairs, seed)
-    differ = sign != 0
-    takes_longer = np.where(sign > 0, right, 1 - right)[differ]
-    return LengthBias(
-        groups=groups,
-        gap=gap,
-        gap_interval=gap_interval,
-        model_prefers_longer=float(takes_longer.mean()) if differ.any() else None,
-        people_prefer_longer=float((sign[differ] > 0).mean()) if differ.any() else None,
-        longer_is_right=float(((sign + 1) / 2).mean()),
-        responses=correlate(
-            np.concatenate([pairs.chosen, pairs.rejected]),
-            np.concatenate([pairs.chosen_tokens, pairs.rejected_tokens]),
-        ),
-        pairs=correlate(pairs.difference, pairs.longer),
-        samples=correlate(
-            np.array([s.score for s in samples], dtype=float),
-            np.array([s.tokens for s in samples], dtype=float),
-        ),
-    )
-
-
-def _gap(
-    right: Float[ndarray, " N"],
-    index: Int[ndarray, " N"],
-    groups: Sequence[Group],
-    pairs: Columns,
-    seed: int,
-) -> tuple[float | None, Interval | None]:
-    """Return the gap, and its interval if both groups have one."""
-    if [group.label for group in groups[:2]] != [LONGER, SHORTER]:
-        return None, None
-    longer, shorter = groups[:2]
-    gap = longer.accuracy - shorter.accuracy
-    if longer.interval is None or shorter.interval is None:
-        return gap, None
-    means = resampled_means(right, index, pairs.prompt, seed)
-    return gap, interval95(means[:, 0] - means[:, 1])
-
-
-BINS = 10
-"""Maximum number of bins by confidence."""
-
-
 @dataclass(frozen=True)
 class ReliabilityPoint:
     """One bin of pairs with similar confidence."""
@@ -293,51 +151,6 @@ class Calibration:
     """95% interval of the overconfidence; None if all pairs have the same prompt."""
     points: tuple[ReliabilityPoint, ...]
     """Bins from the least to the most confident pairs."""
-
-
-def calibrate(pairs: Columns, logit_scale: float, seed: int) -> Calibration:
-    """Return the calibration of P(chosen) = sigmoid(logit_scale * (chosen - rejected)).
-
-    A pair lists its preferred response first, so that the outcome of "chosen" is always the same;
-    calibration is therefore measured on the model's own choice:
-        confidence = max(P, 1 - P) = sigmoid(logit_scale * |chosen - rejected|)
-        right = 1 where the sign is right, 0 where it is wrong, 1/2 at a tie
-        ECE = sum_b n_b / N * |mean confidence_b - mean right_b|, over 10 bins of equal mass
-        ECE of a calibrated model = sqrt(2 / pi) / N * sum_b sqrt(sum_i confidence (1 - confidence))
-    The last is the mean absolute value of a bin's error when the outcomes are drawn with the stated
-    confidences, in the normal approximation.
-
-    Source: Guo et al. 2017, eq. 3, https://arxiv.org/abs/1706.04599
-    Departs: bins of equal mass, not of equal width, since most bins of equal width are empty.
-    """
-    logit = logit_scale * pairs.difference
-    right = pairs.right
-    confidence = 1 / (1 + np.exp(-np.abs(logit)))
-    bins = equal_mass(confidence, BINS)
-    inside = [bins == index for index in range(int(bins.max()) + 1)]
-    points = tuple(
-        ReliabilityPoint(int(rows.sum()), float(confidence[rows].mean()), float(right[rows].mean()))
-        for rows in inside
-    )
-    count = len(right)
-    over = None
-    if pairs.prompt.max() > 0:
-        one_group = np.zeros(count, dtype=int)
-        over = resampled_means(confidence - right, one_group, pairs.prompt, seed)
-    variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
-    by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
-    return Calibration(
-        log_loss=float(np.logaddexp(0.0, -logit).mean()),
-        ece=sum(p.pairs / count * abs(p.confidence - p.accuracy) for p in points),
-        ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
-        overconfidence=float((confidence - right).mean()),
-        overconfidence_interval=None if over is None else interval95(over[:, 0]),
-        points=points,
-    )
-
-
-QUARTERS = 4
-"""Maximum number of groups by size of a difference or margin."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +200,7 @@ def measure_fitness(
     logit_scale: float | None,
     seed: int,
 ) -> Fitness:
-    """Measure a reward source. The same input and seed give the same numbers.
+    """Measure a reward source by finite scores. The same input and seed give the same numbers.
 
     Args:
         pairs: scored held-out pairs, at least one.
@@ -396,46 +209,150 @@ def measure_fitness(
             reward of a Bradley-Terry model, its standard deviation if the reward was divided by
             that; None for a source that gives no probabilities, whose calibration is not measured.
         seed: seed of the bootstrap.
-
-    Raises:
-        RewardError: a score is not a finite number; names the pair or sample.
-        DataError: a margin is not a finite number; names the pair.
-        ValueError: there is no pair.
     """
-    table = columns(pairs)
-    for number, sample in enumerate(samples, start=1):
-        _check_finite(sample.score, f"SFT sample {number}: its score")
-    right = table.right
-    all_pairs = group_accuracy(right, np.zeros(len(pairs), int), ["all"], table.prompt, seed)
-    size = np.abs(table.difference)
+    chosen, rejected, chosen_tokens, rejected_tokens = np.array(
+        [(p.chosen_score, p.rejected_score, p.chosen_tokens, p.rejected_tokens) for p in pairs],
+        dtype=float,
+    ).T
+    sampled, sampled_tokens = np.array(samples, dtype=float).reshape(-1, 2).T
+    number_of = {text: i for i, text in enumerate(dict.fromkeys(p.prompt for p in pairs))}
+    prompt = np.array([number_of[p.prompt] for p in pairs])
+    difference, longer = chosen - rejected, chosen_tokens - rejected_tokens
+    right = (np.sign(difference) + 1) / 2
+    size = np.abs(difference)
     quarter = equal_mass(size, QUARTERS)
-    sampled = np.array([sample.score for sample in samples], dtype=float)
-    both = np.concatenate([table.chosen, table.rejected])
+    marked = np.array([pair.margin is not None for pair in pairs])
+    by_margin: tuple[Group, ...] = ()
+    if marked.any():
+        margin = np.array([p.margin for p in pairs if p.margin is not None], dtype=float)
+        bins = equal_mass(margin, QUARTERS)
+        prompts = np.unique(prompt[marked], return_inverse=True)[1]
+        by_margin = group_accuracy(right[marked], bins, ranges(margin, bins), prompts, seed)
+    both = np.concatenate([chosen, rejected])
     edges = shared_edges(np.concatenate([both, sampled]))
     outside = (sampled < both.min()) | (sampled > both.max())
+    everything = np.zeros(len(pairs), dtype=int)
     return Fitness(
         pairs=tuple(pairs),
         samples=tuple(samples),
-        prompts=int(table.prompt.max()) + 1,
-        ties=int((table.difference == 0).sum()),
-        accuracy=all_pairs[0],
-        by_difference=group_accuracy(right, quarter, ranges(size, quarter), table.prompt, seed),
-        by_margin=_by_margin(pairs, seed),
-        length=measure_length_bias(table, samples, seed),
-        calibration=None if logit_scale is None else calibrate(table, logit_scale, seed),
+        prompts=len(number_of),
+        ties=int((difference == 0).sum()),
+        accuracy=group_accuracy(right, everything, ["all"], prompt, seed)[0],
+        by_difference=group_accuracy(right, quarter, ranges(size, quarter), prompt, seed),
+        by_margin=by_margin,
+        length=length_bias(
+            right,
+            np.sign(longer),
+            prompt,
+            seed,
+            responses=correlate(both, np.concatenate([chosen_tokens, rejected_tokens])),
+            pairs=correlate(difference, longer),
+            samples=correlate(sampled, sampled_tokens),
+        ),
+        calibration=None
+        if logit_scale is None
+        else calibrate(logit_scale * difference, right, prompt, seed),
         edges=tuple(edges.tolist()),
-        chosen=describe(table.chosen, edges),
-        rejected=describe(table.rejected, edges),
+        chosen=describe(chosen, edges),
+        rejected=describe(rejected, edges),
         sampled=describe(sampled, edges) if samples else None,
         outside=float(outside.mean()) if samples else None,
     )
 
 
-def _by_margin(pairs: Sequence[ScoredPair], seed: int) -> tuple[Group, ...]:
-    given = [pair for pair in pairs if pair.margin is not None]
-    if not given:
-        return ()
-    table = columns(given)
-    margin = np.array([pair.margin for pair in given], dtype=float)
-    quarter = equal_mass(margin, QUARTERS)
-    return group_accuracy(table.right, quarter, ranges(margin, quarter), table.prompt, seed)
+def length_bias(
+    right: Float[ndarray, " N"],
+    sign: Float[ndarray, " N"],
+    prompt: Int[ndarray, " N"],
+    seed: int,
+    **correlations: Correlation,
+) -> LengthBias:
+    """Return the accuracy by which response is longer, beside the correlations.
+
+    right: 1 where chosen scores higher, 1/2 at a tie; sign: 1 where chosen is longer, -1 where it
+        is shorter.
+    Source: Singhal et al. 2023, https://arxiv.org/abs/2310.03716
+    """
+    index = np.select([sign > 0, sign < 0], [0, 1], 2)
+    groups = group_accuracy(right, index, (LONGER, SHORTER, SAME), prompt, seed)
+    gap: float | None = None
+    gap_interval: Interval | None = None
+    if [group.label for group in groups[:2]] == [LONGER, SHORTER]:
+        gap = groups[0].accuracy - groups[1].accuracy
+        if None not in (groups[0].interval, groups[1].interval):
+            means = resampled_means(right, index, prompt, seed)
+            gap_interval = interval95(means[:, 0] - means[:, 1])
+    differ = sign != 0
+    takes_longer = np.where(sign > 0, right, 1 - right)[differ]
+    return LengthBias(
+        groups=groups,
+        gap=gap,
+        gap_interval=gap_interval,
+        model_prefers_longer=float(takes_longer.mean()) if differ.any() else None,
+        people_prefer_longer=float((sign[differ] > 0).mean()) if differ.any() else None,
+        longer_is_right=float(((sign + 1) / 2).mean()),
+        **correlations,
+    )
+
+
+def calibrate(
+    logit: Float[ndarray, " N"], right: Float[ndarray, " N"], prompt: Int[ndarray, " N"], seed: int
+) -> Calibration:
+    """Return the calibration of P(chosen) = sigmoid(logit).
+
+    A pair lists its preferred response first, so that the outcome of "chosen" is always the same;
+    calibration is therefore measured on the model's own choice:
+        confidence = max(P, 1 - P) = sigmoid(|logit|)
+        right = 1 where the sign is right, 0 where it is wrong, 1/2 at a tie
+        ECE = sum_b n_b / N * |mean confidence_b - mean right_b|, over 10 bins of equal mass
+        ECE of a calibrated model = sqrt(2 / pi) / N * sum_b sqrt(sum_i confidence (1 - confidence))
+    The last is the mean absolute value of a bin's error when the outcomes are drawn with the stated
+    confidences, in the normal approximation.
+
+    Source: Guo et al. 2017, eq. 3, https://arxiv.org/abs/1706.04599
+    Departs: bins of equal mass, not of equal width, since most bins of equal width are empty.
+    """
+    confidence = 1 / (1 + np.exp(-np.abs(logit)))
+    bins, count = equal_mass(confidence, BINS), len(right)
+    inside = [bins == index for index in range(int(bins.max()) + 1)]
+    points = tuple(
+        ReliabilityPoint(int(rows.sum()), float(confidence[rows].mean()), float(right[rows].mean()))
+        for rows in inside
+    )
+    over = None
+    if prompt.max() > 0:
+        means = resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
+        over = interval95(means[:, 0])
+    variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
+    by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
+    return Calibration(
+        log_loss=float(np.logaddexp(0.0, -logit).mean()),
+        ece=sum(p.pairs / count * abs(p.confidence - p.accuracy) for p in points),
+        ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
+        overconfidence=float((confidence - right).mean()),
+        overconfidence_interval=over,
+        points=points,
+    )
+
+
+def measure_probes(probes: Sequence[ScoredProbe]) -> tuple[ProbeResult, ...]:
+    """Return the result of each kind that was scored, in the order of PROBES."""
+    results = []
+    for kind in PROBES:
+        if not (scored := [probe for probe in probes if probe.kind == kind]):
+            continue
+        middle = float(median(probe.score for probe in scored))
+        leads = [probe.score - probe.pair.chosen_score for probe in scored]
+        results.append(
+            ProbeResult(
+                kind=kind,
+                prompts=len(scored),
+                mean=fmean(probe.score for probe in scored),
+                median=middle,
+                chosen_median=float(median(probe.pair.chosen_score for probe in scored)),
+                rejected_median=float(median(probe.pair.rejected_score for probe in scored)),
+                beats_chosen=fmean(0.5 if lead == 0 else float(lead > 0) for lead in leads),
+                example=min(scored, key=lambda probe: abs(probe.score - middle)),
+            )
+        )
+    return tuple(results)

@@ -11,9 +11,11 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
+from rich.table import Table
+from rich.text import Text
 
 from lightning_rlhf.core.metrics import heading_of
-from lightning_rlhf.io.console import visible
+from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
 from lightning_rlhf.report.curves import Plot
 from lightning_rlhf.report.estimates import Interval
@@ -74,6 +76,18 @@ class TextTable:
     heading: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
+
+
+def console_table(found: TextTable) -> Table:
+    """Return a table of texts for the console."""
+    table = Table(title=found.title, title_justify="left", caption_justify="left")
+    table.caption = Text(found.note) if found.note else None
+    for k, cell in enumerate(found.heading):
+        justify: Literal["left", "right"] = "left" if k == 0 else "right"
+        table.add_column(Text(visible_line(cell)), justify=justify, overflow="fold")
+    for row in found.rows:
+        table.add_row(*(Text(visible_line(cell)) for cell in row))
+    return table
 
 
 @dataclass(frozen=True, kw_only=True)

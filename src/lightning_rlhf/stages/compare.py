@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from statistics import fmean, stdev
+
+import numpy as np
+from rich.table import Table
+from scipy.special import stdtrit
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
-from lightning_rlhf.core.metrics import GOLD
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
-from lightning_rlhf.report.run_page import PromiseRow
+from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
+from lightning_rlhf.report.estimates import interval_text
+from lightning_rlhf.report.run_page import PromiseRow, TextTable, console_table, environment
+from lightning_rlhf.report.tables import ABSENT
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import RunFiles, damage_named, read_run
@@ -22,6 +31,11 @@ from lightning_rlhf.stages.run_report import PROMISES, write
 
 STEPS = "steps.json"
 """Name of the file that lists the folders of a recipe's steps."""
+SEED = "seed"
+SHORT = 20
+"""Largest number of characters of a value in a group's label."""
+KL_VALUES = 5
+"""Number of values of the KL at which rewards are compared."""
 
 
 def write_report(folder: Path) -> Path:
@@ -30,14 +44,14 @@ def write_report(folder: Path) -> Path:
     Raises CheckpointError where there is no run, or one of its files is damaged.
     """
     if (folder / CONFIG).is_file():
-        return write([read(folder)], folder)
+        return write([read_package_run(folder)], folder)
     runs = runs_of(folder)
     if not runs:
         raise CheckpointError(
             f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
             "outputs/<run>/<model>/ppo, or the one above it"
         )
-    return write([read(path) for path in runs], folder)
+    return write([read_package_run(path) for path in runs], folder)
 
 
 def runs_of(folder: Path) -> list[Path]:
@@ -60,7 +74,13 @@ def write_steps(folder: Path, runs: Sequence[Path]) -> None:
         beside.write_text(json.dumps(names, indent=2) + "\n")
 
 
-def read(folder: Path) -> RunFiles:
+def write_promises(folder: Path, rows: Sequence[PromiseRow]) -> None:
+    """Keep the promises of a recipe for its page."""
+    with written_whole(folder / PROMISES) as beside:
+        beside.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
+
+
+def read_package_run(folder: Path) -> RunFiles:
     """Return what the folder of a run holds; code of the user's own, as a stage, is not loaded.
 
     Raises CheckpointError where a file is damaged.
@@ -69,18 +89,206 @@ def read(folder: Path) -> RunFiles:
     return replace(run, definition=STAGES.get(run.stage))
 
 
-def write_promises(folder: Path, rows: Sequence[PromiseRow]) -> None:
-    """Keep the promises of a recipe for its page."""
-    with written_whole(folder / PROMISES) as beside:
-        beside.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
+def over_seeds(values: Sequence[float]) -> str:
+    """Return the mean of a number over seeds with its 95% interval, as text; "-" without a number.
+
+        mean +- t_{0.975, n-1} s / sqrt(n),   s^2 = sum (x - mean)^2 / (n - 1)
+
+    A single seed has no interval; values that are not finite are left out.
+
+    Source: Student 1908, The probable error of a mean, Biometrika 6(1)
+    """
+    known = [x for x in values if math.isfinite(x)]
+    if not known:
+        return ABSENT
+    mean, n = fmean(known), len(known)
+    if n == 1:
+        return f"{mean:z.3f}"
+    reach = float(stdtrit(n - 1, 0.975)) * stdev(known) / math.sqrt(n)
+    return f"{mean:z.3f}{interval_text((mean - reach, mean + reach))}"
 
 
-SEED = "seed"
-SHORT = 20
-"""Largest number of characters of a value in a group's label."""
+def common_kls(runs: Sequence[Sequence[Point]]) -> list[float]:
+    """Return KL_VALUES values at equal distances, up to the largest that every run reached.
+
+    runs: (KL, reward) of the evaluations of each run.
+    """
+    reached = [max((kl for kl, _ in run if math.isfinite(kl)), default=0.0) for run in runs]
+    most = min(reached, default=0.0)
+    return [most * (k + 1) / KL_VALUES for k in range(KL_VALUES)] if most > 0 else []
 
 
-def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> Comparison:
+def at_kl(run: Sequence[Point], kl: float) -> float:
+    """Return the reward of a run where its KL first reaches `kl`; NaN where it does not.
+
+    Between the evaluations, in their order, KL and reward change linearly.
+    """
+    known = [point for point in run if all(map(math.isfinite, point))]
+    for (kl_0, reward_0), (kl_1, reward_1) in pairwise(known):
+        if kl_0 <= kl <= kl_1:
+            share = (kl - kl_0) / (kl_1 - kl_0) if kl_1 > kl_0 else 0.0
+            return reward_0 + share * (reward_1 - reward_0)
+    return math.nan
+
+
+def mean_curve(
+    curves: Sequence[Mapping[float, float]],
+) -> tuple[list[float], list[float], list[float], list[float]]:
+    """Return steps, mean, lowest and highest value over runs, at the steps that all runs have."""
+    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
+    table = np.array([[curve[step] for step in steps] for curve in curves])
+    if not steps:
+        return [], [], [], []
+    ends = table.mean(axis=0), table.min(axis=0), table.max(axis=0)
+    mean, low, high = (row.tolist() for row in ends)
+    return [float(step) for step in steps], mean, low, high
+
+
+@dataclass(frozen=True, kw_only=True)
+class SeedGroup:
+    """Runs that differ in their seed alone."""
+
+    label: str
+    """Values of the keys in which the groups differ."""
+    runs: Sequence[RunFiles]
+    values: Mapping[str, str]
+    """Key in which the groups differ -> its value in this group, as text."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunComparison:
+    """Groups of runs of one stage."""
+
+    stage: str
+    unit: str
+    """Unit in which steps are counted."""
+    groups: Sequence[SeedGroup]
+    metrics: Sequence[str]
+    """Metrics of the table; the first ones are the most important."""
+    plotted: Sequence[str]
+    """Metrics whose curves are laid over each other."""
+
+    def table(self) -> TextTable:
+        """Return a row for each group, with the means over its seeds."""
+        rows = [
+            [
+                group.label,
+                ", ".join(run.seed for run in group.runs),
+                *(
+                    over_seeds([r.metrics[m] for r in group.runs if m in r.metrics])
+                    for m in self.metrics
+                ),
+            ]
+            for group in self.groups
+        ]
+        return TextTable(
+            title="Results",
+            heading=["runs", "seed", *map(heading_of, self.metrics)],
+            rows=rows,
+            note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
+            if any(len(group.runs) > 1 for group in self.groups)
+            else "",
+        )
+
+    def differences(self) -> TextTable:
+        """Return the keys in which the groups differ, with a column for each group."""
+        keys = list(dict.fromkeys(key for group in self.groups for key in group.values))
+        return TextTable(
+            title="What differs in configuration",
+            heading=["key", *(group.label for group in self.groups)],
+            rows=[[key, *(group.values.get(key, ABSENT) for group in self.groups)] for key in keys],
+            note="" if keys else "Nothing but the seed.",
+        )
+
+    def frontiers(self) -> Iterator[TextTable]:
+        """Yield the reward, and the gold score, of each group at equal KL."""
+        for metric in (HELD_OUT, GOLD):
+            paths = {
+                id(run): joined(run.curves, HELD_OUT_KL, metric)
+                for group in self.groups
+                for run in group.runs
+            }
+            kls = common_kls(list(paths.values()))
+            if not kls or not any(paths.values()):
+                continue
+            rows = []
+            for group in self.groups:
+                own = [paths[id(run)] for run in group.runs]
+                means = (over_seeds([at_kl(path, kl) for path in own]) for kl in kls)
+                rows.append([group.label, *means])
+            yield TextTable(
+                title=f"{heading_of(metric)} at equal KL",
+                heading=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
+                rows=rows,
+                note="Interpolated between the evaluations of each run, at the place where its KL "
+                "first reaches the value; mean over seeds.",
+            )
+
+    def curves(self) -> list[Plot]:
+        """Return a plot of each metric with the mean over the seeds of each group."""
+        return [
+            Plot(
+                title=heading_of(metric),
+                x_label=self.unit,
+                unit="",
+                series=[series for series, _ in drawn],
+                areas=[area for _, area in drawn if area is not None],
+            )
+            for metric in self.plotted
+            if (drawn := list(self._overlaid(metric)))
+        ]
+
+    def frontier_plot(self) -> Plot:
+        """Return reward against KL, a line for each run."""
+        return Plot(
+            title="Reward against KL on held-out prompts",
+            x_label="KL to the reference, nats a response",
+            unit="score",
+            series=[
+                Series(
+                    label=group.label if run is group.runs[0] else "",
+                    color=color,
+                    points=joined(run.curves, HELD_OUT_KL, HELD_OUT),
+                    dots=True,
+                )
+                for group, color in self._colored()
+                for run in group.runs
+            ],
+        )
+
+    def console(self) -> Iterator[Table]:
+        """Yield the tables for the console."""
+        for found in (self.table(), *self.frontiers(), self.differences()):
+            if found.rows or found.note:
+                yield console_table(found)
+
+    def write(self, path: Path, title: str, jobs: TextTable | None = None) -> None:
+        """Write the page.
+
+        jobs: table of the jobs of a sweep, also of those without a run.
+        """
+        template = environment().get_template("compare.html")
+        page = template.render(title=title, found=self, jobs=jobs)
+        path.write_text(page, encoding="utf-8")
+
+    def _colored(self) -> Iterator[tuple[SeedGroup, str]]:
+        return zip(self.groups, itertools.cycle(PALETTE), strict=False)
+
+    def _overlaid(self, metric: str) -> Iterator[tuple[Series, Area | None]]:
+        for group, color in self._colored():
+            measured = [dict(points(run.curves, metric)) for run in group.runs]
+            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
+            if steps:
+                line = list(zip(steps, mean, strict=True))
+                is_sparse = metric.startswith("eval/")
+                area = Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high)
+                yield (
+                    Series(label=group.label, color=color, points=line, dots=is_sparse),
+                    area if len(group.runs) > 1 else None,
+                )
+
+
+def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:
     """Return the comparison of all runs of one stage in and below the folders.
 
     stage: name of the stage; None for that of all runs, or for ppo if there are several.
@@ -93,7 +301,7 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
     stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
-    runs = [read(path) for path in dict.fromkeys(found) if stages[path] == chosen]
+    runs = [read_package_run(path) for path in dict.fromkeys(found) if stages[path] == chosen]
     if len(runs) < fewest:
         others = [name for name in names if name != chosen]
         there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
@@ -104,13 +312,13 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
         )
     groups = grouped(runs)
     definition = STAGES.get(chosen)
-    measured = {name for run in runs for name in (*run.curves, *end_metrics(run))}
+    measured = {name for run in runs for name in (*run.curves, *run.metrics)}
     summary = tuple(definition.summary) if definition is not None else ()
     first = [name for name in (*summary, GOLD) if name in measured]
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
     headlines = definition.headlines if definition is not None else ()
     plotted = [name for name in dict.fromkeys([*first, *headlines]) if name in measured]
-    return Comparison(
+    return RunComparison(
         stage=chosen,
         unit="step" if definition is None else definition.unit,
         groups=groups,
@@ -125,7 +333,9 @@ def runs_in(folder: Path) -> list[Path]:
     Raises CheckpointError where there is none.
     """
     found = sorted(
-        path.parent for path in folder.rglob(CONFIG) if path.parent == folder or is_run(path.parent)
+        path.parent  # a folder of a model has a config.json as well
+        for path in folder.rglob(CONFIG)
+        if path.parent == folder or (path.parent / METRICS).is_file()
     )
     if not found:
         raise CheckpointError(
@@ -135,12 +345,7 @@ def runs_in(folder: Path) -> list[Path]:
     return found
 
 
-def is_run(folder: Path) -> bool:
-    """Return whether a folder is that of a run; one of a model has a config.json as well."""
-    return (folder / METRICS).is_file()
-
-
-def grouped(runs: Sequence[RunFiles]) -> list[Group]:
+def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
     """Return the runs in groups that differ in their seed alone, in the order of the runs.
 
     A second run of a seed is the first of another group: it would count as an independent one.
@@ -150,21 +355,29 @@ def grouped(runs: Sequence[RunFiles]) -> list[Group]:
     for run in runs:
         for group in groups:
             seeds = [other.tree.get(SEED) for other in group]
-            if run.tree.get(SEED) not in seeds and not differences(run, group[0], ignored):
+            is_new = run.tree.get(SEED) not in seeds
+            if is_new and not differing_keys(run.tree, group[0].tree, ignored):
                 group.append(run)
                 break
         else:
             groups.append([run])
     first = groups[0][0]
-    keys = sorted({key for group in groups[1:] for key in differences(group[0], first, ignored)})
-    values = [values_of(group[0], keys) for group in groups]
-    labels = [label(found) for found in values]
+    keys = sorted(
+        {key for group in groups[1:] for key in differing_keys(group[0].tree, first.tree, ignored)}
+    )
+    values = []
+    for group in groups:
+        flat = flatten(group[0].tree)
+        texts = {k: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+                 for k, x in flat.items()}  # fmt: skip
+        values.append({key: texts.get(key, "not there") for key in keys})
+    labels = [group_label(found) for found in values]
     if len({*labels}) < len(labels) or not all(labels):
         labels = [common_name([run.name for run in group]) for group in groups]
     if len({*labels}) < len(labels) or not all(labels):
         labels = [group[0].name for group in groups]
     return [
-        Group(label=name, runs=[compared(run) for run in group], values=found)
+        SeedGroup(label=name, runs=group, values=found)
         for name, group, found in zip(labels, groups, values, strict=True)
     ]
 
@@ -181,39 +394,7 @@ def ignored_keys(run: RunFiles) -> Collection[str]:
     return () if run.definition is None else (*volatile(run.definition), *run.definition.unread)
 
 
-def differences(run: RunFiles, other: RunFiles, ignored: Collection[str]) -> list[str]:
-    """Return the keys in which two runs differ."""
-    return differing_keys(run.tree, other.tree, ignored)
-
-
-def values_of(run: RunFiles, keys: Sequence[str]) -> dict[str, str]:
-    """Return the values of a run for the keys, as text."""
-    flat = flatten(run.tree)
-    return {key: text(flat[key]) if key in flat else "not there" for key in keys}
-
-
-def label(values: Mapping[str, str]) -> str:
+def group_label(values: Mapping[str, str]) -> str:
     """Return a group's short values as its label."""
     short = {key.rpartition(".")[2]: value for key, value in values.items()}
     return ", ".join(f"{key}={value}" for key, value in short.items() if len(value) <= SHORT)
-
-
-def compared(run: RunFiles) -> ComparedRun:
-    """Return a run as the page compares it."""
-    return ComparedRun(
-        name=run.name,
-        seed=str(run.tree.get(SEED)),
-        curves=run.curves,
-        metrics=end_metrics(run),
-    )
-
-
-def end_metrics(run: RunFiles) -> dict[str, float]:
-    """Return the metrics at the end of a run: the last of each, or those of its manifest."""
-    last = {name: values[-1] for name, (_, values) in run.curves.items()}
-    return last if run.manifest is None else last | dict(run.manifest.metrics)
-
-
-def text(value: Any) -> str:
-    """Return a value of a configuration as text."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

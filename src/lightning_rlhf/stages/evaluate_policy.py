@@ -1,157 +1,398 @@
-"""The run of stage=eval_policy."""
+"""The run of stage=eval_policy; sampling from policies and scoring, which stage=rank does too.
+
+One model is in memory at a time; the reward is loaded with the last, the SFT model.
+"""
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import torch
+from jaxtyping import Int
 from rich import get_console
+from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import Judge, evaluation_metrics, load_judge
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
+from lightning_rlhf.callbacks.evaluation import Judge, evaluated, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.loggers import log_table
 from lightning_rlhf.core.best_of import best_of_kl_bound
-from lightning_rlhf.core.config import PolicyEvalConfig
-from lightning_rlhf.core.metrics import check_names
-from lightning_rlhf.data.readers import Rows, load
-from lightning_rlhf.data.rows import Demonstration
+from lightning_rlhf.core.config import PolicyEvalConfig, ResponsesConfig
+from lightning_rlhf.core.errors import LogitsError, TrainingError
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.core.results import EvaluationResult
+from lightning_rlhf.core.text_metrics import perplexity
+from lightning_rlhf.data.batches import collate_prompts
+from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
+from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.config import REFERENCE, SFT
+from lightning_rlhf.models.build_roles import (
+    check_positions,
+    check_room,
+    check_vocabulary,
+    start_from,
+)
+from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import (
     DECODINGS,
     Decoding,
     PolicySamples,
+    Sample,
     best_of,
     compare_all,
     passes,
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_mine
+from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.stages.console import note_on_few
-from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import identity
-from lightning_rlhf.stages.policies import Source, find_policies, other_decoding, other_sft
-from lightning_rlhf.stages.policy_answers import (
-    Scorer,
-    Task,
-    answer,
-    fitting,
-    free,
-    load_policy,
-    numbers_of,
-    sample_responses,
-    told_verdicts,
-)
-from lightning_rlhf.stages.prepare import make_ready
-from lightning_rlhf.stages.reward.build_rewards import light_sources
-from lightning_rlhf.stages.run_report import leave_report
+from lightning_rlhf.stages.evaluate_reward import check_formats, leave_final
+from lightning_rlhf.stages.folder.folders import find_parents, run_name
+from lightning_rlhf.stages.policies import Kept, Source, find_policies, other_decoding, other_sft
+from lightning_rlhf.stages.prepare import Prepared, make_ready
+from lightning_rlhf.stages.reward.build_rewards import build_reward, hub_rewards, light_sources
+from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.select import load_weights
 from lightning_rlhf.stages.stage import Settings
+
+Part = tuple[Int[Tensor, " B"], Rollout]
+"""Responses, on the CPU, and their numbers among the responses of all processes."""
+GREEDY = 1e-6
+"""Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The prompts and settings that are the same for every policy."""
+
+    ready: Prepared
+    config: ResponsesConfig
+    prompts: Sequence[PromptTokens]
+    rows: Sequence[dict[str, Any]]
+    """Rows of the data that the prompts index."""
+    references: Sequence[DemonstrationTokens]
+    """Held-out demonstrations; empty where the data have none, or they are not wanted."""
+    light: Mapping[str, Any]
+    """Checked components of the reward."""
+    judge: Judge | None
+    verdicts: Mapping[str, Verdict]
+    """Component of the reward -> verdict of its fitness report, where it has one."""
+
+    @classmethod
+    def prepare(
+        cls,
+        settings: Settings,
+        part: Literal["train", "val"],
+        limit: int | None,
+        *,
+        reads_demonstrations: bool = False,
+    ) -> Task:
+        """Read the data and print the verdicts on the reward.
+
+        part: prompts to respond to; limit: largest number of them, drawn with the seed.
+        """
+        parents = find_parents(settings)
+        judge = load_judge(settings.data.judge) if settings.data.judge else None
+        with Working("reading the data"):
+            rows = getattr(load("prompts", settings.data, settings.seed), part)
+            references = None
+            if reads_demonstrations and settings.data.demonstrations.train is not None:
+                references = load("demonstrations", settings.data, settings.seed).val
+        ready = make_ready(settings, parents)
+        light = light_sources(ready, {name for row in rows.rows for name in row.columns})
+        prompts = fitting_tokens(ready, rows, limit)
+        found = verdicts_on(settings, {**ready.parents, **hub_rewards(ready)}, refuses=False)
+        print_verdicts(found)
+        return cls(
+            ready=ready,
+            config=settings.config,
+            prompts=prompts,
+            rows=[row.columns for row in rows.rows],
+            references=() if references is None else fitting_tokens(ready, references, limit),
+            light=light,
+            judge=judge,
+            verdicts={name: verdict for name, verdict in found.items() if verdict is not None},
+        )
+
+
+def fitting_tokens(ready: Prepared, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
+    """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
+
+    Raises DataError where none fits.
+    """
+    fits = tokenise(rows, ready.chat, ready.settings.data)
+    place = {number: i for i, number in enumerate(rows.numbers)}
+    usable = rows.only([place[number] for number in fits.numbers])
+    kept = set(sample(usable, limit, ready.settings.seed).numbers)
+    pairs = zip(fits.examples, fits.numbers, strict=True)
+    return [example for example, number in pairs if number in kept]
+
+
+def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
+    """Return the models with the policy and the role that is the policy, on the device.
+
+    policy: None is the base model.
+    Raises CheckpointError where a checkpoint is damaged or does not fit the model.
+    """
+    ready, config = task.ready, task.config
+    settings = ready.settings
+    with Working("loading the model"):
+        start = ready.parents.get(SFT) if isinstance(policy, Kept) else policy
+        roles = start_from(settings.model, start, trainable=False, seed=settings.seed)
+        if isinstance(policy, Kept):
+            roles.add_adapter(POLICY, policy.lora(), settings.seed)
+            load_weights(roles, policy.path, policy.origin(), prefix="roles.")
+    check_vocabulary(roles, ready.tokenizer)
+    longest = max(len(example.prompt) for example in task.prompts)
+    key, response = f"{settings.stage}.max_response_tokens", config.max_response_tokens
+    check_positions(
+        roles, longest + response, f"the longest prompt ({longest} tokens) with {key} ({response})",
+        lower=f"lower {key} or data.max_prompt_tokens, to {{limit}} together",
+    )  # fmt: skip
+    check_room(roles, config.batch_size, longest, response, key, ready.device)
+    return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
+
+
+def sample_policy(
+    task: Task,
+    name: str,
+    policy: Source | None,
+    decodings: Mapping[Decoding, tuple[float, int]],
+) -> tuple[dict[Decoding, list[Part]], float | None]:
+    """Load a policy, return what `answer` does, and free its memory."""
+    roles, role = load_policy(task, policy)
+    found = answer(task, name, roles, role, decodings)
+    del roles
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return found
+
+
+@torch.no_grad()
+def answer(
+    task: Task, name: str, roles: Roles, role: str, decodings: Mapping[Decoding, tuple[float, int]]
+) -> tuple[dict[Decoding, list[Part]], float | None]:
+    """Return the responses that this process samples, and the perplexity of the demonstrations.
+
+    name: name of the policy in messages; role: role that is the policy.
+    decodings: decoding -> temperature and number of responses to each prompt.
+    The perplexity is None without demonstrations.
+    """
+    found = {
+        decoding: sample_responses(task, name, roles, role, temperature, count)
+        for decoding, (temperature, count) in decodings.items()
+    }
+    return found, perplexity(demonstration_loss(task, roles, role)) if task.references else None
+
+
+@torch.no_grad()
+def sample_responses(
+    task: Task, name: str, roles: Roles, role: str, temperature: float, count: int
+) -> list[Part]:
+    """Return batches of `count` responses of a policy to each prompt, those of this process.
+
+    The random numbers depend on the seed alone. Log-probabilities are those at
+    `config.temperature`, whatever the temperature of sampling.
+
+    Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
+    """
+    config, ready = task.config, task.ready
+    key = f"{ready.settings.stage}.batch_size"
+    kind = NativeSampler if roles.caches else HFSampler
+    batches = deal(batches_of(task, count), ready.replicas, divides=kind is NativeSampler)
+    params = SamplingParams(
+        max_response_tokens=config.max_response_tokens,
+        temperature=temperature,
+        end_token_ids=ready.chat.end_token_ids,
+        stop=ready.chat.stop_at(config.stop_strings),
+    )
+    sampler = kind(roles, params)
+    generator = torch.Generator().manual_seed(ready.settings.seed)
+    rows = MicrobatchSize(key, config.batch_size)
+
+    def parts() -> Iterator[Part]:
+        for numbers, sampled in sample_mine(sampler, batches, generator):
+            rollout = annotate(
+                sampled,
+                roles,
+                None,
+                is_exact=sampler.is_exact and temperature == config.temperature,
+                temperature=config.temperature,
+                policy_rows=rows,
+                batch_size=config.batch_size,
+            )
+            yield numbers, rollout.to("cpu")
+
+    with roles.use_role(role), Working(f"sampling from {name}", count_mine(batches)) as work:
+        try:
+            return list(work.track(parts(), lambda part: len(part[1])))
+        except LogitsError as error:
+            raise LogitsError(f"policy {name}") from error
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"{key} is {config.batch_size}: so many responses at once are too much for "
+                f"the memory of the device; allowed: a smaller {key}: {error}"
+            ) from error
+
+
+def batches_of(task: Task, count: int) -> Iterator[tuple[Prompts, int]]:
+    """Yield batches of prompts, each with a number of responses, of `count` to each prompt."""
+    config = task.config
+    size = max(1, config.batch_size // count)
+    for start in range(0, len(task.prompts), size):
+        some = task.prompts[start : start + size]
+        prompts = collate_prompts(some, task.ready.chat.pad_token_id)
+        for made in range(0, count, config.batch_size):
+            yield prompts, min(config.batch_size, count - made)
+
+
+@torch.no_grad()
+def demonstration_loss(task: Task, roles: Roles, role: str) -> float:
+    """Return a role's mean loss over the response tokens of the demonstrations, in nats.
+
+    - sum over responses and their tokens of log p(token) / number of those tokens
+
+    Each process computes some batches of demonstrations.
+    """
+    replicas, size, found = task.ready.replicas, task.config.batch_size, []
+    rows = MicrobatchSize(f"{task.ready.settings.stage}.batch_size", size)
+    starts = torch.arange(0, len(task.references), size)[replicas.rows]
+    for start in starts.tolist():
+        some = task.references[start : start + size]
+        batch = as_responses(
+            [e.prompt for e in some], [e.response for e in some], task.ready.chat.pad_token_id
+        ).to(task.ready.device)
+        with roles.use_role(role):
+            logprobs, _ = rows.fitting(partial(predict, batch, roles, None, 1.0))
+        found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
+    sums, tokens = zip(*replicas.merged(starts, found), strict=True)
+    return -sum(sums) / sum(tokens)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scorer:
+    """The reward, and the SFT model as the reference."""
+
+    task: Task
+    roles: Roles
+    """Models on the device, whose reference is the SFT model."""
+    reward: Reward
+    microbatch: MicrobatchSize
+    """Number of responses that the models read at a time."""
+
+    @classmethod
+    def load(cls, task: Task) -> Scorer:
+        """Load the SFT model and the reward."""
+        roles, _ = load_policy(task, task.ready.parents.get(SFT))
+        key = f"{task.ready.settings.stage}.batch_size"
+        microbatch = MicrobatchSize(key, task.config.batch_size)
+        reward = build_reward(task.ready, roles, task.light, microbatch)
+        roles.to(task.ready.device)
+        check_formats(task.ready, reward)
+        return cls(task=task, roles=roles, reward=reward, microbatch=microbatch)
+
+    def scored(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return one sample a response, as `evaluated` does, of the responses of all processes."""
+        numbers = torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
+        with Working("scoring the responses", len(numbers)) as working:
+            mine = list(working.track(self._samples(parts)))
+            return self.task.ready.replicas.merged(numbers, mine)
+
+    def _samples(self, parts: Iterable[Part]) -> Iterator[dict[str, Any]]:
+        ready = self.task.ready
+        names = [term.name for term in self.reward.terms]
+        for _, rollout in parts:
+            decoded = decode_responses(rollout.to(ready.device), self.task.rows, ready.chat)
+            scores = score(
+                self.roles,
+                decoded,
+                self.reward,
+                temperature=self.task.config.temperature,
+                batch_size=self.microbatch.rows,
+                over_vocabulary=False,
+            )
+            result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
+            yield from evaluated(result, names, self.task.judge)
 
 
 def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
-    """Sample and score responses of the SFT model and of all policies; write the tables.
-
-    One model is in memory at a time; the reward is loaded with the last, the SFT model.
-    """
-    parents = find_parents(settings)
+    """Sample and score responses of the SFT model and of all policies; write the tables."""
     policies = find_policies(settings)
-    judge = load_judge(settings.data.judge) if settings.data.judge else None
-    with Working("reading the data"):
-        rows = load("prompts", settings.data, settings.seed).val
-        demonstrations = held_out_demonstrations(settings)
-    ready = make_ready(settings, parents)
-    light = light_sources(ready, {name for row in rows.rows for name in row.columns})
-    limit = settings.data.max_val_rows
-    task = Task(
-        ready=ready,
-        config=config,
-        prompts=fitting(ready, rows, limit),
-        rows=[row.columns for row in rows.rows],
-        references=() if demonstrations is None else fitting(ready, demonstrations, limit),
-        sources={name: str(policy.path) for name, policy in policies.items()},
-        verdicts=told_verdicts(ready),
-    )
+    task = Task.prepare(settings, "val", settings.data.max_val_rows, reads_demonstrations=True)
     shown = [
         f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts",
         f"{config.samples_per_prompt} sampled responses and a greedy one to each",
         *note_on_few(len(task.prompts), to_validate=True),
     ]
     print_line(", ".join(shown))
-    for differing in (other_decoding(settings, policies), other_sft(policies, parents.get(SFT))):
+    sft = task.ready.parents.get(SFT)
+    for differing in (other_decoding(settings, policies), other_sft(policies, sft)):
         if differing is not None:
             print_line(differing, "yellow")
-    found = answered(task, policies, light, judge)
-    if not ready.replicas.is_first:
+    found = compared_policies(task, policies)
+    if not task.ready.replicas.is_first:
         sys.exit()
-    return hand_over_report(task, report(task, found))
+    report = policy_report(task, policies, found)
+    for table in report.console():
+        get_console().print(table)
+
+    def log(loggers: Sequence[Any]) -> None:
+        for name, (columns, rows) in report.logged().items():
+            log_table(loggers, name, columns, rows, 0)
+
+    final = leave_final(
+        task.ready, report.metrics, log, lambda whole: report.write(whole, config.shown)
+    )
+    print_line(f"{settings.stage} finished: {final / PAGE}")
+    return final
 
 
-def answered(
-    task: Task, policies: Mapping[str, Source], light: Mapping[str, Any], judge: Judge | None
-) -> list[PolicySamples]:
-    """Return the scored responses of the SFT model, then of the policies, then of best-of-n.
-
-    light: checked components of the reward.
-    """
+def compared_policies(task: Task, policies: Mapping[str, Source]) -> list[PolicySamples]:
+    """Return the scored responses of the SFT model, then of the policies, then of best-of-n."""
     config: PolicyEvalConfig = task.ready.settings.config
-    answers = {}
-    for name, policy in policies.items():
-        roles, role = load_policy(task, policy)
-        answers[name] = answer(task, name, roles, role)
-        del roles
-        free()
-    scorer = Scorer.load(task, light, judge)
-    answers = {SFT: answer(task, SFT, scorer.roles, REFERENCE), **answers}
-    with Working("scoring the responses"):
-        mine = {
-            name: {d: list(scorer.samples(given.rollouts[d])) for d in DECODINGS}
-            for name, given in answers.items()
-        }
-        merged = task.ready.replicas.merged
-        found = [
-            PolicySamples(
-                name=name,
-                samples={
-                    d: merged(numbers_of(given.rollouts[d]), mine[name][d]) for d in DECODINGS
-                },
-                perplexity=given.perplexity,
-            )
-            for name, given in answers.items()
-        ]
-    if config.best_of is not None:
-        found.append(best_of_sft(scorer, config.best_of, found[0]))
+    temperature, count, n = config.temperature, config.samples_per_prompt, config.best_of
+    decodings: dict[Decoding, tuple[float, int]] = {
+        "sampled": (temperature, count), "greedy": (GREEDY, 1)
+    }  # fmt: skip
+    answers = {name: sample_policy(task, name, x, decodings) for name, x in policies.items()}
+    scorer = Scorer.load(task)
+    answers = {SFT: answer(task, SFT, scorer.roles, REFERENCE, decodings), **answers}
+    found = [
+        PolicySamples(
+            name=name, samples={d: scorer.scored(parts[d]) for d in DECODINGS}, perplexity=told
+        )
+        for name, (parts, told) in answers.items()
+    ]
+    if n is not None:
+        name = f"best of {n}"
+        parts = sample_responses(
+            task, f"{SFT}, {name}", scorer.roles, REFERENCE, temperature, n * count
+        )
+        sampled = best_of(scorer.scored(parts), n, count)
+        # The greedy responses are those of the SFT model, of which there is one a prompt.
+        both: dict[Decoding, Sequence[Sample]] = {
+            "sampled": sampled, "greedy": found[0].samples["greedy"]
+        }  # fmt: skip
+        found.append(PolicySamples(name=name, samples=both, perplexity=None, best_of=n))
     return found
 
 
-def best_of_sft(scorer: Scorer, n: int, sft: PolicySamples) -> PolicySamples:
-    """Return the best of each n responses of the SFT model, as responses of one more policy.
-
-    Its greedy responses are those of the SFT model, of which there is one a prompt.
-    """
-    task = scorer.task
-    count = task.config.samples_per_prompt
-    parts = sample_responses(
-        task, f"{SFT}, best of {n}", scorer.roles, REFERENCE, task.config.temperature, n * count
-    )
-    with Working("scoring the responses"):
-        samples = task.ready.replicas.merged(numbers_of(parts), scorer.samples(parts))
-    return PolicySamples(
-        name=f"best of {n}",
-        samples={"sampled": best_of(samples, n, count), "greedy": sft.samples["greedy"]},
-        perplexity=None,
-        best_of=n,
-    )
-
-
-def held_out_demonstrations(settings: Settings) -> Rows[Demonstration] | None:
-    """Return the held-out demonstrations; None where the data name none."""
-    if settings.data.demonstrations.train is None:
-        return None
-    return load("demonstrations", settings.data, settings.seed).val
-
-
-def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
+def policy_report(
+    task: Task, sources: Mapping[str, Source], policies: Sequence[PolicySamples]
+) -> PolicyReport:
     """Return the numbers of all policies and their comparisons."""
     settings, prompts = task.ready.settings, len(task.prompts)
     config: PolicyEvalConfig = settings.config
@@ -174,36 +415,10 @@ def report(task: Task, policies: Sequence[PolicySamples]) -> PolicyReport:
             "samples_per_prompt": config.samples_per_prompt,
             "temperature": config.temperature,
             "seed": settings.seed,
-            "sources": dict(task.sources),
+            "sources": {name: str(policy.path) for name, policy in sources.items()},
             "verdicts": task.verdicts,
         },
         policies=policies,
         numbers=numbers,
         comparisons=compare_all(policies, prompts, settings.seed),
     )
-
-
-def hand_over_report(task: Task, report: PolicyReport) -> Path:
-    """Write the report to `final/`, print its tables and log its numbers; return the folder."""
-    ready = task.ready
-    settings = ready.settings
-    check_names(report.metrics)
-    folder = claim(settings, ready.parents)
-    for shown in report.tables():
-        get_console().print(shown)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
-    final, exit_code = folder / FINAL, 1
-    try:
-        for logger in loggers:
-            logger.log_metrics(report.metrics, step=0)
-        for name, (columns, rows) in report.logged().items():
-            log_table(loggers, name, columns, rows, 0)
-        exit_code = 0
-    finally:
-        with Working("closing the loggers"):
-            close_loggers(loggers, exit_code)
-    with written_whole(final, kind="folder") as whole:
-        report.write(whole, settings.config.shown)
-    leave_report(folder, settings.definition)
-    print_line(f"{settings.stage} finished: {final / PAGE}")
-    return final

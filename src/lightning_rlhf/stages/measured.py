@@ -19,9 +19,9 @@ from lightning_rlhf.io.storage import is_number, json_lines, read_text
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, read_manifest
 from lightning_rlhf.report import evaluation_page
-from lightning_rlhf.report.comparison import REWARD, column, ends
+from lightning_rlhf.report.comparison import REWARD, number_column
 from lightning_rlhf.report.curves import Curves
-from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval
+from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
 from lightning_rlhf.stages.folder.changes import read_config, read_ending
 from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.stages.stage import Stage
@@ -58,6 +58,16 @@ class RunFiles:
         return f"{title} ({job})" if (job := self.tree.get("job")) else title
 
     @property
+    def seed(self) -> str:
+        return str(self.tree.get("seed"))
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """Return the metrics at the end: the last of each, or those of the manifest."""
+        last = {name: values[-1] for name, (_, values) in self.curves.items()}
+        return last if self.manifest is None else last | dict(self.manifest.metrics)
+
+    @property
     def is_finished(self) -> bool:
         return (self.folder / FINAL).is_dir()
 
@@ -75,20 +85,28 @@ def read_run(folder: Path, definition: Stage | None) -> RunFiles:
             pass
         case _:
             raise CheckpointError(f"{file} is damaged: it names no stage and no model")
+    manifest = folder / FINAL / MANIFEST
+    return RunFiles(
+        folder=folder,
+        tree=tree,
+        definition=definition,
+        curves=read_metrics(folder),
+        manifest=read_manifest(manifest) if manifest.is_file() else None,
+    )
+
+
+def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Return metric -> (steps, values) of a run's metrics.csv, without steps that lack it.
+
+    Raises CheckpointError where the file is damaged.
+    """
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for step, row in read_rows(folder / METRICS).items():
         for name, cell in row.items():
             steps, values = curves.setdefault(name, ([], []))
             steps.append(step)
             values.append(float(cell))
-    manifest = folder / FINAL / MANIFEST
-    return RunFiles(
-        folder=folder,
-        tree=tree,
-        definition=definition,
-        curves=curves,
-        manifest=read_manifest(manifest) if manifest.is_file() else None,
-    )
+    return curves
 
 
 def optional_json(path: Path) -> Any:
@@ -232,7 +250,7 @@ def by_prompt(samples: Samples, name: str) -> np.ndarray:
 
     It is NaN for a prompt without the metric in any sample.
     """
-    values = column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
+    values = number_column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
     _, prompts = np.unique([sample["index"] for sample in samples], return_inverse=True)
     known = ~np.isnan(values)
     sums, counts = (
@@ -250,7 +268,7 @@ def interval_of(
     estimate: function from values and a seed to the ends of the interval of their mean.
     """
     known = values[~np.isnan(values)]
-    return ends(estimate(known, SEED)) if len(known) > 1 else None
+    return single(estimate(known, SEED)) if len(known) > 1 else None
 
 
 def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:

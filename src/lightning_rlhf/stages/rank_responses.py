@@ -7,77 +7,38 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from lightning_rlhf.callbacks.evaluation import load_judge
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
 from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
-from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE, check_names
+from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.ranked import RankedRows, rank
-from lightning_rlhf.data.readers import counts_text, load
-from lightning_rlhf.io.console import Working, json_line, print_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.data.readers import counts_text
+from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
-from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
-from lightning_rlhf.stages.launch import identity
+from lightning_rlhf.report.comparison import Sample
+from lightning_rlhf.stages.evaluate_policy import Scorer, Task, sample_policy
+from lightning_rlhf.stages.evaluate_reward import leave_final
+from lightning_rlhf.stages.folder.folders import PARENTS, folder_of
 from lightning_rlhf.stages.policies import responder
-from lightning_rlhf.stages.policy_answers import (
-    Scorer,
-    Task,
-    fitting,
-    free,
-    load_policy,
-    numbers_of,
-    sample_responses,
-    told_verdicts,
-)
-from lightning_rlhf.stages.prepare import make_ready
-from lightning_rlhf.stages.reward.build_rewards import light_sources
-from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
-
-Sample = Mapping[str, Any]
 
 
 def run_rank(settings: Settings, config: RankConfig) -> Path:
     """Sample responses of the policy, score them, and write the rows made of them."""
-    parents = find_parents(settings)
     policy = responder(settings)
-    judge = load_judge(settings.data.judge) if settings.data.judge else None
-    with Working("reading the data"):
-        split = load("prompts", settings.data, settings.seed)
-    rows = split.train if config.prompts == "train" else split.val
-    ready = make_ready(settings, parents)
-    light = light_sources(ready, {name for row in rows.rows for name in row.columns})
+    task = Task.prepare(settings, config.prompts, config.max_prompts)
     name = SFT if policy is None else str(config.policy)
-    task = Task(
-        ready=ready,
-        config=config,
-        prompts=fitting(ready, rows, config.max_prompts),
-        rows=[row.columns for row in rows.rows],
-        references=(),
-        sources={name: str(policy.path) if policy is not None else _path_of(parents.get(SFT))},
-        verdicts=told_verdicts(ready),
-    )
-    print_line(
-        f"{config.samples_per_prompt} responses of {name} to each of "
-        f"{counted(len(task.prompts), 'prompt')}"
-    )
-    roles, role = load_policy(task, policy if policy is not None else parents.get(SFT))
-    parts = sample_responses(task, name, roles, role, config.temperature, config.samples_per_prompt)
-    del roles
-    free()
-    scorer = Scorer.load(task, light, judge)
-    numbers = numbers_of(parts)
-    with Working("scoring the responses", len(numbers)) as working:
-        mine = working.track(scorer.samples(parts))
-        merged = ready.replicas.merged(numbers, mine)
-    if not ready.replicas.is_first:
+    start = policy or task.ready.parents.get(SFT)
+    source = "the base model" if start is None else str(start.path)
+    count = config.samples_per_prompt
+    print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
+    parts, _ = sample_policy(task, name, start, {"sampled": (config.temperature, count)})
+    scored = Scorer.load(task).scored(parts["sampled"])
+    if not task.ready.replicas.is_first:
         sys.exit()
-    samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in merged]
+    samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in scored]
     ranked = rank(
         samples,
         pairs=config.pairs,
@@ -89,11 +50,38 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
             f"no response can be used: {counts_text(ranked.left_out)}; rank.max_response_tokens is "
             f"{config.max_response_tokens}"
         )
-    return hand_over_rows(task, samples, ranked)
+    metrics = rank_metrics(samples, ranked, count)
+    files = {
+        "preferences.jsonl": ranked.preferences,
+        "demonstrations.jsonl": ranked.demonstrations,
+        **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
+        "samples.jsonl": samples,
+    }
 
+    def write(whole: Path) -> None:
+        for file, rows in files.items():
+            lines = (json_line(row) + "\n" for row in rows)
+            (whole / file).write_text("".join(lines), encoding="utf-8")
+        provenance = {
+            "metrics": metrics,
+            "policy": {name: source},
+            "verdicts": task.verdicts,
+            "parents": json.loads((folder_of(settings) / PARENTS).read_text(encoding="utf-8")),
+            "left_out": dict(ranked.left_out),
+            "config": settings.tree,
+            "versions": versions(),
+        }
+        text = json.dumps(provenance, indent=1, default=vars) + "\n"
+        (whole / settings.definition.numbers).write_text(text, encoding="utf-8")
 
-def _path_of(final: Any) -> str:
-    return "the base model" if final is None else str(final.path)
+    final = leave_final(task.ready, metrics, lambda _: None, write)
+    for line in summary_lines(metrics, ranked, config):
+        print_line(line)
+    if lacking := shortage(samples, ranked, config):
+        print_line(f"warning: {lacking}", "yellow")
+    for file in files:
+        print_line(f"written: {final / file}")
+    return final
 
 
 def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[str, float]:
@@ -121,59 +109,9 @@ def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[
     return found
 
 
-def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) -> Path:
-    """Write the rows and their provenance to `final/`, log the numbers; return the folder."""
-    ready, config = task.ready, task.config
-    assert isinstance(config, RankConfig)
-    settings = ready.settings
-    metrics = rank_metrics(samples, ranked, config.samples_per_prompt)
-    check_names(metrics)
-    folder = claim(settings, ready.parents)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
-    final, exit_code = folder / FINAL, 1
-    try:
-        for logger in loggers:
-            logger.log_metrics(metrics, step=0)
-        exit_code = 0
-    finally:
-        with Working("closing the loggers"):
-            close_loggers(loggers, exit_code)
-    files = {
-        "preferences.jsonl": ranked.preferences,
-        "demonstrations.jsonl": ranked.demonstrations,
-        **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
-        "samples.jsonl": samples,
-    }
-    with written_whole(final, kind="folder") as whole:
-        for name, rows in files.items():
-            (whole / name).write_text("".join(map(_line, rows)), encoding="utf-8")
-        provenance = {
-            "metrics": metrics,
-            "policy": dict(task.sources),
-            "verdicts": task.verdicts,
-            "parents": json.loads((folder / PARENTS).read_text(encoding="utf-8")),
-            "left_out": dict(ranked.left_out),
-            "config": settings.tree,
-            "versions": versions(),
-        }
-        (whole / settings.definition.numbers).write_text(
-            json.dumps(provenance, indent=1, default=vars) + "\n", "utf-8"
-        )
-    leave_report(folder, settings.definition)
-    for line in summary(metrics, ranked, config):
-        print_line(line)
-    if lacking := shortage(samples, ranked, config):
-        print_line(f"warning: {lacking}", "yellow")
-    for name in files:
-        print_line(f"written: {final / name}")
-    return final
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    return json_line(row) + "\n"
-
-
-def summary(metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig) -> Iterator[str]:
+def summary_lines(
+    metrics: Mapping[str, float], ranked: RankedRows, config: RankConfig
+) -> Iterator[str]:
     """Yield the numbers as lines of the console."""
     n = config.samples_per_prompt
     yield (

@@ -13,6 +13,7 @@ from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
 from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
+from lightning_rlhf.core.metrics import HELD_OUT_KL as KL
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import delete, json_lines, read_text, written_whole
@@ -23,6 +24,8 @@ from lightning_rlhf.report.checks import MIN_COUNT
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
+from lightning_rlhf.report.evaluation_page import SAMPLES as RESPONSES
+from lightning_rlhf.report.evaluation_page import evaluation_tables
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
@@ -47,7 +50,6 @@ from lightning_rlhf.stages.measured import (
     optional_json,
     read_run,
 )
-from lightning_rlhf.stages.policy_tables import policy_evaluated, policy_pairs, policy_tables
 from lightning_rlhf.stages.stage import Stage
 
 
@@ -265,6 +267,61 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
         paid = (section.get("components") or {}).get(name, section).get("weight") != 0
         verdicts.append(Verdict(level if paid else "unknown", f"{of}{judged.words}"))
     return verdicts
+
+
+def policy_tables(path: Path) -> list[TextTable]:
+    """Return the tables of evaluation.json; none without the file."""
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        return list(evaluation_tables(found).values())
+
+
+def policy_pairs(final: Path, count: int) -> list[PairedSample]:
+    """Return greedy responses of the SFT model and of the first policy to the same prompts.
+
+    final: `final/` folder of an evaluation of policies; [] for one of another stage.
+    """
+    path = final / RESPONSES
+    if not (final / EVALUATION).is_file() or not path.is_file():
+        return []
+    found = []
+    with damage_named(path):
+        for row in (row for _, row in json_lines(path) if row["decoding"] == "greedy"):
+            (other, before), (policy, after) = list(row["responses"].items())[:2]
+            found.append(
+                PairedSample(
+                    prompt=row["prompt"],
+                    before=before["response"],
+                    before_numbers=f"{other}: {score_text(before)}",
+                    after=after["response"],
+                    after_numbers=f"{policy}: {score_text(after)}",
+                )
+            )
+    return found[:count]
+
+
+def policy_evaluated(path: Path) -> list[Evaluated]:
+    """Return the metrics of the first policy, with its gain over the SFT model; [] without a file.
+
+    path: evaluation.json.
+    """
+    if (found := optional_json(path)) is None:
+        return []
+    with damage_named(path):
+        metrics: dict[str, float] = found["metrics"]
+        gain = metrics.get("eval/reward_gain")
+        low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
+        reward = Evaluated(
+            metric=REWARD,
+            value=metrics[REWARD],
+            before=None if gain is None else metrics[REWARD] - gain,
+            gain=gain,
+            gain_interval=None if low is None or high is None else (low, high),
+        )
+        has_kl = KL in metrics
+        kl = [Evaluated(metric=KL, value=metrics[KL])] if has_kl else []
+        return [reward, *kl]
 
 
 def pairs(folder: Path) -> list[PairedSample]:

@@ -39,6 +39,7 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
+from lightning_rlhf.stages.evaluate_reward import check_formats
 from lightning_rlhf.stages.folder.changes import Export, read_ending
 from lightning_rlhf.stages.folder.folders import METRICS, find_parents, run_name
 from lightning_rlhf.stages.launch import fit, print_compute
@@ -50,7 +51,6 @@ from lightning_rlhf.stages.reward.build_rewards import (
     hub_rewards,
     light_sources,
 )
-from lightning_rlhf.stages.reward.reward_fitness import check_formats
 from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.stages.select import load_weights
 from lightning_rlhf.stages.stage import Settings

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
+from jaxtyping import Float
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
@@ -17,35 +18,35 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import SampledResponses
+from lightning_rlhf.data.batches import pad
+from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows, load
-from lightning_rlhf.data.rows import Preference
+from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_positions, check_vocabulary, start_from
+from lightning_rlhf.models.checkpoint import PAGE
 from lightning_rlhf.models.config import REFERENCE, REWARD, SFT
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.report.fitness_page import read_judgement
-from lightning_rlhf.rewards.format_check import write_pairs
+from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.build_sampler import reward_moments
+from lightning_rlhf.rollout.build_sampler import reward_moments, sample_rewards
 from lightning_rlhf.stages.console import print_evaluation, print_problems
+from lightning_rlhf.stages.evaluate_reward import (
+    check_lengths,
+    fitting_pairs,
+    report_on,
+    sft_samples,
+    tell_fitness,
+)
 from lightning_rlhf.stages.folder.changes import Export
 from lightning_rlhf.stages.folder.folders import FINAL, find_parents, run_name
 from lightning_rlhf.stages.launch import print_compute
 from lightning_rlhf.stages.model_card import hand_over
 from lightning_rlhf.stages.prepare import Prepared, make_ready, tokenised
-from lightning_rlhf.stages.reward.reward_fitness import (
-    check_lengths,
-    fitting,
-    known_pairs,
-    log_fitness,
-    response_lengths,
-    scored_samples,
-    sft_samples,
-    write_report,
-)
 from lightning_rlhf.stages.select import load_weights
 from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.supervised import SupervisedTraining, fit_supervised, supervised_data
@@ -158,7 +159,7 @@ def report_fitness(
     """Write the fitness report and the pairs of the format check to `folder` and the loggers."""
     ready, roles, samples = training.ready, training.roles, training.samples
     settings, chat = ready.settings, ready.chat
-    pairs = fitting(training.held_out, chat, settings.data).rows
+    pairs = fitting_pairs(training.held_out, chat, settings.data).rows
     if not pairs:
         print_line("no held-out pair is within the limits of length: no fitness report")
         return
@@ -167,24 +168,51 @@ def report_fitness(
         write_pairs(folder, known_pairs(roles, pairs, chat))
     batch_size = MicrobatchSize("rm.microbatch_size", config.microbatch_size)
     source = LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size)
-    page, numbers = write_report(
-        folder,
+    written = report_on(
+        ready,
         source,
         pairs,
-        (scored_samples(roles, samples), response_lengths(samples)),
+        (scored_samples(roles, samples), samples),
         training.problems,
+        folder,
         title=run_name(settings),
         sampled_from="prompts of the pairs that the reward model is trained on",
         scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
         "`reward.normalization` says otherwise.",
         logit_scale=1.0,
-        chat=chat,
-        longest=settings.data.max_response_tokens,
-        device=ready.device,
-        seed=settings.seed,
     )
-    log_fitness(page, numbers, loggers, step)
-    print_line(f"fitness report: {ready.folder / FINAL / page.page.name}")
+    for logger in loggers:
+        logger.log_metrics(written[0], step=step)
+    tell_fitness(written, loggers, step)
+    print_line(f"fitness report: {ready.folder / FINAL / PAGE}")
+
+
+def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
+    """Return some pairs with the reward model's scores in its training format: right-padded."""
+    known = []
+    for pair in pairs[:COUNT]:
+        prompt = chat.prompt_tokens(pair.prompt)
+        sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
+        tokens, mask = pad(sides, chat.pad_token_id, "right")
+        with torch.no_grad():
+            chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
+        known.append(
+            KnownPair(
+                row=prompt_row(pair.prompt),
+                chosen=pair.chosen,
+                rejected=pair.rejected,
+                chosen_score=chosen,
+                rejected_score=rejected,
+                rendered=chat.show(sides[0]),
+            )
+        )
+    return known
+
+
+def scored_samples(roles: Roles, rollouts: Sequence[SampledResponses]) -> Float[Tensor, " B"]:
+    """Return the raw reward of each response of the SFT model, on the CPU."""
+    with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
+        return sample_rewards(roles, working.track(rollouts, lambda r: len(r.tokens)))
 
 
 def require_margins(rows: Rows[Preference]) -> None:
