@@ -28,13 +28,13 @@ from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
-    TextTable,
     Token,
     TokenSample,
     change,
     clauses,
     write_page,
 )
+from lightning_rlhf.report.tables import Table
 
 from .pages import Page, check
 
@@ -82,7 +82,7 @@ def everywhere(text: str, start: float = 0.0) -> StageReport:
         frontiers=[frontier],
         frontier_note=text,
         evaluated=[Evaluated(metric=text, value=1.0)],
-        tables=[TextTable(title=text, heading=[text], rows=[[text]], note=text)],
+        tables=[Table(title=text, columns=[text], rows=[[text]], note=text)],
         pairs=[
             PairedSample(
                 prompt=text, before=text, before_numbers=text, after=text, after_numbers=text

@@ -402,12 +402,11 @@ def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
 
 
 def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Any:
-    """Return the `TextTable` of all jobs on the page, with the best one below.
+    """Return the `Table` of all jobs on the page, with the best one below.
 
     goal: metric that tells which is the best, with its direction.
     """
-    from lightning_rlhf.report.run_page import TextTable
-    from lightning_rlhf.report.tables import shared_overrides
+    from lightning_rlhf.report.tables import Table, shared_overrides
 
     jobs = [without_trial(result.overrides) for result in results]
     shared = shared_overrides(jobs)
@@ -425,4 +424,4 @@ def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> A
         if best.status == "done" and metric in best.metrics:
             word = {"min": "Lowest", "max": "Highest"}[mode]
             note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}."
-    return TextTable(title="Jobs", heading=heading, rows=rows, note=note)
+    return Table(title="Jobs", columns=heading, rows=rows, note=note)
