@@ -271,6 +271,9 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
             if series.points:
                 at = np.asarray(series.points, dtype=float)
                 mark_outside(axes, at, None, limits, series.color)
+    if plot.reference is not None:
+        low, high = axes.get_ylim()
+        axes.set_ylim(min(low, plot.reference[0]), max(high, plot.reference[0]))
     _draw_behind(axes, plot)
     return handles
 
