@@ -111,12 +111,9 @@ def test_a_line_has_no_knee_and_noise_no_gain() -> None:
     assert fit(np.arange(100), fall) is None
 
 
-@pytest.mark.parametrize(
-    "y", [[], [1.0], [0.0, 1.0], [2.0] * 50, list(range(FEWEST_POINTS - 1))],
-    ids=["none", "one", "two", "constant", "too few"],
-)  # fmt: skip
-def test_too_little_to_fit(y: list[float]) -> None:
-    assert fit(np.arange(len(y), dtype=float), np.array(y)) is None
+def test_too_little_to_fit() -> None:
+    for y in ([], [1.0], [2.0] * 50, list(range(FEWEST_POINTS - 1))):
+        assert fit(np.arange(len(y), dtype=float), np.array(y, float)) is None
 
 
 def test_x_that_stands_still_is_not_fitted_and_a_curve_without_noise_is() -> None:

@@ -11,9 +11,7 @@ from lightning_rlhf.report.estimates import (
     describe,
     equal_mass,
     group_accuracy,
-    interval95,
     mean_interval,
-    ranges,
     rate_interval,
     resample_shares,
     resampled_means,
@@ -52,11 +50,6 @@ def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:
     assert groups[1].interval == (0.0, 1.0)
 
 
-def test_an_interval_leaves_out_resamples_in_which_there_is_no_number() -> None:
-    low, high = interval95(np.array([np.nan, *range(101)]))
-    assert (low, high) == (2.5, 97.5)
-
-
 def test_equal_values_share_a_bin_wherever_they_stand() -> None:
     # Two bins, five values: none is smaller than 1, three are smaller than 5, four than 9.
     assert equal_mass(np.array([5.0, 1, 1, 1, 9]), 2).tolist() == [1, 0, 0, 0, 1]
@@ -66,10 +59,6 @@ def test_equal_values_share_a_bin_wherever_they_stand() -> None:
     # Three quarters are one value: of four bins one is left for it and one for the rest.
     assert equal_mass(np.array([0.0] * 15 + [1, 2, 3, 4, 5]), 4).tolist() == [0] * 15 + [1] * 5
     assert np.bincount(equal_mass(np.arange(20.0), 10)).tolist() == [2] * 10
-
-
-def test_groups_are_named_by_their_range() -> None:
-    assert ranges(np.array([0.5, 2, 1, 7]), np.array([0, 1, 0, 2])) == ["0.5 to 1", "2", "7"]
 
 
 def test_correlation_by_hand() -> None:

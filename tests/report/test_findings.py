@@ -12,7 +12,6 @@ from lightning_rlhf.data.rows import Message, Preference
 from lightning_rlhf.report.checks import (
     ACCURACY,
     BEATS_LENGTH,
-    CHECKS,
     CONTRADICTIONS,
     DUPLICATES,
     LEAKS,
@@ -75,14 +74,6 @@ def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
     assert verdict(find(fitness, [])).startswith("Fit with reservations")
 
 
-def test_a_model_that_takes_the_shorter_response_is_flagged_too() -> None:
-    found = finding(LENGTH_GAP, measure(simulated(500, per_token=-0.08)))
-    assert found.outcome == "flag"
-    assert found.value is not None
-    assert found.value < -0.2
-    assert "prefers the shorter" in found.words
-
-
 def test_a_gap_by_chance_is_no_flag() -> None:
     # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter. The gap is 0.206,
     # but its standard error is sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119.
@@ -140,14 +131,6 @@ def test_many_pairs_of_one_prompt_and_scores_that_are_no_log_odds() -> None:
     assert "no log-odds" in found.words
 
 
-def test_constant_scores_are_told_in_words() -> None:
-    constant = measure(scored(*[(0.1, 0.1, i, 2 * i) for i in range(1, 41)]))
-    assert finding(ACCURACY, constant).outcome == "flag"
-    found = finding(LENGTH_CORRELATION, constant)
-    assert (found.outcome, found.value) == ("not tested", None)
-    assert "undefined" in found.words
-
-
 def probe_results(kind: ProbeKind, scores: list[float]) -> tuple[ProbeResult, ...]:
     """Good responses score 1, 2, 3, ..., bad ones -1."""
     return measure_probes([
@@ -179,17 +162,6 @@ def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
     assert found.outcome == outcome
     assert found.subject == "probe prompt copied"
     assert ("a way the policy may cheat" in found.words) is (outcome == "flag")
-
-
-def test_probes_come_in_one_order_and_with_numbers() -> None:
-    kinds: tuple[ProbeKind, ...] = ("refusal", "empty")
-    probes = [ScoredProbe(kind=k, response="", score=1.0, pair=pair()) for k in kinds]
-    assert [found.kind for found in measure_probes(probes)] == ["empty", "refusal"]
-
-
-def test_every_threshold_has_a_reason() -> None:
-    assert len({check.name for check in (*CHECKS, *PAIR_CHECKS)}) == 11
-    assert all(check.reason for check in (*CHECKS, *PAIR_CHECKS))
 
 
 def test_metrics_leave_out_what_is_undefined() -> None:

@@ -112,13 +112,6 @@ def test_constant_scores() -> None:
     assert found.calibration.log_loss == pytest.approx(math.log(2))
 
 
-def test_one_pair() -> None:
-    found = measure([pair()])
-    assert (found.accuracy.accuracy, found.accuracy.interval) == (1.0, None)
-    assert found.length.gap is None
-    assert found.length.model_prefers_longer is None
-
-
 def test_pairs_of_a_prompt_are_drawn_together() -> None:
     # 100 prompts with a pair each, then 10 prompts with ten pairs alike: that is 10 draws.
     alone = [pair(prompt=str(i), chosen_score=float(i % 4)) for i in range(100)]
@@ -131,9 +124,3 @@ def test_pairs_of_a_prompt_are_drawn_together() -> None:
     # Outcomes 1/2 (a tie) and 1, so that their variance is p (1 - p) / 4, with p = 1/4 and 1/10.
     assert widths[0] == pytest.approx(3.92 * math.sqrt(0.25 * 0.75 / 4 / 100), rel=0.15)
     assert widths[1] == pytest.approx(3.92 * math.sqrt(0.25 * 0.1 * 0.9 / 10), rel=0.25)
-
-
-def test_the_same_input_and_seed_give_the_same_record() -> None:
-    pairs = simulated(60, per_token=0.01)
-    assert measure(pairs, seed=5) == measure(pairs, seed=5)
-    assert measure(pairs, seed=5).accuracy != measure(pairs, seed=6).accuracy

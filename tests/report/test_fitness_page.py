@@ -11,7 +11,6 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from matplotlib.image import imread
 
-from lightning_rlhf.core.errors import counted
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Message, Preference
@@ -82,13 +81,6 @@ def test_hard_texts_stay_in_their_cells_and_read_as_they_are(text: str) -> None:
     ((heading, *rows),) = tables(table(("text", "n"), [(plain(text, 80), "1")] * 2, right=[1]))
     assert heading == ["text", "n"]
     assert rows == [[" ".join(text.split()), "1"]] * 2
-
-
-def test_a_long_text_is_cut_and_an_empty_one_is_named() -> None:
-    assert plain("x" * 9, 9) == "x" * 9
-    assert plain("x" * 10, 9) == "x" * 8 + "…"
-    assert plain(" \n", 9) == "*(empty)*"
-    assert [counted(1, "pair"), counted(2000, "pair")] == ["1 pair", "2,000 pairs"]
 
 
 @pytest.mark.parametrize("count", [1, 200])

@@ -10,7 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
-from lightning_rlhf.report.estimates import inner_range, shared_edges
+from lightning_rlhf.report.estimates import inner_range
 from lightning_rlhf.report.figures import draw_curves, view
 from lightning_rlhf.report.fitness_page import draw_fitness
 
@@ -127,11 +127,6 @@ def test_scores_far_outside_squash_neither_histogram_nor_scatter(
     assert scatter.get_xlim() == pytest.approx((4 - 0.8, 20 + 0.8))  # 4 tokens to 20
     assert sorted(mark[0] for mark in triangles(scatter)) == [">", "^", "v"]
     assert sorted(written(scatter)) == ["-800", "1000", "5000"]
-
-
-def test_edges_of_ordinary_scores_reach_from_the_lowest_to_the_highest() -> None:
-    edges = shared_edges(np.arange(100.0))
-    assert (len(edges), edges[0], edges[-1]) == (11, 0, 99)
 
 
 def test_every_picture_is_headed_by_the_runs_name_as_it_is(

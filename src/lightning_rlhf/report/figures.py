@@ -272,8 +272,8 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
                 at = np.asarray(series.points, dtype=float)
                 mark_outside(axes, at, None, limits, series.color)
     if plot.reference is not None:
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, plot.reference[0]), max(high, plot.reference[0]))
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, plot.reference[0]), max(top, plot.reference[0]))
     _draw_behind(axes, plot)
     return handles
 

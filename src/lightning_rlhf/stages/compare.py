@@ -26,8 +26,8 @@ from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import RunFiles, damage_named, read_run
-from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.run_report import PROMISES, write
+from lightning_rlhf.stages.stage import STAGES, find_stage
 
 STEPS = "steps.json"
 """Name of the file that lists the folders of a recipe's steps."""
@@ -86,7 +86,7 @@ def read_package_run(folder: Path) -> RunFiles:
     Raises CheckpointError where a file is damaged.
     """
     run = read_run(folder, None)
-    return replace(run, definition=STAGES.get(run.stage))
+    return replace(run, definition=find_stage(run.stage))
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -311,7 +311,7 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
             f"folder above them{there * bool(others)}"
         )
     groups = grouped(runs)
-    definition = STAGES.get(chosen)
+    definition = find_stage(chosen)
     measured = {name for run in runs for name in (*run.curves, *run.metrics)}
     summary = tuple(definition.summary) if definition is not None else ()
     first = [name for name in (*summary, GOLD) if name in measured]

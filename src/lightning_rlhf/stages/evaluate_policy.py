@@ -18,11 +18,16 @@ from jaxtyping import Int
 from rich import get_console
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import Judge, evaluated, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.evaluation import (
+    Judge,
+    evaluation_metrics,
+    judged_samples,
+    load_judge,
+)
 from lightning_rlhf.callbacks.loggers import log_table
-from lightning_rlhf.core.best_of import best_of_kl_bound
 from lightning_rlhf.core.config import PolicyEvalConfig, ResponsesConfig
 from lightning_rlhf.core.errors import LogitsError, TrainingError
+from lightning_rlhf.core.kl import best_of_kl_bound
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Rollout
 from lightning_rlhf.core.results import EvaluationResult
@@ -59,13 +64,19 @@ from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.stages.console import note_on_few
 from lightning_rlhf.stages.evaluate_reward import check_formats, leave_final
-from lightning_rlhf.stages.folder.folders import find_parents, run_name
-from lightning_rlhf.stages.policies import Kept, Source, find_policies, other_decoding, other_sft
-from lightning_rlhf.stages.prepare import Prepared, make_ready
+from lightning_rlhf.stages.folder.folders import run_name
+from lightning_rlhf.stages.policies import (
+    Kept,
+    Source,
+    check_policies,
+    find_policies,
+    other_decoding,
+    other_sft,
+)
 from lightning_rlhf.stages.reward.build_rewards import build_reward, hub_rewards, light_sources
 from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.select import load_weights
-from lightning_rlhf.stages.stage import Settings
 
 Part = tuple[Int[Tensor, " B"], Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
@@ -77,7 +88,7 @@ GREEDY = 1e-6
 class Task:
     """The prompts and settings that are the same for every policy."""
 
-    ready: Prepared
+    ready: Run
     config: ResponsesConfig
     prompts: Sequence[PromptTokens]
     rows: Sequence[dict[str, Any]]
@@ -93,7 +104,7 @@ class Task:
     @classmethod
     def prepare(
         cls,
-        settings: Settings,
+        ready: Run,
         part: Literal["train", "val"],
         limit: int | None,
         *,
@@ -103,14 +114,13 @@ class Task:
 
         part: prompts to respond to; limit: largest number of them, drawn with the seed.
         """
-        parents = find_parents(settings)
+        settings = ready.settings
         judge = load_judge(settings.data.judge) if settings.data.judge else None
         with Working("reading the data"):
             rows = getattr(load("prompts", settings.data, settings.seed), part)
             references = None
             if reads_demonstrations and settings.data.demonstrations.train is not None:
                 references = load("demonstrations", settings.data, settings.seed).val
-        ready = make_ready(settings, parents)
         light = light_sources(ready, {name for row in rows.rows for name in row.columns})
         prompts = fitting_tokens(ready, rows, limit)
         found = verdicts_on(settings, {**ready.parents, **hub_rewards(ready)}, refuses=False)
@@ -127,7 +137,7 @@ class Task:
         )
 
 
-def fitting_tokens(ready: Prepared, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
+def fitting_tokens(ready: Run, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
     """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
 
     Raises DataError where none fits.
@@ -305,7 +315,7 @@ class Scorer:
         return cls(task=task, roles=roles, reward=reward, microbatch=microbatch)
 
     def scored(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
-        """Return one sample a response, as `evaluated` does, of the responses of all processes."""
+        """Return the `judged_samples` of the responses of all processes."""
         numbers = torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
         with Working("scoring the responses", len(numbers)) as working:
             mine = list(working.track(self._samples(parts)))
@@ -325,20 +335,23 @@ class Scorer:
                 over_vocabulary=False,
             )
             result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
-            yield from evaluated(result, names, self.task.judge)
+            yield from judged_samples(result, names, self.task.judge)
 
 
-def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
+def run_eval_policy(ready: Run) -> Path:
     """Sample and score responses of the SFT model and of all policies; write the tables."""
+    settings = ready.settings
+    config: PolicyEvalConfig = settings.config
+    check_policies(settings, ready.parents)
     policies = find_policies(settings)
-    task = Task.prepare(settings, "val", settings.data.max_val_rows, reads_demonstrations=True)
+    task = Task.prepare(ready, "val", settings.data.max_val_rows, reads_demonstrations=True)
     shown = [
         f"{', '.join(policies)} and the SFT model on {len(task.prompts)} held-out prompts",
         f"{config.samples_per_prompt} sampled responses and a greedy one to each",
         *note_on_few(len(task.prompts), to_validate=True),
     ]
     print_line(", ".join(shown))
-    sft = task.ready.parents.get(SFT)
+    sft = ready.parents.get(SFT)
     for differing in (other_decoding(settings, policies), other_sft(policies, sft)):
         if differing is not None:
             print_line(differing, "yellow")

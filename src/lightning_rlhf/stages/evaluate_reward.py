@@ -15,7 +15,7 @@ from jaxtyping import Float
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_pictures
+from lightning_rlhf.callbacks.loggers import close_loggers, log_pictures
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import by_length, real_tokens
@@ -35,20 +35,17 @@ from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.build_roles import (
     check_positions,
     check_room,
-    check_vocabulary,
-    start_from,
 )
 from lightning_rlhf.models.checkpoint import PAGE
-from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.fitness import ScoredPair, ScoredProbe, measure_fitness, measure_probes
 from lightning_rlhf.report.fitness_page import write_fitness
-from lightning_rlhf.rewards.config import HeadConfig, LearnedConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, LearnedConfig, TextModelConfig
 from lightning_rlhf.rewards.format_check import (
     COUNT,
     FormatResult,
-    compare,
+    compare_scores,
     make_probes,
     ranked_backwards,
     read_pairs,
@@ -59,12 +56,11 @@ from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_refere
 from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.console import note_on_few, print_problems
-from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, reward_role, run_name
-from lightning_rlhf.stages.launch import identity
-from lightning_rlhf.stages.prepare import Prepared, make_ready
+from lightning_rlhf.stages.folder.folders import FINAL, reward_role, run_name
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.run_report import leave_report
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.stages.stage import reward_key
 
 PROBED = 64
 """Number of prompts for which every probe is scored."""
@@ -72,20 +68,17 @@ Written = tuple[dict[str, float], dict[str, Path], list[str]]
 """Numbers, pictures and verdicts of a report, as `write_fitness` returns them."""
 
 
-def run_eval(settings: Settings, config: EvalConfig) -> Path:
+def run_eval(ready: Run) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
-    parents = find_parents(settings)
-    with Working("reading the data"):
-        rows = load("preferences", settings.data, settings.seed)
+    settings = ready.settings
+    config: EvalConfig = settings.config
+    rows = ready.rows("preferences")
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
     print_problems(problems)
-    ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
-    with Working("loading the model"):
-        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
-    check_vocabulary(roles, ready.tokenizer)
+    roles = ready.load_model()
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
     check_lengths(ready, roles, prompts, config)
     reward = build_reward(
@@ -137,7 +130,7 @@ def run_eval(settings: Settings, config: EvalConfig) -> Path:
 
 
 def leave_final(
-    ready: Prepared,
+    ready: Run,
     metrics: Mapping[str, float],
     log: Callable[[Sequence[Logger]], object],
     write: Callable[[Path], object],
@@ -148,8 +141,8 @@ def leave_final(
     """
     settings = ready.settings
     check_names(metrics)
-    folder = claim(settings, ready.parents)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    folder = ready.claim()
+    loggers = ready.open_loggers()
     exit_code = 1
     try:
         for logger in loggers:
@@ -172,7 +165,7 @@ def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Fl
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
-def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
+def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
     """Return 1 to data.max_val_rows of the pairs that no length limit drops or cuts.
 
     Raises DataError where there is none.
@@ -190,10 +183,10 @@ def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preferen
     return pairs
 
 
-def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:
+def logit_scale(ready: Run, reward: Reward, seen: RunningMoments) -> float | None:
     """Return the factor that turns a difference of scores into log-odds; None where none does."""
     (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
-    is_learned = isinstance(config, HeadConfig | ModelConfig)
+    is_learned = isinstance(config, HeadConfig | TextModelConfig)
     if others or not is_learned or config.clip is not None or config.weight <= 0:
         return None
     assert isinstance(source, LearnedReward | TextReward)
@@ -213,7 +206,7 @@ def fitting_pairs(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) 
 
 
 def report_on(
-    ready: Prepared,
+    ready: Run,
     source: Source,
     pairs: Sequence[Preference],
     samples: tuple[Float[Tensor, " N"], Sequence[SampledResponses]],
@@ -298,7 +291,7 @@ def tell_fitness(written: Written, loggers: Sequence[Logger], step: int) -> None
 
 
 def check_lengths(
-    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
+    ready: Run, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
 ) -> None:
     """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
     longest = max(len(prompt) for prompt in prompts)
@@ -309,7 +302,7 @@ def check_lengths(
 
 
 def sft_samples(
-    ready: Prepared,
+    ready: Run,
     roles: Roles,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -353,7 +346,7 @@ def sft_samples(
     return samples
 
 
-def check_formats(ready: Prepared, reward: Reward) -> None:
+def check_formats(ready: Run, reward: Reward) -> None:
     """Compare every reward model with its scores at training, and print the result.
 
     Raises CheckpointError where they differ and `format_check` is strict.
@@ -388,9 +381,7 @@ def format_advice(result: FormatResult, key: str) -> str:
     return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
 
 
-def check_format(
-    ready: Prepared, name: str, source: LearnedReward | TextReward
-) -> FormatResult | None:
+def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
     """Return the comparison for one reward model; None where there are no pairs."""
     final = ready.parents.get(reward_role(ready.settings, name))
     known = read_pairs(final.path) if final is not None else []
@@ -414,10 +405,10 @@ def check_format(
     )
     if not known and ready.settings.reward[name].weight > 0:
         problems += ranked_backwards(high.tolist(), low.tolist())
-    return compare(known, high.tolist(), low.tolist(), rendered, problems, doubts)
+    return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
-def labelled_pairs(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
+def labelled_pairs(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     """Return some held-out pairs of the data: (row of the prompt, chosen, rejected)."""
     data = ready.settings.data
     if data.preferences.train is None:

@@ -14,7 +14,6 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
-from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
@@ -27,8 +26,9 @@ from lightning_rlhf.stages.folder.folders import (
 from lightning_rlhf.stages.folder.resume import run_id
 from lightning_rlhf.stages.stage import Settings, section
 
-TRAINED = (ppo.STAGE.name, dpo.STAGE.name)
+TRAINED = ("ppo", "dpo")
 """Names of the stages that train a policy from the SFT model."""
+TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
 KEY, RESPONDER = "eval_policy.policies", "rank.policy"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
@@ -84,14 +84,9 @@ def find_policies(settings: Settings) -> dict[str, Source]:
         folders = " or ".join(str(folder_of(settings, name)) for name in finals)
         raise CheckpointError(
             f"stage={settings.stage} compares policies, and the run has none in {folders}. Run "
-            f"{' or '.join(map(given, finals))} first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
+            f"{TRAINERS} first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
         )
     return found
-
-
-def given(stage: str) -> str:
-    """Return the word of the command line that chooses a stage."""
-    return f"stage={stage}"
 
 
 def find_policy(source: str, key: str) -> Source:
@@ -114,7 +109,7 @@ def find_policy(source: str, key: str) -> Source:
     if stage == "rm" or any("Classification" in str(kind) for kind in kinds or ()):
         raise CheckpointError(
             f"{key}: {final.path} is a reward model or another classifier; allowed: the final/ "
-            f"folder of {', '.join(map(given, (SFT, *TRAINED)))}, or another causal language model"
+            f"folder of stage={SFT}, {TRAINERS}, or another causal language model"
         )
     return final
 
@@ -219,7 +214,22 @@ def check_policy(policy: Source, parents: Mapping[str, Final], key: str) -> None
     """
     sft = parents.get(SFT)
     if isinstance(policy, Kept):
-        _check_kept(policy, sft, key)
+        stage = policy.origin().stage
+        if stage in (SFT, "rm"):
+            raise CheckpointError(
+                f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
+                f"{TRAINERS}, or a final/ folder"
+            )
+        policy.lora()
+        file = policy.run / PARENTS
+        then = read_config(file, "a checkpoint is read with its run")
+        now = {} if sft is None else {SFT: digest(sft.path)}
+        if {role: was for role, was in then.items() if role == SFT} != now:
+            model = "the base model" if sft is None else sft.path
+            raise CheckpointError(
+                f"{key}: {policy.path} was trained from another SFT model than {model}; give its "
+                "own as policy.checkpoint"
+            )
     elif sft is not None and sft.manifest is not None and policy.manifest is not None:
         _check_family(policy.path, policy.manifest, sft.path, sft.manifest, key)
 
@@ -242,22 +252,3 @@ def base_of(manifest: Manifest) -> str:
     """Return the name of the base weights, with the seed where they are random."""
     is_random = manifest.base == FROM_CONFIG
     return f"{manifest.base}, seed {manifest.base_seed}" if is_random else manifest.base
-
-
-def _check_kept(policy: Kept, sft: Final | None, key: str) -> None:
-    """Raise CheckpointError unless the file is a checkpoint of a policy from this SFT model."""
-    stage = policy.origin().stage
-    if stage in (SFT, "rm"):
-        raise CheckpointError(
-            f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
-            f"{' or '.join(map(given, TRAINED))}, or a final/ folder"
-        )
-    policy.lora()
-    file = policy.run / PARENTS
-    then = read_config(file, "a checkpoint is read with its run")
-    now = {} if sft is None else {SFT: digest(sft.path)}
-    if {role: was for role, was in then.items() if role == SFT} != now:
-        raise CheckpointError(
-            f"{key}: {policy.path} was trained from another SFT model than "
-            f"{'the base model' if sft is None else sft.path}; give its own as policy.checkpoint"
-        )

@@ -84,7 +84,10 @@ def check_promises(
     """
     if not are_made(stages, written):
         return
-    changed = changed_keys(stages, written)
+    changed: list[str] = []
+    for stage, settings in stages.items():
+        ignored = (*ANY, *volatile(settings.definition), *changed)
+        changed += differing_keys(settings.tree, written[stage].tree, ignored)
     broken = show_promises(title, promises, results)
     if broken and changed:
         print_line(
@@ -101,15 +104,6 @@ def are_made(stages: Mapping[str, Settings], written: Mapping[str, Settings]) ->
         (settings.model.name, settings.data) == (written[stage].model.name, written[stage].data)
         for stage, settings in stages.items()
     )
-
-
-def changed_keys(stages: Mapping[str, Settings], written: Mapping[str, Settings]) -> list[str]:
-    """Return the keys in which the stages that were run differ from the recipe's."""
-    changed: list[str] = []
-    for stage, settings in stages.items():
-        ignored = (*ANY, *volatile(settings.definition), *changed)
-        changed += differing_keys(settings.tree, written[stage].tree, ignored)
-    return changed
 
 
 def show_promises(

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
-from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
+from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text
@@ -20,23 +20,27 @@ from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report.comparison import Sample
 from lightning_rlhf.stages.evaluate_policy import Scorer, Task, sample_policy
 from lightning_rlhf.stages.evaluate_reward import leave_final
-from lightning_rlhf.stages.folder.folders import PARENTS, folder_of
-from lightning_rlhf.stages.policies import responder
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.stages.folder.folders import PARENTS
+from lightning_rlhf.stages.policies import RESPONDER, check_policy, responder
+from lightning_rlhf.stages.run import Run
 
 
-def run_rank(settings: Settings, config: RankConfig) -> Path:
+def run_rank(ready: Run) -> Path:
     """Sample responses of the policy, score them, and write the rows made of them."""
+    settings = ready.settings
+    config: RankConfig = settings.config
     policy = responder(settings)
-    task = Task.prepare(settings, config.prompts, config.max_prompts)
+    if policy is not None:
+        check_policy(policy, ready.parents, RESPONDER)
+    task = Task.prepare(ready, config.prompts, config.max_prompts)
     name = SFT if policy is None else str(config.policy)
-    start = policy or task.ready.parents.get(SFT)
+    start = policy or ready.parents.get(SFT)
     source = "the base model" if start is None else str(start.path)
     count = config.samples_per_prompt
     print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
     parts, _ = sample_policy(task, name, start, {"sampled": (config.temperature, count)})
     scored = Scorer.load(task).scored(parts["sampled"])
-    if not task.ready.replicas.is_first:
+    if not ready.replicas.is_first:
         sys.exit()
     samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in scored]
     ranked = rank(
@@ -66,7 +70,7 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
             "metrics": metrics,
             "policy": {name: source},
             "verdicts": task.verdicts,
-            "parents": json.loads((folder_of(settings) / PARENTS).read_text(encoding="utf-8")),
+            "parents": json.loads((ready.folder / PARENTS).read_text(encoding="utf-8")),
             "left_out": dict(ranked.left_out),
             "config": settings.tree,
             "versions": versions(),
@@ -74,7 +78,7 @@ def run_rank(settings: Settings, config: RankConfig) -> Path:
         text = json.dumps(provenance, indent=1, default=vars) + "\n"
         (whole / settings.definition.numbers).write_text(text, encoding="utf-8")
 
-    final = leave_final(task.ready, metrics, lambda _: None, write)
+    final = leave_final(ready, metrics, lambda _: None, write)
     for line in summary_lines(metrics, ranked, config):
         print_line(line)
     if lacking := shortage(samples, ranked, config):

@@ -258,13 +258,13 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
     _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
     is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
     good: Level = "good" if is_measured else "unknown"
+    flat = flatten(run.tree)
     verdicts = []
     for name, judged in ((name, Judgement(**fields)) for name, fields in found.items()):
         level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
         of = "" if name == run.stage else f"reward {name}: "
-        section = run.tree.get("reward") or {}
-        paid = (section.get("components") or {}).get(name, section).get("weight") != 0
-        verdicts.append(Verdict(level if paid else "unknown", f"{of}{judged.words}"))
+        weight = flat.get(f"reward.components.{name}.weight", flat.get("reward.weight"))
+        verdicts.append(Verdict(level if weight != 0 else "unknown", f"{of}{judged.words}"))
     return verdicts
 
 
