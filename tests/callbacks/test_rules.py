@@ -95,22 +95,65 @@ def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:
             assert rule.find(history) is None, rule.name
 
 
-@pytest.mark.parametrize(("share", "names"), [(0.1, []), (0.11, ["prompts_cut"])])
-def test_prompts_cut(share: float, names: list[str]) -> None:
-    assert found(prompts_cut=share) == names
+CLIPPED, TOKENS = "update/clip_fraction", "rollout/response_tokens"
+CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
+    # rule, columns that are not healthy, keys, whether the rule alone applies
+    ("prompts_cut", {}, {"prompts_cut": 0.11}, True),
+    ("prompts_cut", {}, {"prompts_cut": 0.1}, False),
+    ("groups_alike", {"rollout/groups_alike": [0.9, 0.95, 1.0]}, {"advantage": "grpo"}, True),
+    ("groups_alike", {"rollout/groups_alike": [0.89, 0.95, 1.0]}, {"advantage": "grpo"}, False),
+    ("groups_alike", {"rollout/groups_alike": [1.0, 1.0]}, {"advantage": "rloo"}, False),
+    ("compares none", {"rollout/groups_alike": [1.0] * 3}, {"advantage": "reinforce++"}, False),
+    ("nothing_ends", {"rollout/ended": [0.0, 0.04, 0.049]}, {}, True),
+    ("nothing_ends", {"rollout/ended": [0.0, 0.0, 0.05]}, {}, False),
+    ("length_extreme", {TOKENS: [95.0, 96.0, 100.0]}, {}, True),
+    ("length_extreme", {TOKENS: [94.9, 96.0, 100.0]}, {}, False),
+    ("length_extreme", {TOKENS: [1.5, 1.0, 1.2]}, {}, True),
+    ("length_extreme", {TOKENS: [1.6, 1.0, 1.2]}, {}, False),
+    # The standard error of 3 * 64 responses is 0.8 / sqrt(192) = 0.0577, times 4 is 0.231.
+    ("kl_negative", {"kl_divergence": [-0.24] * 3}, {}, True),
+    ("kl_negative", {"kl_divergence": [-0.22] * 3}, {}, False),
+    ("kl_negative", {"kl_divergence": [-0.24] * 2}, {}, False),
+    ("kl_negative", {"kl_divergence": [-0.011] * 3, "rollout/kl_std": [0.0] * 3}, {}, True),
+    ("rounding", {"kl_divergence": [-0.009] * 3, "rollout/kl_std": [0.0] * 3}, {}, False),
+    ("kl_exploding", {"kl_divergence": [50.1]}, {}, True),
+    ("kl_exploding", {"kl_divergence": [50.0]}, {}, False),
+    ("kl_exploding", {"kl_divergence": [1e9]}, {"kl_warning": None}, False),
+    ("kl_exploding", {"kl_divergence": [math.nan]}, {}, False),
+    ("entropy_collapse", {"entropy": [0.009] * 3}, {}, True),
+    ("entropy_collapse", {"entropy": [0.01, 0.0, 0.0]}, {}, False),
+    ("ratio_outliers", {"update/ratio_max": [10.1, 11.0, 99.0]}, {}, True),
+    ("ratio_outliers", {"update/ratio_max": [10.0, 99.0, 99.0]}, {}, False),
+    ("clip_fraction_high", {CLIPPED: [0.3, 0.3, 0.45, 0.5, 0.5]}, {}, True),  # mean 0.41
+    ("clip_fraction_high", {CLIPPED: [0.3, 0.3, 0.4, 0.45, 0.5]}, {}, False),  # mean 0.39
+    ("clip_fraction_high", {CLIPPED: [0.9] * 4}, {}, False),
+    ("clip_fraction_zero", {CLIPPED: [0.0] * 10}, {}, True),
+    ("clip_fraction_zero", {CLIPPED: [0.0] * 9}, {}, False),
+    ("clip_fraction_zero", {CLIPPED: [1e-4] + [0.0] * 9}, {}, False),
+    ("ratio is 1", {CLIPPED: [0.0] * 10, "update/steps": [1.0] * 10}, {}, False),
+    ("schedule ends", {CLIPPED: [0.0] * 10, "update/lr": [1e-3] * 9 + [4e-4]}, {}, False),
+    ("warm-up", {CLIPPED: [0.0] * 10}, {"critic_warmup": 1}, False),
+    # 10 iterations of 10 responses in 4 epochs: 400 times 7.5 are 3,000 tokens.
+    (
+        "clip_fraction_zero",
+        {CLIPPED: [0.0] * 10, TOKENS: [7.5] * 10},
+        {"rollout_batch_size": 10},
+        True,
+    ),
+    ("few tokens", {CLIPPED: [0.0] * 10, TOKENS: [7.4] * 10}, {"rollout_batch_size": 10}, False),
+    ("responses_identical", {"rollout/most_common": [0.5, 0.6, 0.7]}, {}, True),
+    ("responses_identical", {"rollout/most_common": [0.49, 0.6, 0.7]}, {}, False),
+    ("few prompts", {"rollout/most_common": [1.0] * 3}, {"prompts_per_iteration": 3}, False),
+    ("responses_repeat", {"rollout/repetition": [0.31] * 3}, {}, True),
+    ("responses_repeat", {"rollout/repetition": [0.3, 0.9, 0.9]}, {}, False),
+]
 
 
-@pytest.mark.parametrize(
-    ("shares", "advantage", "names"),
-    [
-        ([0.9, 0.95, 1.0], "grpo", ["groups_alike"]),
-        ([0.89, 0.95, 1.0], "grpo", []),
-        ([1.0, 1.0], "rloo", []),
-        ([1.0, 1.0, 1.0], "reinforce++", []),  # which compares no groups
-    ],
-)
-def test_groups_alike(shares: list[float], advantage: str, names: list[str]) -> None:
-    assert found({"rollout/groups_alike": shares}, advantage=advantage) == names
+@pytest.mark.parametrize(("rule", "columns", "keys", "applies"), CASES)
+def test_a_rule_applies_beyond_its_threshold_alone(
+    rule: str, columns: dict[str, list[float]], keys: dict[str, Any], applies: bool
+) -> None:
+    assert found(columns, **keys) == [rule] * applies
 
 
 @pytest.mark.parametrize(
@@ -127,116 +170,6 @@ def test_reward_constant(spreads: list[float], responses: int, names: list[str])
     scores["rollout/reward_max"] = [0.5 + spread for spread in spreads]
     assert found(scores, rollout_batch_size=responses) == names
     assert found({"rollout/reward_paid_range": spreads}, rollout_batch_size=responses) == names
-
-
-@pytest.mark.parametrize(
-    ("shares", "names"), [([0.0, 0.04, 0.049], ["nothing_ends"]), ([0.0, 0.0, 0.05], [])]
-)
-def test_nothing_ends(shares: list[float], names: list[str]) -> None:
-    assert found({"rollout/ended": shares}) == names
-
-
-@pytest.mark.parametrize(
-    ("tokens", "names"),
-    [
-        ([95.0, 96.0, 100.0], ["length_extreme"]),
-        ([94.9, 96.0, 100.0], []),
-        ([1.5, 1.0, 1.2], ["length_extreme"]),
-        ([1.6, 1.0, 1.2], []),
-    ],
-)
-def test_length_extreme(tokens: list[float], names: list[str]) -> None:
-    assert found({"rollout/response_tokens": tokens}) == names
-
-
-@pytest.mark.parametrize(
-    ("kl", "deviation", "names"),
-    [
-        # The standard error of 3 * 64 responses is 0.8 / sqrt(192) = 0.0577, times 4 is 0.231.
-        ([-0.24] * 3, 0.8, ["kl_negative"]),
-        ([-0.22] * 3, 0.8, []),
-        ([-0.24] * 2, 0.8, []),
-        ([-0.011] * 3, 0.0, ["kl_negative"]),
-        ([-0.009] * 3, 0.0, []),  # rounding
-    ],
-)
-def test_kl_negative(kl: list[float], deviation: float, names: list[str]) -> None:
-    assert found({"kl_divergence": kl, "rollout/kl_std": [deviation] * len(kl)}) == names
-
-
-@pytest.mark.parametrize(
-    ("kl", "limit", "names"),
-    [(50.1, 50.0, ["kl_exploding"]), (50.0, 50.0, []), (1e9, None, []), (math.nan, 50.0, [])],
-)
-def test_kl_exploding(kl: float, limit: float | None, names: list[str]) -> None:
-    assert found({"kl_divergence": [kl]}, kl_warning=limit) == names
-
-
-@pytest.mark.parametrize(
-    ("entropy", "names"), [([0.009] * 3, ["entropy_collapse"]), ([0.01, 0.0, 0.0], [])]
-)
-def test_entropy_collapse(entropy: list[float], names: list[str]) -> None:
-    assert found({"entropy": entropy}) == names
-
-
-@pytest.mark.parametrize(
-    ("ratios", "names"), [([10.1, 11.0, 99.0], ["ratio_outliers"]), ([10.0, 99.0, 99.0], [])]
-)
-def test_ratio_outliers(ratios: list[float], names: list[str]) -> None:
-    assert found({"update/ratio_max": ratios}) == names
-
-
-@pytest.mark.parametrize(
-    ("shares", "names"),
-    [
-        ([0.3, 0.3, 0.45, 0.5, 0.5], ["clip_fraction_high"]),  # mean 0.41
-        ([0.3, 0.3, 0.4, 0.45, 0.5], []),  # mean 0.39
-        ([0.9] * 4, []),
-    ],
-)
-def test_clip_fraction_high(shares: list[float], names: list[str]) -> None:
-    assert found({"update/clip_fraction": shares}) == names
-
-
-@pytest.mark.parametrize(
-    ("change", "warmup", "names"),
-    [
-        ({}, 0, ["clip_fraction_zero"]),
-        ({"update/clip_fraction": [1e-4] + [0.0] * 9}, 0, []),
-        ({"update/steps": [1.0] * 10}, 0, []),  # a single step has ratio 1 everywhere
-        ({"update/lr": [1e-3] * 9 + [4e-4]}, 0, []),  # the end of a schedule
-        ({}, 1, []),  # the policy does not learn in the first
-    ],
-)
-def test_clip_fraction_zero(change: dict[str, list[float]], warmup: int, names: list[str]) -> None:
-    assert found({"update/clip_fraction": [0.0] * 10} | change, critic_warmup=warmup) == names
-    assert found({"update/clip_fraction": [0.0] * 9}) == []
-
-
-@pytest.mark.parametrize(("tokens", "names"), [(7.5, ["clip_fraction_zero"]), (7.4, [])])
-def test_few_tokens_show_no_clip_fraction_of_zero(tokens: float, names: list[str]) -> None:
-    """10 iterations of 10 responses in 4 epochs: 400 times 7.5 are 3,000 tokens."""
-    columns = {"update/clip_fraction": [0.0] * 10, "rollout/response_tokens": [tokens] * 10}
-    assert found(columns, rollout_batch_size=10) == names
-
-
-@pytest.mark.parametrize(
-    ("shares", "prompts", "names"),
-    [
-        ([0.5, 0.6, 0.7], 4, ["responses_identical"]),
-        ([0.49, 0.6, 0.7], 4, []),
-        ([1.0, 1.0, 1.0], 3, []),
-    ],
-)
-def test_responses_identical(shares: list[float], prompts: int, names: list[str]) -> None:
-    assert found({"rollout/most_common": shares}, prompts_per_iteration=prompts) == names
-
-
-@pytest.mark.parametrize(
-    ("shares", "names"), [([0.31] * 3, ["responses_repeat"]), ([0.3, 0.9, 0.9], [])]
-)
-def test_responses_repeat(shares: list[float], names: list[str]) -> None:
-    assert found({"rollout/repetition": shares}) == names
 
 
 @pytest.mark.parametrize(

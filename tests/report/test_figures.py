@@ -6,9 +6,9 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_rlhf.core.metrics import METRICS, check_names
-from lightning_rlhf.report.curves import panel_for_each, ppo_panels
-from lightning_rlhf.report.figures import draw_axis, draw_curves, read_curves
+from lightning_rlhf.core.metrics import FAN, GOLD, METRICS, check_names
+from lightning_rlhf.report.curves import panel_for_each, plots_of, ppo_panels
+from lightning_rlhf.report.figures import draw, draw_curves, read_curves
 from lightning_rlhf.stages.stage import STAGES, Stage, find_stage
 
 TRAINED = [stage for stage in map(find_stage, STAGES) if stage is not None and stage.trains]
@@ -23,41 +23,41 @@ def test_panels_show_metrics_of_their_stage(stage: Stage) -> None:
         assert all(stage.name in METRICS[metric].stages for metric in shown if metric in METRICS)
 
 
-def test_the_judge_has_a_panel_where_there_was_a_judge() -> None:
-    assert len(ppo_panels([])) == len(ppo_panels(["eval/judge/gold"])) == 6
-    assert "Judge" in ppo_panels(["eval/judge/gold"])[-1].title
+def test_the_judge_has_panels_where_there_was_a_judge() -> None:
+    assert len(ppo_panels([])) == len(ppo_panels([GOLD, "eval/judge/correct"])) == 9
+    assert ppo_panels([GOLD])[-1].title == "Judge, on held-out prompts: gold"
     assert "Judge" not in ppo_panels(["reward_mean"])[-1].title
 
 
-def test_the_quantiles_of_the_score_are_a_median_on_two_bands(tmp_path: Path) -> None:
-    names = [f"rollout/score_p{percent:02d}" for percent in (5, 25, 50, 75, 95)]
-    (panel,) = ppo_panels(names)[6:]
-    assert set(panel.metrics) == set(names)
+def test_the_quantiles_of_the_score_are_a_median_on_two_bands() -> None:
+    (panel,) = ppo_panels(FAN)[9:]
+    assert panel.metrics == set(FAN)
     axes = Figure().add_subplot()
-    curves = {name: ([1, 2], [float(i), float(i + 1)]) for i, name in enumerate(names)}
-    draw_axis(axes, panel.left, curves)
+    curves = {name: ([1, 2], [float(i), float(i + 1)]) for i, name in enumerate(FAN)}
+    (plot,) = plots_of([panel], curves, "iteration")
+    draw(axes, plot)
     areas = [area.get_paths()[0].vertices for area in axes.collections]
     # p05 to p95: 0 and 4 in the first iteration, 1 and 5 in the second; p25 to p75: 1, 3; 2, 4.
     assert {tuple(point) for point in areas[0]} == {(1, 0), (1, 4), (2, 1), (2, 5)}
     assert {tuple(point) for point in areas[1]} == {(1, 1), (1, 3), (2, 2), (2, 4)}
     assert list(axes.lines[0].get_ydata()) == [2.0, 3.0]
-    assert len(ppo_panels(names[:-1])) == 6  # a run from before them
+    assert len(ppo_panels(FAN[:-1])) == 9
 
 
 def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None:
     names = ["liked", "short"]
     measured = [f"{where}/reward/{name}" for name in names for where in ("rollout", "eval")]
-    (panel,) = ppo_panels(measured)[6:]
-    assert set(panel.metrics) == set(measured)
-    assert [line.label for line in panel.left.lines] == [*names, "", ""]
-    assert len(ppo_panels(measured[:2])) == 6  # one component is the whole
-    colors = [line.color for line in panel.left.lines]
+    (panel,) = ppo_panels(measured)[9:]
+    assert panel.metrics == set(measured)
+    assert [label for _, label, _ in panel.lines] == [*names, "", ""]
+    assert len(ppo_panels(measured[:2])) == 9  # one component is the whole
+    colors = [color for *_, color in panel.lines]
     assert colors[:2] == colors[2:]
     assert colors[0] != colors[1]
     cells = ["1", *["0.5"] * 4]
     (tmp_path / "metrics.csv").write_text(f"{','.join(['step', *measured])}\n{','.join(cells)}\n")
     rows = imread(draw_curves(tmp_path, "PPO", "iteration", ppo_panels)).shape[0] / 150 / 3.4
-    assert 3 < rows < 3.5  # seven panels in rows of three
+    assert 4 < rows < 4.5  # ten panels in rows of three
 
 
 @pytest.mark.parametrize("stage", TRAINED, ids=lambda stage: stage.name)

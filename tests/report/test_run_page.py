@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lightning_rlhf.core.metrics import FAN
 from lightning_rlhf.report.conclusion import Evaluated, Verdict
-from lightning_rlhf.report.curves import BLUE, Axis, Line, Panel
-from lightning_rlhf.report.plots import (
-    MOST_POINTS,
+from lightning_rlhf.report.curves import (
+    BLUE,
     Mark,
+    Panel,
     Plot,
     Series,
-    draw,
-    place_text,
-    thinned,
-    tick_text,
+    curve_plots,
+    fan_plot,
+    frontier_plots,
+    kl_note,
 )
+from lightning_rlhf.report.figures import MOST_POINTS, dots, figure_of, svg, tick_text
 from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
-    TextTable,
     Token,
     TokenSample,
     change,
     clauses,
     write_page,
 )
-from lightning_rlhf.report.run_plots import FAN, curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.tables import Table
 
 from .pages import Page, check
 
@@ -49,33 +51,38 @@ def plot(**changes: Any) -> Plot:
     return Plot(**fields | changes)
 
 
-def attribute(figure: str, kind: str, name: str) -> list[str]:
-    page = Page(figure)
-    return [str(given[name]) for _, given in page.elements if given.get("class") == kind]
+def paths(figure: str, color: str) -> list[list[float]]:
+    """Return the numbers of the paths of a colour."""
+    found = [given for tag, given in Page(figure).elements if tag == "path"]
+    drawn = [str(given["d"]) for given in found if color in str(given.get("style"))]
+    return [[float(x) for x in re.findall(r"-?[\d.]+", d)] for d in drawn]
 
 
-def everywhere(text: str) -> StageReport:
+def everywhere(text: str, start: float = 0.0) -> StageReport:
     """A report with the same text in every place that shows one."""
-    shown = plot(
-        title=text,
-        x_label=text,
-        unit=text,
-        series=[Series(label=text, color=BLUE, points=[(0, 1.0)], dots=True)],
-        meaning=text,
-        healthy=(0.0, None),
-        reference=(2.0, text),
-        mark=Mark(x=0, interval=None, label=text),
+    shown, fan, frontier = (
+        plot(
+            title=text,
+            x_label=text,
+            unit=text,
+            series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)],
+            meaning=text,
+            healthy=(0.0, None),
+            reference=(2.0, text),
+            mark=Mark(x=x, interval=(x, math.inf), label=text),
+        )
+        for x in (start, start + 1, start + 2)
     )
     return StageReport(
         name=text,
         title=text,
         verdict=Verdict("good", text),
         curves=[shown],
-        fan=shown,
-        frontiers=[shown],
+        fan=fan,
+        frontiers=[frontier],
         frontier_note=text,
         evaluated=[Evaluated(metric=text, value=1.0)],
-        tables=[TextTable(title=text, heading=[text], rows=[[text]], note=text)],
+        tables=[Table(title=text, columns=[text], rows=[[text]], note=text)],
         pairs=[
             PairedSample(
                 prompt=text, before=text, before_numbers=text, after=text, after_numbers=text
@@ -104,7 +111,7 @@ def written(folder: Path, stages: Sequence[StageReport]) -> str:
 
 
 def test_hostile_text_stays_text_in_a_page_of_two_stages(tmp_path: Path) -> None:
-    html = written(tmp_path, [everywhere(HOSTILE), everywhere(HOSTILE)])
+    html = written(tmp_path, [everywhere(HOSTILE), everywhere(HOSTILE, 5.0)])
     page = check(html)
     assert page.text.count("<script>alert(1)</script>") > 40
     assert r"\x1b[31m\u202e" in page.text
@@ -132,73 +139,78 @@ def test_a_token_shows_its_numbers_on_hover(tmp_path: Path) -> None:
     assert "token 'w'\nadvantage -2.000\nKL +0.1000" in titles
 
 
-def test_a_line_runs_from_corner_to_corner() -> None:
-    """x from 0 to 10 fills 54..406; y with a margin of 5% of 2: 0.9..3.1 fills 194..10."""
-    (line,) = attribute(str(draw(plot())), "line c0", "d")
-    top, bottom = (194 - 184 * (y - 0.9) / 2.2 for y in (3.0, 1.0))
-    assert line == f"M54.0 {bottom:.1f}L406.0 {top:.1f}"
+def test_a_line_reaches_within_a_twentieth_of_the_edges() -> None:
+    """54..406 and 194..10 show 0..10 and 1..3 with a margin of 5%: 1.1 of their length in all."""
+    (line,) = paths(svg(plot()), "var(--c0)")
+    left, right = 54 + 352 * 0.05 / 1.1, 406 - 352 * 0.05 / 1.1
+    bottom, top = 194 - 184 * 0.05 / 1.1, 10 + 184 * 0.05 / 1.1
+    assert line == pytest.approx([left, bottom, right, top], abs=0.06)
+
+
+def test_a_plot_has_the_colours_of_the_page_and_is_drawn_the_same_again() -> None:
+    """A name that refers to a part of the drawing is that of no other plot."""
+    series = [Series(label="a", color=BLUE, points=[(0, 1.0), (10, 3.0)], dots=True)]
+    one, other = plot(series=series), plot(series=series, title="u")
+    first, again, second = svg(one), svg(one), svg(other)
+    assert first == again
+    assert not re.findall("#[0-9a-f]{6}|font-family|DejaVu", first)
+    ids = [set(Page(text).values("id")) for text in (first, second)]
+    assert ids[0]
+    assert not ids[0] & ids[1]
+    assert re.findall("<title>(.*?)</title>", first) == [
+        "a: 3 at 10", "a: 1 at 0", "a: 3 at 10",
+    ]  # fmt: skip
 
 
 def test_the_healthy_band_ends_where_the_axis_ends() -> None:
     """Healthy up to 2, half of 0.9..3.1: from 2 at y = 102 down to the bottom at 194."""
-    figure = str(draw(plot(healthy=(None, 2.0))))
-    assert attribute(figure, "healthy", "y") == ["102.0"]
-    assert attribute(figure, "healthy", "height") == ["92.0"]
-    assert attribute(str(draw(plot(healthy=(50.0, None)))), "healthy", "y") == []
+    (band,) = paths(svg(plot(healthy=(None, 2.0))), "var(--good)")
+    assert (min(band[1::2]), max(band[1::2])) == (102.0, 194.0)
+    (none,) = paths(svg(plot(healthy=(50.0, None))), "var(--good)")
+    assert len({*none[1::2]}) == 1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_numbers_that_are_not_finite_are_left_out(bad: float) -> None:
     points = [(0, 1.0), (5, bad), (10, 3.0)]
     series = [Series(label="a", color=BLUE, points=points, dots=True)]
-    figure = str(draw(plot(series=series)))
+    figure = svg(plot(series=series))
     assert "nan" not in figure
     assert "inf" not in figure
-    assert figure.count("<circle") == 2
+    assert figure.count("<use") == 2
 
 
 def test_nothing_measured_is_said() -> None:
     empty = [Series(label="a", color=BLUE, points=[(0, math.nan)])]
-    assert "not measured" in draw(plot(series=empty))
+    assert "not measured" in figure_of(plot(series=empty))
 
 
-def test_a_long_line_keeps_its_extremes() -> None:
-    points = [(float(i), 100.0 if i == 77_777 else float(i % 7)) for i in range(100_000)]
-    kept = thinned(points)
-    assert len(kept) <= MOST_POINTS
-    assert (77_777.0, 100.0) in kept
-    assert kept == sorted(kept)
+def test_a_long_line_keeps_its_extremes_and_few_dots() -> None:
+    points = [(float(i), 9.0 if i == 77_777 else float(i % 7)) for i in range(100_000)]
+    series = Series(label="a", color=BLUE, points=points, dots=True)
+    assert len(dots(plot(series=[series]), series)) <= MOST_POINTS
+    (line,) = paths(svg(plot(series=[Series(label="", color=BLUE, points=points)])), "var(--c0)")
+    assert min(line[1::2]) == pytest.approx(10 + 184 * 0.05 / 1.1, abs=0.06)
+    assert len(line) < 10_000
 
 
 def test_a_banded_metric_without_a_panel_gets_a_plot() -> None:
-    curves = {name: ([1, 2], [1.0, 2.0]) for name in ("shown", "banded", "other")}
-    healthy = {"banded": ("below 3", (None, 3.0)), "other": ("-", None)}
-    panels = [Panel("Shown", Axis("u", (Line("shown", "a", BLUE),)))]
-    first, second = curve_plots(curves, lambda _: panels, "step", healthy)
-    assert (first.title, first.healthy) == ("Shown", None)
-    assert (second.title, second.healthy, second.meaning) == ("banded", (None, 3.0), "below 3")
+    names = ("entropy", "update/clip_fraction", "update/kl_coef")
+    curves = {name: ([1, 2], [1.0, 2.0]) for name in names}
+    panels = [Panel("Shown", (("entropy", "a", BLUE),))]
+    first, second = curve_plots(curves, lambda _: panels, "step")
+    assert (first.title, first.unit, first.healthy) == ("Shown", "nats a token", None)
+    assert (second.title, second.healthy) == ("update/clip_fraction", (None, 0.3))
+    assert second.meaning == "below 0.3"
 
 
 def test_what_was_measured_once_is_no_curve() -> None:
     curves = {"once": ([3], [1.0]), "twice": ([1, 2], [1.0, 2.0])}
-    assert [plot.title for plot in curve_plots(curves, None, "step", {})] == ["twice"]
+    assert [plot.title for plot in curve_plots(curves, None, "step")] == ["twice"]
 
 
-def test_two_axes_of_a_panel_are_two_plots_with_names() -> None:
-    left, right = (
-        Axis("u", (Line(m, label, BLUE),)) for m, label in (("a", "x"), ("b", "y (right)"))
-    )
-    curves = {name: ([1, 2], [1.0, 2.0]) for name in "ab"}
-    found = curve_plots(curves, lambda _: [Panel("P: x and y", left, right)], "step", {})
-    assert [plot.title for plot in found] == ["P: x", "P: y"]
-
-
-def test_ticks_are_short_and_inside_the_picture() -> None:
-    """1500 at the right end is four digits of 7.2 wide: it is centred 14.4 before the edge."""
+def test_ticks_are_short() -> None:
     assert [tick_text(x) for x in (0.25, 1500.0, 5e11, 1.5e12)] == ["0.25", "1500", "500G", "1.5T"]
-    assert [place_text(x) for x in (12345.0, 4.4171, 2.09249e12)] == ["12345", "4.42", "2.09T"]
-    wide = plot(series=[Series(label="a", color=BLUE, points=[(0, 1.0), (1500, 3.0)])])
-    assert '<text x="405.6" y="209" text-anchor="middle">1500</text>' in str(draw(wide))
 
 
 def test_numbers_have_the_digits_that_their_interval_leaves() -> None:

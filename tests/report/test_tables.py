@@ -10,6 +10,7 @@ from rich.console import Console, RenderableType
 
 from lightning_rlhf.report.tables import (
     SweepRow,
+    Table,
     before_after_table,
     side_by_side,
     spread,
@@ -111,3 +112,17 @@ def test_a_narrow_table_of_a_sweep_breaks_between_overrides_alone() -> None:
     text = shown(sweep_table(rows, 80), 80)
     assert all(text.count(word) == 1 for word in (*words, "stopped"))
     assert text.count("-1.000") == len(names)
+
+
+def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None:
+    found = Table(title="T", columns=["", "<b>"], rows=[["a|b", "1.0 [0.5, 1.5]"]], note="n")
+    text = shown(found.console())
+    assert all(words in text for words in ("T", "<b>", "a|b", "1.0 [0.5, 1.5]", "n"))
+    assert found.markdown(40).splitlines() == [
+        r"|  | \<b\> |", "| --- | ---: |", r"| a\|b | 1.0 \[0.5, 1.5\] |",
+    ]  # fmt: skip
+    html = found.html()
+    assert "<th>&lt;b&gt;</th>" in html
+    assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
+    assert html.endswith('<p class="soft">n</p>\n')
+    assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()

@@ -37,8 +37,7 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.report.run_page import TextTable
-from lightning_rlhf.report.tables import WIDEST, SweepRow, shared_overrides, sweep_table
+from lightning_rlhf.report.tables import WIDEST, SweepRow, Table, shared_overrides, sweep_table
 from lightning_rlhf.stages.console import RECIPES, print_error
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import (
@@ -421,7 +420,7 @@ def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
     return result.status == "done", signed(result.metrics.get(metric, math.nan), mode)
 
 
-def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> TextTable:
+def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Table:
     """Return the table of all jobs on the page, with the best one below.
 
     goal: metric that tells which is the best, with its direction.
@@ -441,4 +440,4 @@ def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> T
         if best.status == "done" and metric in best.metrics:
             word = {"min": "Lowest", "max": "Highest"}[mode]
             note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}."
-    return TextTable(title="Jobs", heading=heading, rows=rows, note=note)
+    return Table(title="Jobs", columns=heading, rows=rows, note=note)

@@ -1,13 +1,25 @@
-"""Curves that are plotted for each stage: panels with axes, axes with lines."""
+"""Plots of a run: which curves each stage shows, with healthy bands, and the frontiers."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
-from lightning_rlhf.core.metrics import EVAL_PART, PART
+from lightning_rlhf.core.metrics import (
+    EVAL_PART,
+    FAN,
+    FLOPS,
+    GOLD,
+    HELD_OUT,
+    HELD_OUT_KL,
+    KL,
+    METRICS,
+    PART,
+    REWARD,
+)
 
 # Palette of Okabe and Ito, distinguishable with all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -16,193 +28,186 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", "#F0E442")
 SHARE = (0.0, 1.04)
 """Limits of an axis for shares: 0 to 1, with room for a line at 1."""
 
+Point = tuple[float, float]
+Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
+"""Metric -> (steps, values)."""
 
-@dataclass(frozen=True)
-class Line:
-    """Line of one metric; a sparse one (of evaluations) has a marker at each point."""
 
-    metric: str
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Points of one kind, drawn as a line, as dots or as both."""
+
     label: str
-    """Name in the legend; empty to leave the line out of it."""
+    """Name in the legend; empty to leave the series out of it."""
     color: str
-    sparse: bool = False
+    """A colour of PALETTE."""
+    points: Sequence[Point]
+    line: bool = True
+    dots: bool = False
 
 
-@dataclass(frozen=True)
-class Band:
-    """Area between the lines of two metrics."""
+@dataclass(frozen=True, kw_only=True)
+class Area:
+    """Area between two curves over the same x."""
 
-    low: str
-    high: str
     label: str
-    """Name in the legend."""
     color: str
     opacity: float
-    """Opacity of the area, from 0 to 1."""
+    x: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Axis:
-    """Axis with lines that share a unit."""
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Vertical line at a place on the x-axis, with its interval."""
 
+    x: float
+    interval: Sequence[float]
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plot:
+    """One plot with its axes."""
+
+    title: str
+    x_label: str
     unit: str
-    lines: tuple[Line, ...]
-    bands: tuple[Band, ...] = ()
-    """Areas behind the lines, each drawn over the ones before it."""
-    scale: Literal["linear", "log"] = "linear"
+    """Unit of the y-axis."""
+    series: Sequence[Series]
+    areas: Sequence[Area] = ()
+    healthy: tuple[float | None, float | None] | None = None
+    """Lowest and highest healthy value, None where there is no such end."""
+    meaning: str = ""
+    """Text on the healthy range, shown under the plot."""
+    reference: tuple[float, str] | None = None
+    """Level to compare with, and its name."""
+    mark: Mark | None = None
+    is_log: bool = False
     limits: tuple[float, float] | None = None
-    """Limits of the axis; None fits them to the data."""
+    """Limits of the y-axis; None fits them to the data."""
+
+
+Line = tuple[str, str, str]
+"""Metric, name in the legend and colour; a line of evaluations has a dot at each point."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One plot; `right` is a second axis with a unit of its own."""
+    """Metrics that share one plot; its unit and healthy range are those of their rows."""
 
     title: str
-    left: Axis
-    right: Axis | None = None
+    lines: tuple[Line, ...]
+    bands: tuple[tuple[str, str, str, float], ...] = ()
+    """Areas between two metrics: lower and upper metric, name, opacity."""
     reference: tuple[float, str] | None = None
-    """Level to compare the lines with, and its name."""
+    unit: str | None = None
+    """Unit, where it is not that of the row of the first metric."""
+    is_log: bool = False
+    limits: tuple[float, float] | None = None
 
     @property
-    def metrics(self) -> Iterable[str]:
+    def metrics(self) -> set[str]:
         """Return the metrics that the panel shows."""
-        for axis in [self.left] if self.right is None else [self.left, self.right]:
-            yield from (line.metric for line in axis.lines)
-            yield from (metric for band in axis.bands for metric in (band.low, band.high))
+        ends = (end for low, high, *_ in self.bands for end in (low, high))
+        return {*(metric for metric, *_ in self.lines), *ends}
 
 
-def _held_out(
-    title: str,
-    metric: str,
-    unit: str,
-    *,
-    reference: tuple[float, str] | None = None,
-    scale: Literal["linear", "log"] = "linear",
-) -> Panel:
+Panels = Callable[[Collection[str]], Sequence[Panel]]
+"""Function: names of the measured metrics -> panels."""
+
+
+def _held_out(title: str, metric: str, **options: Any) -> Panel:
     """Return a panel of a metric in training and on validation data."""
-    lines = (
-        Line(f"update/{metric}", "training", BLUE),
-        Line(f"eval/{metric}", "validation", ORANGE, sparse=True),
-    )
-    return Panel(title, Axis(unit, lines, scale=scale), reference=reference)
+    validation = (f"eval/{metric}", "validation", ORANGE)
+    return Panel(title, ((f"update/{metric}", "training", BLUE), validation), **options)
 
 
-def _of_pairs(title: str, metric: str, unit: str) -> Panel:
+def _of_pairs(title: str, metric: str) -> Panel:
     """Return a panel of a metric of the chosen and of the rejected responses in training."""
-    lines = (
-        Line(f"update/{metric}_chosen", "chosen", GREEN),
-        Line(f"update/{metric}_rejected", "rejected", PURPLE),
-    )
-    return Panel(title, Axis(unit, lines))
+    rejected = (f"update/{metric}_rejected", "rejected", PURPLE)
+    return Panel(title, ((f"update/{metric}_chosen", "chosen", GREEN), rejected))
 
 
 SFT_PANELS = (
-    _held_out("Loss", "loss", "nats a token"),
-    _held_out("Perplexity", "perplexity", "tokens", scale="log"),
-    Panel("Learning rate", Axis("", (Line("update/lr", "learning rate", BLUE),))),
+    _held_out("Loss", "loss"),
+    _held_out("Perplexity", "perplexity", is_log=True),
+    Panel("Learning rate", (("update/lr", "learning rate", BLUE),)),
 )
-
 _PAIR_PANELS = (
-    _held_out("Accuracy", "accuracy", "share of pairs", reference=(0.5, "guessing")),
-    _of_pairs("Rewards in training", "reward", "reward"),
-    _held_out(
-        "Margin, chosen less rejected", "reward_margin", "reward", reference=(0.0, "no preference")
-    ),
+    _held_out("Accuracy", "accuracy", unit="share of pairs", reference=(0.5, "guessing")),
+    _of_pairs("Rewards in training", "reward"),
+    _held_out("Margin, chosen less rejected", "reward_margin", reference=(0.0, "no preference")),
 )
-
-RM_PANELS = (
-    _held_out("Loss", "rm_loss", "nats a pair", reference=(0.6931, "guessing")),
-    *_PAIR_PANELS,
-)
-
+RM_PANELS = (_held_out("Loss", "rm_loss", reference=(0.6931, "guessing")), *_PAIR_PANELS)
 DPO_PANELS = (
-    _held_out("Loss, without the SFT term", "dpo_loss", ""),
+    _held_out("Loss, without the SFT term", "dpo_loss"),
     *_PAIR_PANELS,
-    _of_pairs("Log-probability under the policy", "logps", "nats a response"),
-    _held_out("SFT loss of the chosen responses", "sft_loss", "nats a token"),
+    _of_pairs("Log-probability under the policy", "logps"),
+    _held_out("SFT loss of the chosen responses", "sft_loss"),
 )
-
 _PPO_PANELS = (
     Panel(
         "Reward, before the KL penalty",
-        Axis(
-            "score",
-            (
-                Line("reward_mean", "training", BLUE),
-                Line("eval/reward_mean", "held-out prompts", ORANGE, sparse=True),
-            ),
-        ),
+        ((REWARD, "training", BLUE), (HELD_OUT, "held-out prompts", ORANGE)),
     ),
     Panel(
         "KL to the reference",
-        Axis(
-            "nats a response",
-            (
-                Line("kl_divergence", "training", BLUE),
-                Line("eval/kl", "held-out prompts", ORANGE, sparse=True),
-            ),
-        ),
+        ((KL, "training", BLUE), (HELD_OUT_KL, "held-out prompts", ORANGE)),
     ),
+    Panel("Policy: entropy", (("entropy", "entropy", BLUE),)),
     Panel(
-        "Policy: entropy and perplexity",
-        Axis("nats a token", (Line("entropy", "entropy", BLUE),)),
-        Axis(
-            "tokens",
-            (Line("eval/response_perplexity", "perplexity under SFT (right)", ORANGE, True),),
-        ),
+        "Policy: perplexity under SFT",
+        (("eval/response_perplexity", "perplexity under SFT", ORANGE),),
     ),
     Panel(
         "Loss (no sign of progress)",
-        Axis(
-            "",
-            (
-                Line("ppo_loss", "PPO", BLUE),
-                Line("update/policy_loss", "policy", GREEN),
-                Line("update/value_loss", "value", PURPLE),
-            ),
+        (
+            ("ppo_loss", "PPO", BLUE),
+            ("update/policy_loss", "policy", GREEN),
+            ("update/value_loss", "value", PURPLE),
         ),
     ),
+    Panel("Responses: length", (("rollout/response_tokens", "length", BLUE),)),
+    Panel("Responses: ended", (("rollout/ended", "ended", GREEN),), limits=SHARE),
+)
+_STEP_SIZE = (
+    Panel("Size of an iteration's update: approx. KL", (("update/approx_kl", "approx. KL", BLUE),)),
     Panel(
-        "Responses",
-        Axis("tokens", (Line("rollout/response_tokens", "length", BLUE),)),
-        Axis("share", (Line("rollout/ended", "ended (right)", GREEN),), limits=SHARE),
+        "Size of an iteration's update: clipped",
+        (("update/clip_fraction", "clipped", GREEN),),
+        unit="share of tokens",
     ),
 )
-
+_JUDGE = (
+    Panel("Judge, on held-out prompts: gold", ((GOLD, "gold", BLUE),), unit="score"),
+    Panel(
+        "Judge, on held-out prompts: correct",
+        (("eval/judge/correct", "correct", GREEN),),
+        unit="share",
+        limits=SHARE,
+    ),
+)
 _FAN = Panel(
     "Distribution of the score over the responses of an iteration",
-    Axis(
-        "score",
-        (Line("rollout/score_p50", "median", BLUE),),
-        bands=(
-            Band("rollout/score_p05", "rollout/score_p95", "5% to 95%", BLUE, 0.15),
-            Band("rollout/score_p25", "rollout/score_p75", "25% to 75%", BLUE, 0.25),
-        ),
-    ),
-)
-
-_JUDGE = Panel(
-    "Judge, on held-out prompts",
-    Axis("score", (Line("eval/judge/gold", "gold", BLUE, sparse=True),)),
-    Axis("share", (Line("eval/judge/correct", "correct (right)", GREEN, True),), limits=SHARE),
-)
-
-_STEP_SIZE = Panel(
-    "Size of an iteration's update",
-    Axis("nats a token", (Line("update/approx_kl", "approx. KL", BLUE),)),
-    Axis("share of tokens", (Line("update/clip_fraction", "clipped (right)", GREEN),)),
+    ((FAN[2], "median", BLUE),),
+    bands=((FAN[0], FAN[4], "5% to 95%", 0.15), (FAN[1], FAN[3], "25% to 75%", 0.3)),
 )
 
 
 def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of PPO: with one for the judge, where there was a judge, one for the
-    quantiles of the score, where they are measured, and one for the components of several."""
-    judged = set(measured) & set(_JUDGE.metrics)
-    fan = [_FAN] if set(_FAN.metrics) <= set(measured) else []
-    fixed = (*_PPO_PANELS, _JUDGE if judged else _STEP_SIZE, *fan)
+    """Return the panels of PPO: with those of the judge, where there was a judge, of the quantiles
+    of the score, where they are measured, and of the components of several."""
+    judged = [panel for panel in _JUDGE if panel.metrics & set(measured)]
+    fan = [_FAN] if _FAN.metrics <= set(measured) else []
+    fixed = (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan)
     names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
-    return (*fixed, _components(names)) if len(names) > 1 else fixed
+    colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
+    lines = [(PART + name, name, color) for name, color in colors]
+    lines += [(EVAL_PART + name, "", color) for name, color in colors]
+    title = "Components, unweighted (dots: held-out prompts)"
+    return (*fixed, Panel(title, tuple(lines), unit="score")) if len(names) > 1 else fixed
 
 
 def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
@@ -212,25 +217,147 @@ def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
         for name in measured
         if not name.startswith(("time/", "compute/"))
     )
-    return [
-        Panel(
-            name,
-            Axis(
-                "",
-                (
-                    Line(name, "", BLUE),
-                    Line(f"update/{name}", "training", BLUE),
-                    Line(f"eval/{name}", "validation", ORANGE, sparse=True),
-                ),
-            ),
-        )
-        for name in names
-    ]
+    shared = [_held_out(name, name, unit="") for name in names]
+    return [Panel(p.title, ((p.title, "", BLUE), *p.lines), unit="") for p in shared]
 
 
-def _components(names: Sequence[str]) -> Panel:
-    colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
-    lines = [Line(PART + name, name, color) for name, color in colors]
-    lines += [Line(EVAL_PART + name, "", color, sparse=True) for name, color in colors]
-    title = "Components, unweighted (dots: held-out prompts)"
-    return Panel(title, Axis("score", tuple(lines)))
+def plots_of(panels: Sequence[Panel], curves: Curves, x_label: str) -> list[Plot]:
+    """Return the plot of each panel."""
+    return [_plot(panel, curves, x_label) for panel in panels]
+
+
+def _plot(panel: Panel, curves: Curves, x_label: str) -> Plot:
+    rows = [METRICS[m] for m, *_ in panel.lines if m in curves and m in METRICS]
+    unit = rows[0].unit.replace("1", "") if rows and panel.unit is None else panel.unit or ""
+    return Plot(
+        title=panel.title,
+        x_label=x_label,
+        unit=unit,
+        series=[
+            Series(
+                label=label, color=color, points=points(curves, metric),
+                dots=metric.startswith("eval/"),
+            )
+            for metric, label, color in panel.lines if metric in curves
+        ],
+        areas=[
+            Area(
+                label=label, color=BLUE, opacity=opacity, x=curves[low][0], low=curves[low][1],
+                high=curves[high][1],
+            )
+            for low, high, label, opacity in panel.bands if {low, high} <= curves.keys()
+        ],
+        healthy=next((row.band for row in rows if row.band is not None), None),
+        meaning=next((row.healthy for row in rows if row.healthy != "-"), ""),
+        reference=panel.reference,
+        is_log=panel.is_log,
+        limits=panel.limits,
+    )  # fmt: skip
+
+
+def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plot]:
+    """Return a plot of each panel but the fan, then of each other metric with a healthy band.
+
+    What was measured once is not a curve, and is left out.
+    """
+    shown = [one for one in (panels or panel_for_each)(curves) if one is not _FAN]
+    drawn = {metric for panel in shown for metric in panel.metrics} | set(FAN)
+    banded = (name for name in curves if name in METRICS and METRICS[name].band is not None)
+    rest = [Panel(name, ((name, "", BLUE),), unit="") for name in banded if name not in drawn]
+    plots = plots_of([*shown, *rest], curves, x_label)
+    return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
+
+
+def fan_plot(curves: Curves, x_label: str) -> Plot | None:
+    """Return the quantiles of the score over the run; None where they were not measured."""
+    return _plot(_FAN, curves, x_label) if _FAN.metrics <= curves.keys() else None
+
+
+def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> list[Plot]:
+    """Return reward against KL and against compute, with the knees of `diminishing.json`.
+
+    The reward of iteration t is that of the policy after t - 1 iterations, an evaluation of step t
+    that of the policy after t. Compute is counted in floating-point operations, or in iterations
+    where these were not measured.
+    """
+    if REWARD not in curves:
+        return []
+    found = [] if diminishing is None else list(diminishing["curves"])
+    by_kl = Plot(
+        title="Reward against KL",
+        x_label="KL to the reference, nats a response",
+        unit="score",
+        series=list(_against_kl(curves)),
+        mark=_knee(found, REWARD, KL),
+    )
+    has_flops = FLOPS in curves and curves[FLOPS][0][:1] == curves[REWARD][0][:1]
+    unit = FLOPS if has_flops else "iterations"
+    by_compute = Plot(
+        title="Reward against compute",
+        x_label="floating-point operations" if has_flops else "iterations",
+        unit="score",
+        series=list(_against_compute(curves, has_flops)),
+        mark=_knee(found, GOLD, unit) or _knee(found, REWARD, unit),
+    )
+    return [by_kl, by_compute] if KL in curves else [by_compute]
+
+
+def kl_note(diminishing: Mapping[str, Any]) -> str:
+    """Return where the reward stops rising with the KL; "" where that is not known."""
+    for curve in diminishing["curves"]:
+        if (curve["metric"], curve["unit"]) == (REWARD, KL) and (knee := curve["knee"]):
+            low, high = knee["at_interval"]
+            if knee["at"] is None:
+                below = "" if low is None else f" (one below {low:.2f} nats is unlikely)"
+                return f"no knee of reward against KL within this run{below}"
+            start, end = ("end" if at is None else f"{at:.2f}" for at in (low, high))
+            return f"the knee of reward against KL is at {knee['at']:.2f} [{start}-{end}] nats"
+    return ""
+
+
+def points(curves: Curves, metric: str) -> list[Point]:
+    """Return a metric over the steps."""
+    return list(zip(*curves[metric], strict=True)) if metric in curves else []
+
+
+def joined(curves: Curves, x: str, y: str) -> list[Point]:
+    """Return one metric against another one, at the steps that have both."""
+    xs = dict(points(curves, x))
+    return [(xs[step], value) for step, value in points(curves, y) if step in xs]
+
+
+def _against_kl(curves: Curves) -> Iterator[Series]:
+    yield Series(label="training", color=BLUE, points=joined(curves, KL, REWARD),
+                 line=False, dots=True)  # fmt: skip
+    for metric, label, color in ((HELD_OUT, "held-out prompts", ORANGE), (GOLD, "gold", GREEN)):
+        if metric in curves:
+            found = joined(curves, HELD_OUT_KL, metric)
+            yield Series(label=label, color=color, points=found, dots=True)
+
+
+def _against_compute(curves: Curves, has_flops: bool) -> Iterator[Series]:
+    spent: dict[float, float] = {0: 0.0}
+    if has_flops:
+        steps, flops = curves[FLOPS]
+        spent |= dict(zip(steps, itertools.accumulate(flops, max), strict=True))
+
+    def at(after: float) -> float:
+        return spent.get(after, math.nan) if has_flops else after
+
+    shown = ((REWARD, "training", BLUE, 1), (HELD_OUT, "held-out prompts", ORANGE, 0),
+             (GOLD, "gold", GREEN, 0))  # fmt: skip
+    for metric, label, color, ahead in shown:
+        found = [(at(step - ahead), value) for step, value in points(curves, metric)]
+        if found:
+            yield Series(label=label, color=color, points=found, dots=ahead == 0)
+
+
+def _knee(found: Sequence[Mapping[str, Any]], metric: str, unit: str) -> Mark | None:
+    """Return the point of diminishing returns of a curve; None where it has none in the run."""
+    for curve in found:
+        knee = curve["knee"]
+        if (curve["metric"], curve["unit"]) == (metric, unit) and knee and knee["at"] is not None:
+            low, high = knee["at_interval"]
+            ends = (knee["at"] if low is None else low, math.inf if high is None else high)
+            return Mark(x=knee["at"], interval=ends, label=f"knee at iteration {knee['iteration']}")
+    return None

@@ -9,15 +9,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
+from rich.table import Table as RichTable
 
 from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.metrics import HELD_OUT, HELD_OUT_KL, PASS
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
 from lightning_rlhf.report.estimates import interval_text, number_text
-from lightning_rlhf.report.run_page import TextTable, console_table
-from lightning_rlhf.report.tables import ABSENT, plain, spread, table, verdict_lines
+from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table, verdict_lines
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600
@@ -112,14 +111,14 @@ class PolicyReport:
             "comparisons": [asdict(one) for one in self.comparisons],
         }
 
-    def console(self) -> Iterator[Table]:
+    def console(self) -> Iterator[RichTable]:
         """Yield tables for the console."""
         tables = evaluation_tables(self.content(), is_brief=True)
         last = tables.pop("sampled, paired")
         for name in ("sampled", "greedy", "pass@k"):
             if name in tables:
-                yield console_table(tables[name])
-        paired = console_table(last)
+                yield tables[name].console()
+        paired = last.console()
         paired.caption, paired.caption_justify = verdict_lines(self.about["verdicts"]), "left"
         yield paired
 
@@ -184,13 +183,10 @@ class PolicyReport:
             ),
         ]
         for name, found in evaluation_tables(self.content()).items():
-            cells = [[plain(cell, CHARACTERS) for cell in row] for row in found.rows]
-            if name.endswith("paired"):
-                sections.append(table(found.heading, cells, (2, 3, 4)))
-            else:
-                names = [plain(policy, CHARACTERS) for policy in found.heading[1:]]
+            is_paired = name.endswith("paired")
+            if not is_paired:
                 sections.append("## pass@k" if name == "pass@k" else f"## {found.title}")
-                sections.append(table(["", *names], cells, range(1, len(names) + 1)))
+            sections.append(found.markdown(CHARACTERS, (2, 3, 4) if is_paired else None))
         sections += ["## Side by side", *self._examples(shown), "## What the numbers are"]
         return "\n\n".join([*sections, plain(DEFINITIONS, len(DEFINITIONS))]) + "\n"
 
@@ -207,9 +203,7 @@ class PolicyReport:
             yield table(["policy", "greedy response", "reward", "judge"], rows, (2,))
 
 
-def evaluation_tables(
-    content: Mapping[str, Any], *, is_brief: bool = False
-) -> dict[str, TextTable]:
+def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> dict[str, Table]:
     """Return the tables of an evaluation of policies, for the console and the pages.
 
     content: of evaluation.json.
@@ -217,7 +211,7 @@ def evaluation_tables(
     Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
     """
     policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
-    tables: dict[str, TextTable] = {}
+    tables: dict[str, Table] = {}
     passed: list[list[str]] = []
 
     def is_shown(number: str) -> bool:
@@ -235,10 +229,10 @@ def evaluation_tables(
             elif is_shown(label.partition("/")[2]):
                 passed.append(row)
         title = f"{decoding.capitalize()} responses"
-        tables[decoding] = TextTable(title=title, heading=["", *policies], rows=rows)
-        tables[f"{decoding}, paired"] = TextTable(
+        tables[decoding] = Table(title=title, columns=["", *policies], rows=rows)
+        tables[f"{decoding}, paired"] = Table(
             title=f"{title}, paired",
-            heading=["policies", "number", "difference [95%]", "win rate [95%]", "ties"],
+            columns=["policies", "number", "difference [95%]", "win rate [95%]", "ties"],
             rows=[
                 [
                     f"{one['policy']} - {one['other']}",
@@ -253,7 +247,7 @@ def evaluation_tables(
         )
     if passed:
         title = "Sampled responses, pass@k"
-        tables["pass@k"] = TextTable(title=title, heading=["", *policies], rows=passed)
+        tables["pass@k"] = Table(title=title, columns=["", *policies], rows=passed)
     return tables
 
 

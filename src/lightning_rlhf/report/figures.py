@@ -1,23 +1,37 @@
-"""Plots of a run's metrics: curves.png, drawn from metrics.csv."""
+"""Plots drawn by matplotlib: as pictures, and as SVG inside a page, in its colours."""
 
 from __future__ import annotations
 
 import csv
+import io
+import math
+import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
+import matplotlib as mpl
 import numpy as np
 from jaxtyping import Float
+from markupsafe import Markup, escape
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
 from numpy import ndarray
 
+from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.report.curves import Axis, Panel, panel_for_each
+from lightning_rlhf.report.curves import (
+    PALETTE,
+    Panel,
+    Plot,
+    Point,
+    Series,
+    panel_for_each,
+    plots_of,
+)
 from lightning_rlhf.report.estimates import Interval, inner_range
 
 MARGIN = 0.05
@@ -85,12 +99,12 @@ def _write(axes: Axes, value: float, at: Sequence[float], marker: str, color: st
 WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
 LETTERS_AN_INCH = 10
 """Number of bold, wide characters of a heading that fit in an inch."""
-GREY = "#777777"
+GREY, GRID, HEALTHY, BAD = "#777777", "#e6e6e6", "#11803f", "#c3262f"
 STYLE = {
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
-    "grid.color": "#e6e6e6",
+    "grid.color": GRID,
     "font.size": 10,
 }
 
@@ -100,7 +114,27 @@ LEGEND = {
 }  # fmt: skip
 """Placement of a legend above the plot, where it hides no curve."""
 
-Curve = tuple[list[int], list[float]]
+
+MOST_POINTS = 400
+"""Number of dots, and of places of an area, above which some are left out."""
+PREFIXED = 1e5
+"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
+COLORS = {
+    **{color.lower(): f"var(--c{place})" for place, color in enumerate(PALETTE)},
+    GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)",
+    "#ffffff": "var(--page)",
+}  # fmt: skip
+"""Colour of a plot -> the one of the page that a browser draws it in, light or dark."""
+PAGE = {
+    **STYLE, "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY,
+    "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.minor.size": 0, "ytick.minor.size": 0,
+    "font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5,
+}  # fmt: skip
+WIDTH, HEIGHT = 420, 230
+"""Size of a plot of a page, in points, which become CSS pixels or less."""
+PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
+"""Left, bottom, width and height of the plotted area, as shares."""
 
 
 def draw_curves(
@@ -113,25 +147,28 @@ def draw_curves(
 
     panels: names of the measured metrics -> panels to draw; None draws one for each metric.
     """
-    import matplotlib as mpl
-
     curves = read_curves(run_dir / "metrics.csv")
-    shown = (panels or panel_for_each)(curves)
-    columns = 2 if len(shown) == 4 else 3
-    rows = -(-len(shown) // columns)
+    plots = plots_of((panels or panel_for_each)(curves), curves, x_label)
+    columns = 2 if len(plots) == 4 else 3
+    rows = -(-len(plots) // columns)
     with mpl.rc_context(STYLE):
         layout = ConstrainedLayoutEngine(wspace=0.05, hspace=0.06)
         figure = Figure(figsize=(WIDTH_IN, ROW_IN * rows + 0.4), layout=layout)
         head(figure, title)
         grid = figure.add_gridspec(rows, columns)
-        for k, panel in enumerate(shown, start=1):
+        for k, plot in enumerate(plots, start=1):
             row, column = divmod(k - 1, columns)
-            # The last panel fills the rest of its row.
-            wide = slice(column, None if k == len(shown) else column + 1)
+            # The last plot fills the rest of its row.
+            wide = slice(column, None if k == len(plots) else column + 1)
             axes = figure.add_subplot(grid[row, wide])
-            _draw_panel(axes, panel, curves)
-            axes.set_xlabel(x_label)
-            axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+            axes.set_title(plot.title, loc="left", pad=24, fontsize=11)
+            axes.set_ylabel(plot.unit)
+            handles = draw(axes, plot)
+            if not plot.series:
+                axes.text(
+                    0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY
+                )
+            axes.legend(handles=handles, ncols=max(1, len(handles)), handlelength=1.6, **LEGEND)
         path = run_dir / "curves.png"
         with written_whole(path) as beside:
             figure.savefig(beside, dpi=DPI, format="png")
@@ -146,9 +183,9 @@ def head(figure: Figure, title: str) -> None:
     )
 
 
-def read_curves(path: Path) -> dict[str, Curve]:
+def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """Return metric -> (steps, values), without the steps at which the metric was not measured."""
-    curves: dict[str, Curve] = {}
+    curves: dict[str, tuple[list[int], list[float]]] = {}
     with path.open(newline="") as file:
         for row in csv.DictReader(file):
             step = int(row.pop("step"))
@@ -160,69 +197,180 @@ def read_curves(path: Path) -> dict[str, Curve]:
     return curves
 
 
-def _draw_panel(axes: Axes, panel: Panel, curves: Mapping[str, Curve]) -> None:
-    axes.set_title(panel.title, loc="left", pad=24, fontsize=11)
-    handles = draw_axis(axes, panel.left, curves)
-    if panel.right is not None:
-        twin = axes.twinx()
-        twin.grid(visible=False)
-        twin.spines["right"].set_visible(True)
-        handles += draw_axis(twin, panel.right, curves)
-    if panel.reference is not None:
-        level, name = panel.reference
-        handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
-        low, high = axes.get_ylim()
-        axes.set_ylim(min(low, level), max(high, level))
-    if not any(metric in curves for metric in panel.metrics):
-        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY)
-    axes.legend(handles=handles, ncols=len(handles), handlelength=1.6, **LEGEND)
+def tick_text(tick: float) -> str:
+    """Return the text of a tick."""
+    return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
 
 
-def draw_axis(axes: Axes, axis: Axis, curves: Mapping[str, Curve]) -> list[Artist]:
-    """Draw the bands and lines of an axis that were measured; return those for the legend."""
-    axes.set_ylabel(axis.unit)
-    if axis.scale == "log":
+def known(series: Series, *, is_log: bool, inside: Interval | None = None) -> list[Point]:
+    """Return the points that can be drawn: finite, positive on a logarithmic axis, and `inside`."""
+    low, high = inside or (-math.inf, math.inf)
+    return [
+        (x, y)
+        for x, y in series.points
+        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not is_log) and low <= y <= high
+    ]
+
+
+def dots(plot: Plot, series: Series) -> list[Point]:
+    """Return the points of a series that have a dot; [] for a mere line."""
+    found = known(series, is_log=plot.is_log, inside=shown_range(plot))
+    is_dotted = series.dots or len(known(series, is_log=plot.is_log)) == 1
+    return found[:: max(1, -(-len(found) // MOST_POINTS))] if is_dotted else []
+
+
+def shown_range(plot: Plot) -> Interval | None:
+    """Return the limits of the y-axis, where values far outside leave them; None without such."""
+    if plot.areas or plot.limits is not None:
+        return None
+    return view([y for series in plot.series for _, y in series.points], is_log=plot.is_log)
+
+
+def draw(axes: Axes, plot: Plot) -> list[Artist]:
+    """Draw a plot; return the artists of its legend."""
+    axes.set_xlabel(visible_line(plot.x_label), parse_math=False)
+    xs = [x for series in plot.series for x, _ in series.points] + [
+        x for area in plot.areas for x in area.x
+    ]
+    is_whole = all(float(x).is_integer() for x in xs)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=is_whole))
+    if plot.is_log:
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_minor_formatter("")
-    axes.yaxis.set_major_formatter("{x:g}")
-    if axis.limits is not None:
-        axes.set_ylim(*axis.limits)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda tick, _: tick_text(tick))
     handles: list[Artist] = []
-    for band in axis.bands:
-        if band.low in curves and band.high in curves:
-            (steps, low), (_, high) = curves[band.low], curves[band.high]
-            handles.append(
-                axes.fill_between(
-                    steps, low, high, color=band.color, alpha=band.opacity, linewidth=0,
-                    label=band.label,
-                )
+    for area in plot.areas:
+        x, low, high = (y[:: 1 + len(y) // MOST_POINTS] for y in (area.x, area.low, area.high))
+        drawn = axes.fill_between(
+            x, low, high, color=area.color, alpha=area.opacity, linewidth=0, label=area.label
+        )
+        handles += [drawn] if area.label else []
+    for number, series in enumerate(plot.series):
+        found, dotted = known(series, is_log=plot.is_log), dots(plot, series)
+        if series.line and len(found) > 1:
+            axes.plot(*zip(*found, strict=True), color=series.color, gid=f"line {number}")
+        if dotted:
+            axes.plot(
+                *zip(*dotted, strict=True), "o", color=series.color, markersize=6, zorder=3,
+                markeredgewidth=0, gid=f"dots {number}",
             )  # fmt: skip
-    for line in axis.lines:
-        if line.metric in curves:
-            steps, values = curves[line.metric]
-            # A line of a single point is invisible without a marker.
-            marker = "o" if line.sparse or len(steps) == 1 else None
-            drawn = axes.plot(
-                steps, values, color=line.color, label=line.label, marker=marker, markersize=4,
-                linewidth=1.8 if line.sparse else 1.3, zorder=3 if line.sparse else 2,
-            )  # fmt: skip
-            handles += drawn if line.label else []
-    if axis.limits is None and not axis.bands:
-        _keep_in_view(axes)
+        style = "o" * bool(dotted) + "-" * series.line or "o"
+        legend = axes.plot([], [], style, color=series.color, markersize=5, label=series.label)
+        handles += legend if series.label else []
+    if plot.reference is not None:
+        level, name = plot.reference
+        handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
+    limits = shown_range(plot)
+    if plot.limits is not None:
+        axes.set_ylim(*plot.limits)
+    elif limits is not None:
+        axes.set_ylim(*limits)
+        for series in plot.series:
+            if series.points:
+                at = np.asarray(series.points, dtype=float)
+                mark_outside(axes, at, None, limits, series.color)
+    if plot.reference is not None:
+        bottom, top = axes.get_ylim()
+        axes.set_ylim(min(bottom, plot.reference[0]), max(top, plot.reference[0]))
+    _draw_behind(axes, plot)
     return handles
 
 
-def _keep_in_view(axes: Axes) -> None:
-    """Fit the y-axis to all values except those far outside, which are marked at its edge."""
-    lines = list(axes.lines)
-    limits = view(
-        [y for line in lines for y in np.asarray(line.get_ydata())],
-        is_log=axes.get_yscale() == "log",
+def _draw_behind(axes: Axes, plot: Plot) -> None:
+    """Draw the healthy range and the mark with its interval, as far as the axes reach."""
+    x, y = axes.get_xlim(), axes.get_ylim()
+    if plot.healthy is not None:
+        low, high = (
+            edge if end is None else float(np.clip(end, *y))
+            for end, edge in zip(plot.healthy, y, strict=True)
+        )
+        axes.axhspan(low, high, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
+    if plot.mark is not None and x[0] <= plot.mark.x <= x[1]:
+        axes.axvspan(*np.clip(plot.mark.interval, *x), color=BAD, alpha=0.12, linewidth=0)
+        axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
+    axes.set_xlim(*x)
+    axes.set_ylim(*y)
+
+
+def svg(plot: Plot) -> str:
+    """Return a plot as an <svg> in the page's fonts and colours, light or dark; texts are escaped.
+
+    The same plot gives the same text, and other plots have other ids. A browser shows the numbers
+    under the pointer.
+    """
+    with mpl.rc_context({**PAGE, "svg.hashsalt": repr(plot)}):
+        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), frameon=False)
+        axes = figure.add_axes(PLACE)
+        axes.patch.set_visible(False)
+        draw(axes, plot)
+        file = io.StringIO()
+        nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(file, format="svg", metadata=nothing)
+    found = file.getvalue()
+    found = found[found.index("<g ") : found.rindex("</svg>")]
+    for number, series in enumerate(plot.series):
+        line, dot = (f'<g id="{kind} {number}">' for kind in ("line", "dots"))
+        if line in found:
+            last = known(series, is_log=plot.is_log)[-1]
+            found = found.replace(line, f"<g>{_tip(series, last)}", 1)
+        if dot in found:
+            tips = [_tip(series, point) for point in dots(plot, series)]
+            before, _, group = found.partition(dot)
+            first, *uses = re.split("(?=<use )", group, maxsplit=len(tips))
+            told = (
+                use.replace("/>", f">{tip}</use>", 1) for use, tip in zip(uses, tips, strict=True)
+            )
+            found = f"{before}<g>{first}{''.join(told)}"
+    found = re.sub(r'<g id="[^"]*"/>| transform="rotate\(-0 [^"]*"', "", found)
+    found = re.sub(r'<g id="[^"]*">', "<g>", found).replace("xlink:href", "href")
+    found = re.sub(r"font-family:[^;\"]*;? ?", "", found)
+    found = re.sub(r"#[0-9a-f]{6}\b", lambda color: COLORS.get(color[0], color[0]), found)
+    found = re.sub(r' (?:d|x|y|transform)="[^"]*"', _rounded, found)
+    found = re.sub(r"\s*\n\s*", " ", found).replace("> <", "><")
+    alone = r"<g>(<path [^>]*/>|<text [^>]*>[^<]*</text>|)</g>"
+    while found != (found := re.sub(alone, r"\1", found)):
+        pass  # each round takes the innermost groups of a single element away
+    label = _text(f"{plot.title}: {plot.unit} over {plot.x_label}")
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{found}</svg>'
+
+
+def _rounded(numbers: re.Match[str]) -> str:
+    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}", numbers[0])
+
+
+def _tip(series: Series, point: Point) -> str:
+    x, y = point
+    place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
+    return f"<title>{_text(series.label)}: {y:.4g} at {place}</title>"
+
+
+def _text(words: str) -> Markup:
+    """Return foreign text for HTML: hidden characters shown, markup escaped."""
+    return escape(visible_line(words))
+
+
+def figure_of(plot: Plot) -> Markup:
+    """Return the plot as a `<figure>` with its caption, legend and healthy range."""
+    keys = [(series.label, series.color, "") for series in plot.series if series.points]
+    keys += [(area.label, area.color, " soft") for area in plot.areas]
+    legend = [
+        f'<span class="key c{PALETTE.index(color)}{kind}">{_text(label)}</span>'
+        for label, color, kind in keys
+        if label
+    ]
+    others = (
+        ("band", plot.healthy and "healthy"),
+        ("level", plot.reference and plot.reference[1]),
+        ("knee", plot.mark and plot.mark.label),
     )
-    if limits is None:
-        return
-    axes.set_ylim(*limits)
-    for line in lines:
-        points = np.asarray(line.get_xydata(), dtype=float)
-        mark_outside(axes, points, None, limits, str(line.get_color()))
+    legend += [f'<span class="key {kind}">{_text(label)}</span>' for kind, label in others if label]
+    is_measured = plot.areas or any(known(one, is_log=plot.is_log) for one in plot.series)
+    unit = f" <small>{_text(plot.unit)}</small>" if plot.unit else ""
+    meaning = f'<p class="meaning">healthy: {_text(plot.meaning)}</p>' if plot.meaning else ""
+    return Markup(
+        f"<figure><figcaption>{_text(plot.title)}{unit}</figcaption>"
+        f'<div class="legend">{"".join(legend)}</div>'
+        f"{svg(plot) if is_measured else '<p class=absent>not measured</p>'}{meaning}</figure>"
+    )

@@ -11,21 +11,29 @@ from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
-from rich.table import Table
-from rich.text import Text
 
 from lightning_rlhf.core.metrics import heading_of
-from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
+from lightning_rlhf.report.curves import Plot
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.report.plots import Plot, color_class, draw
-from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.report.figures import figure_of
+from lightning_rlhf.report.tables import (
+    BLUE,
+    GREEN,
+    ORANGE,
+    RED,
+    Table,
+    colour,
+    cut,
+    marked,
+    scale,
+    shown,
+    signed,
+)
 
 TEMPLATES = Path(__file__).parent / "templates"
 MOST_TOKENS = 400
 """Largest number of tokens that are shown of a response."""
-CHARACTERS = 2000
-"""Largest number of characters of a text that is shown."""
 MARKS: Mapping[Level, str] = {"good": "✓", "doubtful": "!", "bad": "✗", "unknown": "–"}
 """Sign of each level of a verdict, which is readable without colour."""
 WORDS: Mapping[Level, str] = {level: level for level in LEVELS} | {"unknown": "not judged"}
@@ -68,28 +76,6 @@ class PairedSample:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextTable:
-    """A table of texts."""
-
-    title: str
-    heading: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    note: str = ""
-
-
-def console_table(found: TextTable) -> Table:
-    """Return a table of texts for the console."""
-    table = Table(title=found.title, title_justify="left", caption_justify="left")
-    table.caption = Text(found.note) if found.note else None
-    for k, cell in enumerate(found.heading):
-        justify: Literal["left", "right"] = "left" if k == 0 else "right"
-        table.add_column(Text(visible_line(cell)), justify=justify, overflow="fold")
-    for row in found.rows:
-        table.add_row(*(Text(visible_line(cell)) for cell in row))
-    return table
-
-
-@dataclass(frozen=True, kw_only=True)
 class StageReport:
     """All that a page says about one run of a stage."""
 
@@ -103,7 +89,7 @@ class StageReport:
     frontier_note: str = ""
     """Sentence on diminishing returns."""
     evaluated: Sequence[Evaluated] = ()
-    tables: Sequence[TextTable] = ()
+    tables: Sequence[Table] = ()
     """Further tables of an evaluation."""
     pairs: Sequence[PairedSample] = ()
     samples: Sequence[TokenSample] = ()
@@ -161,9 +147,9 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals |= {
-        "draw": draw, "marks": MARKS, "words": WORDS, "change": change, "cells": cells,
-        "tokens": token_spans, "token_rows": token_rows,
-        "heading_of": heading_of, "shares": shares, "patch": patch, "color_class": color_class,
+        "draw": figure_of, "marks": MARKS, "words": WORDS, "tokens": token_spans,
+        "token_rows": token_rows,
+        "evaluated": evaluated_table, "shares": shares, "patch": patch,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
     found.filters |= {
@@ -176,30 +162,9 @@ def environment() -> Environment:
     return found
 
 
-def shown(value: Any) -> Any:
-    """Return a text with its hidden characters visible; markup as it is."""
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
-
-
-def cut(text: str, characters: int = CHARACTERS) -> str:
-    """Return a text of at most so many characters."""
-    return text if len(text) <= characters else text[: characters - 1] + "…"
-
-
 def breakable(name: str) -> Markup:
     """Return a path that may be broken into lines behind each slash."""
     return Markup("/<wbr>").join(shown(part) for part in name.split("/"))
-
-
-def cells(row: Sequence[str]) -> Markup:
-    """Return the cells of a row; an interval may stand below its value on a narrow screen."""
-    split = (shown(cut(cell)).partition(" [") for cell in row)
-    return Markup("").join(
-        Markup("<td>{}{}</td>").format(
-            value, Markup(' <span class="interval">[{}</span>').format(rest) if bracket else ""
-        )
-        for value, bracket, rest in split
-    )
 
 
 def change(one: Evaluated) -> list[str]:
@@ -215,6 +180,25 @@ def change(one: Evaluated) -> list[str]:
         f"{one.value:z.{digits}f}{_interval(one.interval, digits)}",
         gain,
     ]
+
+
+def evaluated_table(evaluated: Sequence[Evaluated]) -> Table:
+    """Return the table of the metrics of the evaluations, with gains where there were several."""
+    has_gains = any(one.gain is not None for one in evaluated)
+    paired = any(one.gain_interval is not None for one in evaluated)
+    ends = " [95%]" if paired or any(one.interval is not None for one in evaluated) else ""
+    note = "First and last evaluation on the same held-out data. " if has_gains else ""
+    if ends:
+        note += "Brackets are 95% intervals by bootstrap over prompts"
+        note += "; those of a change are over the paired differences." if has_gains else "."
+    cells = [(one, change(one)) for one in evaluated]
+    names = ["first", f"last{ends}", f"change{ends}"] if has_gains else [f"value{ends}"]
+    return Table(
+        title="Evaluation",
+        columns=["", *names],
+        rows=[[heading_of(one.metric), *(row if has_gains else row[1:2])] for one, row in cells],
+        note=note,
+    )
 
 
 def clauses(words: str) -> list[str]:

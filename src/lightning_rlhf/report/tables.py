@@ -7,10 +7,11 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from markupsafe import Markup
 from rich.console import Console
-from rich.table import Table
+from rich.table import Table as RichTable
 from rich.text import Text
 
 from lightning_rlhf.core.errors import CheckpointError
@@ -42,14 +43,83 @@ class SweepRow:
     metrics: Mapping[str, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """A table of texts, for the console, a Markdown file and a page."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+    def console(self) -> RichTable:
+        """Return the table for the console; columns but the first are right-aligned."""
+        found = RichTable(title=self.title, title_justify="left", caption_justify="left")
+        found.caption = Text(self.note) if self.note else None
+        for k, cell in enumerate(self.columns):
+            justify: Literal["left", "right"] = "left" if k == 0 else "right"
+            found.add_column(Text(visible_line(cell)), justify=justify, overflow="fold")
+        for row in self.rows:
+            found.add_row(*(Text(visible_line(cell)) for cell in row))
+        return found
+
+    def markdown(self, characters: int, right: Sequence[int] | None = None) -> str:
+        """Return the table with its cells cut to so many characters and shown literally.
+
+        right: places of right-aligned columns; None is all but the first.
+        """
+        cells = [[plain(cell, characters) if cell else "" for cell in row]
+                 for row in (self.columns, *self.rows)]  # fmt: skip
+        places = range(1, len(self.columns)) if right is None else right
+        return table(cells[0], cells[1:], places)
+
+    def html(self, kind: str = "numbers") -> Markup:
+        """Return title, table and note; an interval may stand below its value on a phone.
+
+        kind: classes of the style sheet.
+        """
+        head = Markup("").join(Markup("<th>{}</th>").format(shown(cell)) for cell in self.columns)
+        lines = [Markup("<tr>{}</tr>\n").format(line) for line in (head, *map(_cells, self.rows))]
+        body = Markup('<div class="wide"><table class="{}">\n{}</table></div>\n').format(
+            kind, Markup("").join(lines)
+        )
+        note = Markup('<p class="soft">{}</p>\n').format(shown(self.note))
+        title = Markup("<h3>{}</h3>\n").format(shown(self.title))
+        return title + (body if self.rows else "") + (note if self.note else "")
+
+
+def _cells(row: Sequence[str]) -> Markup:
+    split = (shown(cut(cell)).partition(" [") for cell in row)
+    return Markup("").join(
+        Markup("<td>{}{}</td>").format(
+            value, Markup(' <span class="interval">[{}</span>').format(rest) if bracket else ""
+        )
+        for value, bracket, rest in split
+    )
+
+
+CHARACTERS = 2000
+"""Largest number of characters of a text that a page shows."""
+
+
+def shown(value: Any) -> Any:
+    """Return a text with its hidden characters visible; markup as it is."""
+    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+
+
+def cut(text: str, characters: int = CHARACTERS) -> str:
+    """Return a text of at most so many characters."""
+    return text if len(text) <= characters else text[: characters - 1] + "…"
+
+
 def before_after_table(
     before: Mapping[str, float], after: Mapping[str, float], verdicts: Mapping[str, Verdict]
-) -> Table:
+) -> RichTable:
     """Return a table of the SFT model's and PPO's metrics on the same held-out prompts.
 
     verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
-    table = Table(title="On held-out prompts", title_justify="left", caption_justify="left")
+    table = RichTable(title="On held-out prompts", title_justify="left", caption_justify="left")
     table.caption = verdict_lines(verdicts)
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
@@ -72,12 +142,12 @@ def verdict_lines(verdicts: Mapping[str, Verdict]) -> Text | None:
     return Text("\n").join(lines) if lines else None
 
 
-def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> Table:
+def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> RichTable:
     """Return a table of `n` held-out prompts with the SFT model's and PPO's responses.
 
     Raises CheckpointError if a file is damaged.
     """
-    table = Table(title="The same prompts", title_justify="left", show_header=False)
+    table = RichTable(title="The same prompts", title_justify="left", show_header=False)
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(justify="right", no_wrap=True)
@@ -123,7 +193,7 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
     return [items[i * len(items) // n] for i in range(n)]
 
 
-def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> Table:
+def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> RichTable:
     """Return a table with one row per job and a column for every metric that some job has.
 
     The overrides that all jobs share are in the title.
@@ -132,7 +202,7 @@ def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> Table:
     between these, and within one only where it is longer than LONGEST.
     """
     shared = shared_overrides([row.overrides for row in rows])
-    table = Table(title=Text(visible_line(" ".join(["Sweep", *shared]))), title_justify="left")
+    table = RichTable(title=Text(visible_line(" ".join(["Sweep", *shared]))), title_justify="left")
     widths = [len(word) for row in rows for word in row.overrides if word not in shared]
     table.add_column("overrides", overflow="fold", min_width=min(max(widths, default=9), LONGEST))
     table.add_column("status", no_wrap=True)

@@ -12,19 +12,17 @@ from pathlib import Path
 from statistics import fmean, stdev
 
 import numpy as np
-from rich.table import Table
+from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.report.curves import PALETTE
+from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.report.estimates import interval_text
-from lightning_rlhf.report.plots import Area, Plot, Point, Series
-from lightning_rlhf.report.run_page import PromiseRow, TextTable, console_table, environment
-from lightning_rlhf.report.run_plots import joined, points
-from lightning_rlhf.report.tables import ABSENT
+from lightning_rlhf.report.run_page import PromiseRow, environment
+from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import RunFiles, damage_named, read_run
@@ -170,7 +168,7 @@ class RunComparison:
     plotted: Sequence[str]
     """Metrics whose curves are laid over each other."""
 
-    def table(self) -> TextTable:
+    def table(self) -> Table:
         """Return a row for each group, with the means over its seeds."""
         rows = [
             [
@@ -183,26 +181,26 @@ class RunComparison:
             ]
             for group in self.groups
         ]
-        return TextTable(
+        return Table(
             title="Results",
-            heading=["runs", "seed", *map(heading_of, self.metrics)],
+            columns=["runs", "seed", *map(heading_of, self.metrics)],
             rows=rows,
             note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
             if any(len(group.runs) > 1 for group in self.groups)
             else "",
         )
 
-    def differences(self) -> TextTable:
+    def differences(self) -> Table:
         """Return the keys in which the groups differ, with a column for each group."""
         keys = list(dict.fromkeys(key for group in self.groups for key in group.values))
-        return TextTable(
+        return Table(
             title="What differs in configuration",
-            heading=["key", *(group.label for group in self.groups)],
+            columns=["key", *(group.label for group in self.groups)],
             rows=[[key, *(group.values.get(key, ABSENT) for group in self.groups)] for key in keys],
             note="" if keys else "Nothing but the seed.",
         )
 
-    def frontiers(self) -> Iterator[TextTable]:
+    def frontiers(self) -> Iterator[Table]:
         """Yield the reward, and the gold score, of each group at equal KL."""
         for metric in (HELD_OUT, GOLD):
             paths = {
@@ -218,9 +216,9 @@ class RunComparison:
                 own = [paths[id(run)] for run in group.runs]
                 means = (over_seeds([at_kl(path, kl) for path in own]) for kl in kls)
                 rows.append([group.label, *means])
-            yield TextTable(
+            yield Table(
                 title=f"{heading_of(metric)} at equal KL",
-                heading=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
+                columns=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
                 rows=rows,
                 note="Interpolated between the evaluations of each run, at the place where its KL "
                 "first reaches the value; mean over seeds.",
@@ -258,13 +256,13 @@ class RunComparison:
             ],
         )
 
-    def console(self) -> Iterator[Table]:
+    def console(self) -> Iterator[RichTable]:
         """Yield the tables for the console."""
         for found in (self.table(), *self.frontiers(), self.differences()):
             if found.rows or found.note:
-                yield console_table(found)
+                yield found.console()
 
-    def write(self, path: Path, title: str, jobs: TextTable | None = None) -> None:
+    def write(self, path: Path, title: str, jobs: Table | None = None) -> None:
         """Write the page.
 
         jobs: table of the jobs of a sweep, also of those without a run.

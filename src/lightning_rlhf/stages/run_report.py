@@ -22,6 +22,7 @@ from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
 from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.evaluation_page import SAMPLES as RESPONSES
 from lightning_rlhf.report.evaluation_page import evaluation_tables
@@ -31,14 +32,12 @@ from lightning_rlhf.report.run_page import (
     PairedSample,
     PromiseRow,
     StageReport,
-    TextTable,
     Token,
     TokenSample,
     duration,
     write_page,
 )
-from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.tables import paired_samples, score_text
+from lightning_rlhf.report.tables import Table, paired_samples, score_text
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.stages.measured import (
@@ -53,7 +52,7 @@ from lightning_rlhf.stages.measured import (
 from lightning_rlhf.stages.stage import Stage
 
 
-def fitness_tables(run: RunFiles) -> list[TextTable]:
+def fitness_tables(run: RunFiles) -> list[Table]:
     """Return the numbers of a fitness report, and where the report is; nothing without one."""
     found = {
         name.removeprefix(FITNESS_METRICS).replace("_", " "): f"{values[-1]:z.3g}"
@@ -66,9 +65,9 @@ def fitness_tables(run: RunFiles) -> list[TextTable]:
     if "accuracy" in found and low is not None:
         found["accuracy"] += f" [{low}, {high}]"
     return [
-        TextTable(
+        Table(
             title="Fitness of the reward",
-            heading=["", "value [95%]"],
+            columns=["", "value [95%]"],
             rows=list(map(list, found.items())),
             note=f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}",
         )
@@ -86,7 +85,7 @@ def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
     return "; ".join(f"{label_of(name)} is {plain(run.curves[name][1][-1])}" for name in ends)
 
 
-def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[TextTable]:
+def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]:
     """Return the metrics that were measured once, and are shown nowhere else, as a table."""
     shown = {one.metric for one in evaluated}
     others = (FITNESS_METRICS, "time/", "compute/")
@@ -97,7 +96,7 @@ def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[TextTa
     ]
     if not rows or (run.folder / FINAL / EVALUATION).is_file():
         return []
-    return [TextTable(title="Numbers", heading=["metric", "value", "unit"], rows=rows)]
+    return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)]
 
 
 def totals(run: RunFiles) -> list[tuple[str, str]]:
@@ -132,7 +131,6 @@ PROMISES = "promises.json"
 DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
 PAIRS = 6
 """Number of held-out prompts whose responses are shown."""
-HEALTHY = {name: (metric.healthy, metric.band) for name, metric in DEFINITIONS.items()}
 PHASES = {
     "time/rollout_s": "sampling",
     "time/score_s": "scoring",
@@ -198,7 +196,7 @@ def stage_report(run: RunFiles) -> StageReport:
             diverges=diverges,
             rewards=reward_verdicts(run),
         ),
-        curves=curve_plots(curves, panels, unit, HEALTHY) if curves else (),
+        curves=curve_plots(curves, panels, unit) if curves else (),
         fan=fan_plot(curves, unit),
         frontiers=frontiers,
         frontier_note=note,
@@ -270,7 +268,7 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
     return verdicts
 
 
-def policy_tables(path: Path) -> list[TextTable]:
+def policy_tables(path: Path) -> list[Table]:
     """Return the tables of evaluation.json; none without the file."""
     if (found := optional_json(path)) is None:
         return []
