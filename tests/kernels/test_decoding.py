@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.llama.modeling_llama import LlamaModel
@@ -119,18 +118,6 @@ def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
 
-def test_a_head_that_is_more_than_a_product_is_asked_itself() -> None:
-    class Doubled(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return 2 * super().forward(x)
-
-    roles = build("qwen3")
-    roles.causal_lm.get_output_embeddings().__class__ = Doubled
-    step = DecodeStep(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
-    hidden = torch.randn(3, 32)
-    assert torch.equal(step.head(hidden), roles.head(hidden))
-
-
 @pytest.mark.parametrize(
     ("smallest", "dtype"), [(0, torch.bfloat16), (2**30, torch.float32)], ids=["packed", "plain"]
 )
@@ -188,18 +175,6 @@ def test_a_step_that_fails_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch)
     model = build("qwen3").causal_lm
     with pytest.warns(UserWarning, match="the fast decoding step fails: no head_dim"):
         assert decode_step(model, roomy_cache(model.config, 8)) is None
-
-
-@torch.no_grad()
-def test_memory_that_runs_out_as_a_step_is_made_is_no_fault_of_it() -> None:
-    """Generation then samples fewer responses at once, by the step."""
-    model = build("qwen3").causal_lm
-    with (
-        patch.object(DecodeStep, "__init__", side_effect=torch.OutOfMemoryError),
-        pytest.raises(torch.OutOfMemoryError),
-    ):
-        decode_step(model, roomy_cache(model.config, 8))
-    assert decode_step(model, roomy_cache(model.config, 8)) is not None
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
@@ -274,15 +249,6 @@ def test_a_trunk_that_is_derived_from_a_known_one_may_compute_something_else() -
     with torch.no_grad():
         found, all_of_it = roles.hidden_at(tokens, mask), roles.hidden(tokens)
     assert torch.equal(found, all_of_it[mask])
-
-
-def test_a_norm_or_an_embedding_with_an_adapter_is_left_to_the_model() -> None:
-    for name in ("norm", "embed_tokens"):
-        roles = build("qwen3_5_text")
-        trunk = roles.causal_lm.base_model
-        wrapped = ModulesToSaveWrapper(getattr(trunk, name), POLICY)
-        setattr(trunk, name, wrapped)
-        assert not steps(roles)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])

@@ -199,16 +199,6 @@ def test_a_norm_learns_its_weight_too(kind: type[nn.Module]) -> None:
     assert relative(dw, expected[1]) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_in_another_dtype_is_left_to_transformers(kind: type[nn.Module]) -> None:
-    ours, library = a_norm(kind)
-    x = numbers(2, WIDTH).bfloat16().requires_grad_()
-    with patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as asked:
-        y = ours(x)
-        assert asked.call_count == 1
-        assert torch.equal(y, library(x))
-
-
 def learned(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
     """What a layer says, and the gradients of x and of what it learns."""
     x = x.clone().requires_grad_()

@@ -223,32 +223,6 @@ def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
 
 
-def test_no_rows_give_no_rows() -> None:
-    """As an expert to which no token is sent."""
-    shape = (0, 5, 16)
-    roles = a_policy()
-    roles.set_role(POLICY)
-    layer = quick_layers(roles)[0]
-    x = torch.zeros(shape, requires_grad=True)
-    y = layer(x)
-    assert y.shape == (*shape[:-1], layer.out_features)
-    y.sum().backward()
-    assert x.grad.shape == shape
-
-
-def test_another_programs_arguments_are_left_to_peft(peft_is_asked: list[LoRALinear]) -> None:
-    """Different adapters for the rows of one batch."""
-    roles = a_policy()
-    roles.set_role(POLICY)
-    layer = quick_layers(roles)[0]
-    rows = torch.randn(2, 16)
-    mixed = layer(rows, adapter_names=["sft", "__base__"])
-    assert peft_is_asked == [layer]
-    torch.testing.assert_close(mixed[1], layer.base_layer(rows[1]))
-    with pytest.raises(TypeError):  # which a linear layer does not take
-        layer(rows, rows)
-
-
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
 def test_variants_are_left_to_peft(
     option: dict[str, bool], peft_is_asked: list[LoRALinear]

@@ -111,17 +111,6 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
 
 
-def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> None:
-    roles = a_policy()
-    roles.set_role(POLICY)
-    beside = logits(roles)
-    roles.model.merge_adapter(["sft", POLICY])
-    layers = lora_layers(roles)
-    with roles.merged():
-        assert lora_layers(roles) == layers
-        torch.testing.assert_close(logits(roles), beside, atol=1e-4, rtol=0)
-
-
 def test_no_other_role_is_played_from_folded_weights() -> None:
     """They are the acting role's; another one would speak with its voice."""
     roles = a_policy()

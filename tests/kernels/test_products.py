@@ -35,17 +35,6 @@ def test_onednn_says_what_the_formula_says(
     assert len(to_onednn) == 2
 
 
-@pytest.mark.usefixtures("by_onednn")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_numbers_of_another_size_stay_with_torch(
-    dtype: torch.dtype, to_onednn: list[tuple[int, ...]]
-) -> None:
-    x, weight = numbers(3, 5).to(dtype), numbers(7, 5).to(dtype)
-    assert torch.equal(linear(x, weight), x @ weight.T)
-    assert torch.equal(product(x, weight.T), x @ weight.T)
-    assert to_onednn == []
-
-
 def test_a_few_multiplications_stay_with_torch(
     monkeypatch: pytest.MonkeyPatch, to_onednn: list[tuple[int, ...]]
 ) -> None:
@@ -57,22 +46,6 @@ def test_a_few_multiplications_stay_with_torch(
     linear(numbers(4, 5), numbers(7, 5))
     product(numbers(4, 5), numbers(5, 7))
     assert to_onednn == [(4, 5), (4, 5)]
-
-
-@pytest.mark.parametrize("shape", [(3, 40, 40), (40, 3, 40), (40, 40, 3)])
-def test_so_do_those_of_a_few_rows_or_columns(
-    shape: tuple[int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-    to_onednn: list[tuple[int, ...]],
-) -> None:
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(products, "WORTH", 0)
-    n, i, o = shape
-    linear(numbers(n, i), numbers(o, i))
-    product(numbers(n, i), numbers(i, o))
-    assert to_onednn == []
-    linear(numbers(*[max(4, size) for size in (n, i)]), numbers(*[max(4, s) for s in (o, i)]))
-    assert len(to_onednn) == 1
 
 
 @pytest.mark.usefixtures("by_onednn")

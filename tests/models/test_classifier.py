@@ -24,7 +24,7 @@ from transformers import (
 from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.models.classifier import Classifier
 
-from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
+from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
 TEXTS = [
@@ -146,21 +146,6 @@ def test_a_template_that_loses_something_is_doubted(
     assert all(a.startswith(b) for a, b in zip(found, doubts, strict=True))
 
 
-def test_a_response_that_stands_in_the_prompt_alone_is_left_out(
-    checkpoint: Callable[..., str], tmp_path: Path
-) -> None:
-    file = tmp_path / "some.jinja"
-    file.write_text("user : {{ messages[0].content }} </s>")
-    classifier = load(checkpoint(), chat_template=str(file))
-    assert classifier.doubts(row("w1 w2"), "w2") == ["the chat template leaves out the response"]
-
-
-def test_a_tokenizer_of_elsewhere(checkpoint: Callable[..., str], tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "other", "{{ messages[1].content }}")
-    classifier = load(checkpoint(), tokenizer=str(tmp_path / "other"))
-    assert classifier.encode(row("w1"), "w2 w3")["input_ids"] == ids("w2 w3")
-
-
 @pytest.mark.parametrize("label", [0, 2])
 def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> None:
     folder = checkpoint(num_labels=3)
@@ -215,9 +200,3 @@ def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> 
             plain.get_submodule(name).weight.copy_(weight)
     plain.save_pretrained(folder)
     torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
-
-
-def test_it_learns_nothing(checkpoint: Callable[..., str]) -> None:
-    model = load(checkpoint()).model
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())

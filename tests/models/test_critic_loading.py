@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
@@ -126,13 +124,6 @@ def test_a_model_starts_as_the_reward_model_standardised(
     assert all(p.requires_grad for p in owner.parameters())
 
 
-def test_an_adapter_does_not_start_from_a_whole_reward_model(
-    lineage: Any, full_reward: Final
-) -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.critic is 'adapter'.*ppo\.critic=model"):
-        critic(lineage, "adapter", reward=full_reward)
-
-
 @torch.no_grad()
 def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor) -> None:
     """On whole SFT weights or on an SFT adapter, which is merged as well."""
@@ -141,10 +132,3 @@ def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor)
     torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-5)
     assert not [name for name, _ in owner.named_parameters() if "lora" in name]
     assert all(parameter.requires_grad for parameter in owner.parameters())
-
-
-def test_quantised_weights_are_no_model_to_train(lineage: Any) -> None:
-    config = replace(lineage.config, quantization="nf4")
-    with pytest.raises(ConfigError, match=r"ppo\.critic is 'model'.*model\.quantization is 'nf4'"):
-        add_critic(policy(lineage), config, "model", sft=lineage.sft, reward=None, scale=NO_SCALE,
-                   seed=0)  # fmt: skip

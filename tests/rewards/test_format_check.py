@@ -13,8 +13,7 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.rewards.format_check import (
     FormatResult,
     KnownPair,
-    accuracy,
-    compare,
+    compare_scores,
     ranked_backwards,
     read_pairs,
     write_pairs,
@@ -32,15 +31,11 @@ def known(chosen: float, rejected: float, rendered: str = "<q>a<r>b<e>") -> Know
     )
 
 
-def test_a_tie_counts_one_half() -> None:
-    assert accuracy([3, 1, 2, 5], [1, 1, 4, 0]) == (1 + 0.5 + 0 + 1) / 4
-
-
 def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
     # Own scores 3, 1, 2, 6: mean 3, squares 0, 4, 1, 9, population deviation sqrt(14 / 4).
     # Here 3, 2, 4, 6: squared differences 0, 1, 4, 0, their mean 5 / 4; the root of 5 / 14.
     pairs = [known(3, 1), known(2, 6)]
-    result = compare(pairs, [3, 4], [2, 6], "<q>a<r>b<e>", ["odd"])
+    result = compare_scores(pairs, [3, 4], [2, 6], "<q>a<r>b<e>", ["odd"])
     assert result == FormatResult(
         pairs=2,
         accuracy=0.5,
@@ -54,7 +49,7 @@ def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
 
 
 def test_scores_that_were_all_alike_have_no_scale() -> None:
-    assert compare([known(1, 1)], [1], [1], "", []).gap == math.inf
+    assert compare_scores([known(1, 1)], [1], [1], "", []).gap == math.inf
 
 
 @pytest.mark.parametrize(
@@ -64,12 +59,14 @@ def test_scores_that_were_all_alike_have_no_scale() -> None:
 )  # fmt: skip
 def test_what_fits(gap: float | None, problems: tuple[str, ...], fits: bool) -> None:
     own = None if gap is None else "<q>"
-    result = replace(compare([], [1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own)
+    result = replace(
+        compare_scores([], [1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own
+    )
     assert result.fits(0.1) == fits
 
 
 def test_pairs_that_nobody_scored_before() -> None:
-    result = compare([], [2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
+    result = compare_scores([], [2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
     assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
     assert result.lines("a", 0.1, shows_text=True) == [
         "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
@@ -111,7 +108,7 @@ def test_pairs_that_guessing_may_rank_so(right: int, wrong: int, ties: int) -> N
 
 
 def test_the_same_text_is_shown_once() -> None:
-    result = compare([known(1, 0)], [1], [0], "<q>a<r>b<e>", [])
+    result = compare_scores([known(1, 0)], [1], [0], "<q>a<r>b<e>", [])
     assert result.fits(0.1)
     assert result.lines("a", 0.25, shows_text=True) == [
         "reward a: 1 held-out pairs read through PPO's path, 1.00 of them ranked as labelled, 1.00 "
@@ -122,7 +119,7 @@ def test_the_same_text_is_shown_once() -> None:
 
 def test_another_text_is_shown_beside_its_own() -> None:
     # Own deviation of 1 and 0: 0.5; differences 1 and 0, root of 1 / 2: 1.41421 of it.
-    result = compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"])
+    result = compare_scores([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"])
     lines = result.lines("a", 0.1, shows_text=True)
     assert not result.fits(1e9)
     assert "differ by 1.414 of" in lines[0]
@@ -137,9 +134,9 @@ def test_another_text_is_shown_beside_its_own() -> None:
 def test_no_row_of_the_data_is_among_the_lines_unless_it_is_asked_for() -> None:
     """Neither of a text that fits, nor of one that does not, nor of pairs without scores."""
     for result in (
-        compare([known(1, 0)], [1], [0], "<q>a<r>b<e>", []),
-        compare([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", []),
-        compare([], [1], [0], "<q>a<r>b<e>", [], []),
+        compare_scores([known(1, 0)], [1], [0], "<q>a<r>b<e>", []),
+        compare_scores([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", []),
+        compare_scores([], [1], [0], "<q>a<r>b<e>", [], []),
     ):
         assert not any("<q>" in line for line in result.lines("a", 0.1, shows_text=False))
 
@@ -151,10 +148,6 @@ def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
     lines = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [asdict(pair) for pair in pairs]
     assert lines[-1] == ""
-
-
-def test_a_folder_may_have_none(tmp_path: Path) -> None:
-    assert read_pairs(tmp_path) == []
 
 
 @pytest.mark.parametrize("line", ["{", '{"row": {}}', "[]"])

@@ -62,12 +62,6 @@ def test_the_texts_are_given_by_position() -> None:
     assert reward(lambda questions, completions: [len(c) for c in completions])(REPLIES) == [1, 5]
 
 
-def test_an_argument_stands_above_a_column_of_its_name() -> None:
-    calls, source = recorded(hint="none")
-    source(REPLIES)
-    assert calls[0]["hint"] == "none"
-
-
 def test_a_column_with_the_name_of_the_texts_is_not_given() -> None:
     calls, source = recorded()
     source(make_replies(("p", "r"), responses=["other"], prompts=["other"]))
@@ -139,11 +133,6 @@ def test_a_parameter_that_nothing_gives_is_named() -> None:
     reward(takes_answer, answer=["4", "6"]).for_columns([])
 
 
-def test_the_prompt_is_no_column() -> None:
-    with pytest.raises(ConfigError, match="needs 'prompt'"):
-        reward(lambda prompts, responses, prompt: []).for_columns(["prompt"])
-
-
 def test_an_argument_that_is_not_taken_is_named() -> None:
     with pytest.raises(ConfigError) as found:
         reward(takes_answer, scael=2)
@@ -169,11 +158,6 @@ def test_a_function_takes_prompts_and_responses(function: Any, signature: str) -
     allowed = r"allowed: \(prompts, responses, \.\.\.\)"
     with pytest.raises(ConfigError, match=f"takes {signature}; {allowed}"):
         reward(function)
-
-
-def test_a_signature_that_cannot_be_read_is_told() -> None:
-    with pytest.raises(ConfigError, match="the function min does not tell what it takes"):
-        reward(min)
 
 
 @pytest.mark.parametrize("fault", [SystemExit(0), CancelledError()])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 from collections.abc import Mapping
 from time import monotonic
 from types import SimpleNamespace
@@ -160,28 +159,6 @@ def test_a_wait_that_cannot_be_read_is_no_wait(
     server = script(*[(429, {"retry-after": later}, b"")] * 2, scores(3))
     assert make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r"))) == [3]
     assert naps == [0, 1]
-
-
-def test_no_pause_is_longer_than_two_minutes(script: Script, naps: list[float]) -> None:
-    """Whatever the server wants, and however often it is asked."""
-    later = {"retry-after": "86400"}
-    server = script((429, later, b""), *[(500, {}, b"")] * 4, scores(3))
-    make_reward(server.url, retries=5, backoff_s=16.0)(make_replies(("p", "r")))
-    assert naps == [120, 32, 64, 120, 120]  # 16 * 2^1 behind the second try; 2^3 and 2^4 are more
-
-
-def test_a_slow_answer_is_asked_for_again(script: Script) -> None:
-    """The first one stays away until the second has come."""
-    second = threading.Event()
-
-    def answer(k: int, request: Any) -> Answer:
-        if k == 0:
-            second.wait()
-            return scores(-1)
-        second.set()
-        return scores(3)
-
-    assert make_reward(script(answer).url, timeout_s=0.1)(make_replies(("p", "r"))) == [3]
 
 
 def test_a_server_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,7 +198,8 @@ def talking(talk: Talk) -> Iterator[tuple[str, list[int]]]:
 def for_ever(piece: bytes, pause_s: float = 0.0, head: bytes = b"") -> Talk:
     def talk(connection: socket.socket) -> None:
         connection.sendall(head)
-        while True:
+        end = time.monotonic() + 10  # the thread ends with the test
+        while time.monotonic() < end:
             connection.sendall(piece)
             time.sleep(pause_s)
 

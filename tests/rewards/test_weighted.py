@@ -67,15 +67,3 @@ def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str
 def test_one_number_for_each_response(numbers: Any) -> None:
     with pytest.raises(RewardError, match=r"gave .* for 3 responses; allowed: a list of one numb"):
         Reward.of(lambda found: numbers)(decoded())
-
-
-def test_a_tensor_of_another_shape_is_refused() -> None:
-    with pytest.raises(RewardError, match=r"gave a tensor \[3, 2\]"):
-        Reward.of(lambda found: torch.ones(3, 2))(decoded())
-
-
-def test_long_texts_are_cut_in_the_message() -> None:
-    with pytest.raises(RewardError) as caught:
-        Reward.of(lambda found: [math.nan] * 3)(decoded(["x" * 1000, "", ""]))
-    assert "xxx...xxx" in str(caught.value)
-    assert "x" * 300 not in str(caught.value)

@@ -65,24 +65,6 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     assert roles.causal_lm.generation_config.top_k == 2
 
 
-def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompts) -> None:
-    prompts = prompts.repeat(3)
-    rollout = roll_out(roles, prompts, max_response_tokens=6)
-    width = rollout.response_mask.shape[1]
-    assert rollout.ended.any()
-    assert not rollout.ended.all()
-    for i in range(len(prompts)):
-        said = rollout.responses[i].tolist()
-        ends = [t for t, token in enumerate(said) if token in END]
-        length = ends[0] + 1 if ends else width
-        assert rollout.response_mask[i].tolist() == [t < length for t in range(width)]
-        assert rollout.ended[i].item() == bool(ends)
-        assert not rollout.logprobs[i, length:].any()
-        assert not rollout.values[i, length:].any()
-    assert torch.equal(rollout.mask[:, -width:], rollout.response_mask)
-    assert torch.equal(rollout.index, prompts.index)
-
-
 def test_it_is_a_function_of_its_generator_and_leaves_the_others_alone(
     roles: Roles, prompts: Prompts
 ) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.rollout.native import sample
+from lightning_rlhf.rollout.native import draw_tokens
 
 LARGEST = 1 - 2**-24
 """torch.rand's largest number in fp32."""
@@ -18,7 +18,7 @@ LARGEST = 1 - 2**-24
 
 def drawn(logits: Tensor, *uniform: float) -> list[int]:
     """The tokens that these numbers draw, one a row."""
-    return sample(logits, torch.tensor(uniform))[0].tolist()
+    return draw_tokens(logits, torch.tensor(uniform))[0].tolist()
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_rounding_over_a_large_vocabulary_reaches_no_impossible_token(uniform: f
 def test_it_says_the_log_probability_of_what_it_drew(size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 5 * torch.randn(3, size, generator=generator) + 20
-    tokens, logprobs = sample(logits, torch.rand(3, generator=generator))
+    tokens, logprobs = draw_tokens(logits, torch.rand(3, generator=generator))
     expected = torch.log_softmax(logits.double(), dim=-1)[torch.arange(3), tokens]
     torch.testing.assert_close(logprobs, expected.float(), atol=1e-5, rtol=0)
 
@@ -108,7 +108,7 @@ def test_evenly_spread_numbers_draw_every_token_as_often_as_it_is_likely(size: i
     probabilities = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(1)), 0)
     n = 20_000
     uniform = (torch.arange(n) + 0.5) / n
-    tokens, _ = sample(probabilities.log().expand(n, size), uniform)
+    tokens, _ = draw_tokens(probabilities.log().expand(n, size), uniform)
     found = torch.bincount(tokens, minlength=size)
     assert len(found) == size
     assert (found - n * probabilities).abs().max() <= 1.1
@@ -127,6 +127,6 @@ def test_the_end_of_the_last_block_is_no_way_out(uniform: float) -> None:
 def test_a_row_without_a_distribution_says_nan(bad: float) -> None:
     logits = torch.zeros(3, 7)
     logits[1, 4] = bad
-    tokens, logprobs = sample(logits, torch.tensor([0.5, 0.5, 0.5]))
+    tokens, logprobs = draw_tokens(logits, torch.tensor([0.5, 0.5, 0.5]))
     assert logprobs.isfinite().tolist() == [True, False, True]
     assert tokens.max() < 7

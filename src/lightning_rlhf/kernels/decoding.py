@@ -261,7 +261,12 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
         all(isinstance(layer, PackedDecoderLayer) for layer in trunk.layers)
         and not any(isinstance(module, AuxiliaryTrainingWrapper) for _, module in modules)
         and causal_lm.config.hidden_act == "silu"
-        and all(_is_known_cache(layer) for layer in cache.layers)
+        and all(
+            # All keys and values, or a state of linear attention, are kept.
+            (isinstance(layer, DynamicLayer) and not layer.is_sliding)
+            or type(layer) is LinearAttentionLayer
+            for layer in cache.layers
+        )
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
     )
 
@@ -294,12 +299,6 @@ def _checked(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | No
         stacklevel=2,
     )
     return None
-
-
-def _is_known_cache(layer: Any) -> bool:
-    """Return whether a cache keeps all keys and values, or a state of linear attention."""
-    whole = isinstance(layer, DynamicLayer) and not layer.is_sliding
-    return whole or type(layer) is LinearAttentionLayer
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -45,7 +45,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
     unpatch(model)
-    kernels = choose(choice, model)
+    kernels = choose_kernels(choice, model)
     if kernels.kind == "plain":
         return kernels
     fault = patch_fault(model)
@@ -59,7 +59,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("plain", reason)
 
 
-def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
+def choose_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     """Return the kernels for a model on the device of its weights.
 
     Raises ConfigError where the choice is fast and the model is of another family, or sharded.
@@ -88,22 +88,13 @@ def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("fast", f"{name} on {place}")
 
 
-def patch(model: nn.Module) -> None:
+def patch_layers(model: nn.Module) -> None:
     """Give every layer that has a fast class that class."""
     for layer in model.modules():
         kind = fast_class(type(layer))  # type: ignore[arg-type]
         if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
             kind = FusedLoRALinear if all(hasattr(layer, name) for name in LORA) else None
         layer.__class__ = kind or type(layer)
-
-
-def patch_decoder(model: PreTrainedModel) -> None:
-    """Make the model's decoder layers accept a `Packing` and use the fast SDPA."""
-    use_fast_sdpa(model, fast=True)
-    layers = model.base_model.layers
-    for layer in layers:
-        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
-        layer.is_last = layer is layers[-1]
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -130,8 +121,11 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     wanted = torch.ones_like(tokens, dtype=torch.bool)
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
-    patch(model)
-    patch_decoder(model)
+    patch_layers(model)
+    use_fast_sdpa(model, fast=True)
+    for layer in trunk.layers:  # which then accept a `Packing`
+        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
+        layer.is_last = layer is trunk.layers[-1]
     try:
         packing = Packing.of(wanted)
         found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state

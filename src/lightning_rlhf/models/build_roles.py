@@ -42,7 +42,7 @@ REROUNDED = {"int8": 0.1, "nf4": 3e-2}
 """Kind of rounding -> largest relative difference of the logits between two computations with it.
 
 On one machine there is none. Another device may round a weight that lies between two codes to the
-other one; checkpoints of int8 of earlier versions were computed with rounded activations.
+other one.
 """
 
 
@@ -336,8 +336,7 @@ def add_critic(
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
 
-    Raises ConfigError where the critic is an adapter and the reward model is a whole model, or
-    where the critic is a model and the weights are quantised.
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
     match kind:
         case "head":
@@ -354,16 +353,15 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
-            if config.quantization != "none":
-                raise ConfigError(
-                    "ppo.critic is 'model', whose weights are trained, but model.quantization is "
-                    f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
-                )
             owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
             owner.assign(CRITIC)
-    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    owner.heads[VALUE] = head = ScalarHead.zeros(owner.hidden_size)
     if reward is not None:
-        owner.heads[VALUE] = standardised_head(reward, owner.hidden_size, *scale)
+        # (reward - mean) / std of the reward model's mean head
+        heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
+        with torch.no_grad():
+            head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
+            head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
     return owner, role
 
 
@@ -417,13 +415,3 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
             f"{hidden_size}; use the {name} model that belongs to it"
         )
     return heads.requires_grad_(False)
-
-
-def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
-    """Return a value head that computes (reward - mean) / std of the reward model's mean head."""
-    heads = load_head(reward, REWARD, hidden_size)
-    head = ScalarHead(hidden_size)
-    with torch.no_grad():
-        head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
-        head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
-    return head

@@ -7,7 +7,7 @@ The `final/` folder: the model that a stage writes for later stages and for othe
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 manifest.json                origin of the model and its final metrics
-roles/                       what only the stages here read; it may be beside the rest too
+roles/                       what only the stages here read
     reward_head.safetensors | value_head.safetensors
     fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
     adapter_model.safetensors, adapter_config.json   of a reward model: its adapter on the SFT model
@@ -179,8 +179,7 @@ class Final:
 
     def own_file(self, name: str) -> Path:
         """Return the path of a file that only the stages here read."""
-        file = self.path / ROLES / name
-        return file if file.is_file() else self.path / name
+        return self.path / ROLES / name
 
     def parent(self, role: str) -> Path | None:
         """Return the folder of the model that it was trained from; None where it has none.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from inspect import signature
 from typing import Any, Self
@@ -18,34 +17,11 @@ from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.memory import available_memory
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import can_be_packed
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import use_kernels
 from lightning_rlhf.kernels.products import ROWS, compiles_by_shape, computing_dtype
-
-MOST_COPIED = 0.5
-"""Largest share of the free memory that the copies may take."""
-
-
-def copies_fit(causal_lm: PreTrainedModel) -> bool:
-    """Return whether the copies for sampling do not strain the model's device; else warn.
-
-    A CPU always copies: what a run samples does not depend on what else the machine does.
-    """
-    if causal_lm.device.type == "cpu":
-        return True
-    wanted, free = copied_bytes(causal_lm), available_memory(causal_lm.device)
-    fit = wanted <= MOST_COPIED * free
-    if not fit:
-        warnings.warn(
-            f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} of "
-            f"{free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain never makes "
-            "any",
-            stacklevel=2,
-        )
-    return fit
 
 
 def copied_bytes(causal_lm: PreTrainedModel) -> int:
@@ -138,7 +114,6 @@ class LanguageModel(nn.Module):
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
         """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
-        self._copies_weights: bool | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the weights; torch has no public hook for a module inside another."""
@@ -149,15 +124,8 @@ class LanguageModel(nn.Module):
 
     @property
     def copies_weights(self) -> bool:
-        """Return True if the fast layers sample from copies of the trunk's weights.
-
-        It is decided when it is first asked for on a device, by `copies_fit`, so that a run samples
-        by the same layers throughout.
-        """
-        if self._copies_weights is None:
-            fast = self.kernels.kind == "fast"
-            self._copies_weights = fast and copies_fit(self.causal_lm)
-        return self._copies_weights
+        """Return True if the fast layers sample from copies of the trunk's weights."""
+        return self.kernels.kind == "fast"
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.

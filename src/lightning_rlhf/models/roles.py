@@ -36,7 +36,7 @@ from lightning_rlhf.core.errors import CheckpointError, first_line, require
 from lightning_rlhf.core.masking import from_first_real
 from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.kernels.patch import patch, rounding, same_logits
+from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits
 from lightning_rlhf.models.adapter import check_adapter, check_weights
 from lightning_rlhf.models.config import (
     BASE,
@@ -179,7 +179,7 @@ class Roles(LanguageModel):
                 "roles predict through one output layer; leave it out"
             )
         if self.kernels.kind == "fast":
-            patch(self.model)
+            patch_layers(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -242,8 +242,8 @@ class Roles(LanguageModel):
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels, and where
-        the device has no room for copies of the weights, the adapters stay beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
+        stay beside the weights.
         """
         before, self._merged = self._merged, True
         try:

@@ -128,7 +128,7 @@ class FormatResult:
         return [first, *(f"  {line}" for line in (*shown, *self.problems, *doubts))]
 
 
-def compare(
+def compare_scores(
     known: Sequence[KnownPair],
     chosen: Sequence[float],
     rejected: Sequence[float],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -128,9 +129,9 @@ class HTTPReward:
         timeout_s = min(self._timeout_s, GREETING_S)
         try:
             answer, data = self._post([], timeout_s)
-        except _NoAnswer as error:
-            if error.is_away:
-                raise self._not_there(error) from error
+        except _Away as error:
+            raise self._not_there(error) from error
+        except _NoAnswer:
             words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
             self._warn(f"{self._server} {words}")
             return
@@ -162,7 +163,7 @@ class HTTPReward:
             try:
                 answer, data = self._post(questions, self._timeout_s)
             except _NoAnswer as error:
-                if error.is_away and not self._has_answered:
+                if isinstance(error, _Away) and not self._has_answered:
                     raise self._not_there(error) from error
                 if done == self._tries:
                     tries = f"{done} of {done} tries"
@@ -173,7 +174,10 @@ class HTTPReward:
                     return self._scores(data, questions)
                 if done == self._tries or answer.status not in AGAIN:
                     raise self._refused(answer, data)
-                reason, pause_s = f"answered {answer.status}", _asked_pause_s(answer, pause_s)
+                reason = f"answered {answer.status}"
+                with contextlib.suppress(InvalidHeader, ValueError, OverflowError):
+                    asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
+                    pause_s = pause_s if asked is None else asked
             reason = f"{reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
             self._warn(f"{self._server} {self._hide(reason)}")
             time.sleep(pause_s)
@@ -230,8 +234,9 @@ class HTTPReward:
             if isinstance(error, TimeoutError | SlowError) and not refused:
                 awaited = "whole answer" if is_reached else "connection"
                 reason = f"no {awaited} within {timeout_s:g} s"
-            words = f"gave no answer: {reason}" if is_reached else f"is away: {reason}"
-            raise _NoAnswer(words, is_away=not is_reached) from error
+            if not is_reached:
+                raise _Away(f"is away: {reason}") from error
+            raise _NoAnswer(f"gave no answer: {reason}") from error
         finally:
             if not is_whole:
                 connection.close()
@@ -285,10 +290,9 @@ class HTTPReward:
 class _NoAnswer(Exception):
     """Raised if no whole answer arrived in time; the message is a clause without a subject."""
 
-    def __init__(self, message: str, *, is_away: bool) -> None:
-        super().__init__(message)
-        self.is_away = is_away
-        """True if no connection to the server could be made."""
+
+class _Away(_NoAnswer):
+    """Raised if no connection to the server could be made."""
 
 
 class _Timed(io.RawIOBase):
@@ -317,15 +321,6 @@ class _Timed(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-def _asked_pause_s(answer: BaseHTTPResponse, otherwise: float) -> float:
-    """Return the seconds of Retry-After; `otherwise` where there are none that can be read."""
-    try:
-        asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
-    except (InvalidHeader, ValueError, OverflowError):
-        return otherwise
-    return otherwise if asked is None else asked
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:

@@ -32,7 +32,7 @@ from lightning_rlhf.io.storage import (
 from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -280,13 +280,16 @@ def is_stale(settings: Settings) -> bool:
 
 def find_parents(settings: Settings) -> dict[str, Final]:
     """Return the checkpoints that this stage starts from, by role."""
-    found = {}
-    if settings.definition.reads_sft:
-        found[SFT] = find_sft(settings)
-    if settings.definition.reads_reward:
+    stage = settings.definition
+    if not stage.reads_sft and settings.policy.checkpoint not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage={stage.name} starts "
+            "from model.name_or_path; set that instead"
+        )
+    found = {SFT: find_sft(settings)} if stage.reads_sft else {}
+    if stage.reads_reward:
         found |= find_rewards(settings)
-    if settings.definition.reads_models is not None:
-        found |= settings.definition.reads_models(settings)
+    found |= stage.models(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():
         check_weights(final.adapter)
@@ -322,7 +325,7 @@ def find_rewards(settings: Settings) -> dict[str, Final]:
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
             found[role] = find_head(settings, component, f"{key}.checkpoint")
-        elif isinstance(component, ModelConfig):
+        elif isinstance(component, TextModelConfig):
             refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
             if is_folder(component.name_or_path):
                 found[role] = find(component.name_or_path, f"{key}.name_or_path")

@@ -33,7 +33,7 @@ from lightning_rlhf.models.loading import empty_model, layers_of, recompute
 from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.models.roles import check_settings
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig, RandomConfig
+from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -381,7 +381,7 @@ def print_plan(settings: Settings) -> None:
             "assumed: models of earlier stages are LoRA adapters on this base (finetune=lora)"
         )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
-        if isinstance(component, ModelConfig):
+        if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
 
 
