@@ -421,10 +421,11 @@ def hint(columns: Collection[str], kind: Kind) -> str:
     for other in (kind, *_ALL):
         form = fitting(columns, AUTO, other)
         if form and not (len(columns) > 1 and {*form.columns} <= {"prompt", "chosen"}):
-            holds = "" if other == kind else f", which holds {' and '.join(form.kinds)}, no {kind}"
-            names = ", ".join(serving(kind))
-            rest = "" if other == kind else f"; {kind} are in data.format={names}"
-            return f"{found}; its rows are of {form.title}{holds}{rest}"
+            found += f"; its rows are of {form.title}"
+            if other == kind:
+                return found
+            held, names = " and ".join(form.kinds), ", ".join(serving(kind))
+            return f"{found}, which holds {held}, no {kind}; {kind} are in data.format={names}"
     # The nearest forms first: those that lack the fewest columns, the package's own among them.
     forms = sorted(
         formats_of(AUTO, kind),

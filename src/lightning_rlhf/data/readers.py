@@ -201,6 +201,8 @@ def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
     """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
     if isinstance(row, BadRow):
         raise row
+    if not columns:
+        return row
     found = {c: row.get(name) for c, name in columns.items() if name in row or c in row}
     return {**row, **found}
 

@@ -108,7 +108,7 @@ def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
 
 def _checked(line: str) -> str:
     """Return a line without its end. Raises BadRow if it was not UTF-8."""
-    if found := _NO_UTF8.search(line):
+    if not line.isascii() and (found := _NO_UTF8.search(line)):
         byte = len(line[: found.start()].encode()) + 1
         raise BadRow("not UTF-8", f"at byte {byte} of the line; allowed: UTF-8, not UTF-16 or such")
     return line.rstrip("\r\n")
