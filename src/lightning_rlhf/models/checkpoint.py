@@ -119,9 +119,9 @@ class Manifest:
         for name, value in self.metrics.items():
             if not is_number(value):
                 raise TypeError(f"metrics.{name} is {value!r:.60}")
-        for name, source in {"base": self.base, **self.parents}.items():
+        for role, source in self.parents.items():
             if not source or not isinstance(source, str):
-                raise TypeError(f"{name} is {source!r:.60}")
+                raise TypeError(f"parents.{role} is {source!r:.60}")
         for verdict in self.verdicts.values():
             Verdict(**verdict)
 
@@ -274,6 +274,8 @@ def find(source: str, key: str) -> Final:
         if (folder / ADAPTER).is_file():
             check_adapter(folder)
     file = path / MANIFEST
+    if os.path.lexists(file) and not file.is_file():
+        raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
     if file.is_file():
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
