@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.evaluation import Evaluation, Samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.stages.ppo import STAGE
+from lightning_rlhf.stages.ppo import PPO
 
 from .conftest import FakePPO, FakeSFT, Fit
 from .test_checkpoints import ORIGIN, Run, config
@@ -73,7 +73,7 @@ def fit_ppo(folder: Path, fit: Fit, *loggers: Logger) -> None:
                 config(checkpoint_every=2, val_every=3),
                 ORIGIN,
                 Stop(),
-                STAGE.goal,
+                PPO.goal,
             ),
         ],
         [MetricsFile(folder), *loggers],
@@ -106,7 +106,7 @@ def test_rows_and_samples_are_on_the_disk_before_the_checkpoint(
 def test_supervised_rows_are_too(tmp_path: Path, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = Disk(monkeypatch)
     saver = Checkpoints(
-        tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop(), STAGE.goal
+        tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop(), PPO.goal
     )
     fit(
         FakeSFT(), [SFTMetrics(), saver], [MetricsFile(tmp_path)], batches=6, limit_val_batches=0,

@@ -12,7 +12,8 @@ from lightning_rlhf.callbacks import progress
 from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
 from lightning_rlhf.callbacks.progress import Progress
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.ppo import PPO
+from lightning_rlhf.stages.sft import SFT
 
 from .conftest import FakePPO, FakeSFT, Fit
 
@@ -33,7 +34,7 @@ def test_a_metric_stays_short_whatever_its_size(number: float, expected: str) ->
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(
     fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    callbacks = [PPOMetrics(), Progress("ppo", STAGES["ppo"].headlines)]
+    callbacks = [PPOMetrics(), Progress("ppo", PPO.headlines)]
     fit(FakePPO(), callbacks, [], batches=40, enable_progress_bar=True)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ppo ")]
     assert [line.split()[1] for line in lines] == [
@@ -49,7 +50,7 @@ def test_progress_counts_optimizer_steps_and_starts_where_a_resumed_run_starts(
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "enable_progress_bar": True}
     fit(
         FakeSFT(),
-        [SFTMetrics(), Progress("sft", STAGES["sft"].headlines)],
+        [SFTMetrics(), Progress("sft", SFT.headlines)],
         [],
         batches=6,
         **options,
@@ -59,7 +60,7 @@ def test_progress_counts_optimizer_steps_and_starts_where_a_resumed_run_starts(
 
     module = FakePPO()
     module.iteration = 17
-    bar = Progress("ppo", STAGES["ppo"].headlines)
+    bar = Progress("ppo", PPO.headlines)
     fit(module, [bar], [], batches=20, enable_progress_bar=True, limit_train_batches=3)
     assert bar._first == 17
 
@@ -70,7 +71,7 @@ def test_on_a_terminal_there_is_one_bar_that_survives_tables(
     console = Console(file=io.StringIO(), force_terminal=True, width=140)
     monkeypatch.setattr(rich, "_console", console)
     samples = Samples(every_n_iterations=2, count=1, characters=40, run_dir=tmp_path)
-    callbacks = [PPOMetrics(), samples, Progress("ppo", STAGES["ppo"].headlines)]
+    callbacks = [PPOMetrics(), samples, Progress("ppo", PPO.headlines)]
     fit(FakePPO(), callbacks, [], batches=4, enable_progress_bar=True, val_check_interval=2)
     assert isinstance(console.file, io.StringIO)
     shown = console.file.getvalue()

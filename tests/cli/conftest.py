@@ -38,8 +38,6 @@ from ..composing import PRESETS
 from ..composing import compositions as compositions
 from ..composing import parsed_files as parsed_files
 
-MODULES = {"sft": "supervised", "rm": "train_rm", "ppo": "train_ppo"}
-"""Stage -> the module of lightning_rlhf.stages that trains it."""
 MINI = ("--config-dir", str(PRESETS), "model=mini", "data=small", "preflight=off")
 """Words of every call. The preflight has tests of its own, and so short a run does without it."""
 SHIPPED = RECIPES / "quickstart" / "data"
@@ -285,8 +283,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             raise PowerCut
 
         if where == "hand_over":
-            for module in MODULES.values():
-                monkeypatch.setattr(f"lightning_rlhf.stages.{module}.hand_over", pull)
+            for stage in ("supervised", "rm", "ppo"):
+                monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.hand_over", pull)
             return
         hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"
         original = getattr(Checkpoints, hook)

@@ -99,8 +99,8 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
     assert not {"entropy", "update/clip_fraction", "update/ratio_max"} & last.keys()
     assert "ppo." not in (folder / "diagnosis.json").read_text()
 
-    assert "--code FILE.py:STAGE" in place.call("export", str(folder), "--step", "3").error
-    code = ("--code", "penalized.py:STAGE")
+    assert "--code FILE.py:Penalized" in place.call("export", str(folder), "--step", "3").error
+    code = ("--code", "penalized.py:Penalized")
     out = str(place.folder / "exported" / "final")
     place.call("export", str(folder), "--step", "3", "--out", out, *code).succeeded  # noqa: B018
     assert weights(place.folder / "exported") == weights(folder)

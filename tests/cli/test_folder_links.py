@@ -15,18 +15,17 @@ from filelock import FileLock
 from lightning_rlhf.cli.sweep import whole_name
 from lightning_rlhf.stages.folder.folders import LOCK
 
-from .conftest import MINI, MODULES, Workplace, tree, weights
+from .conftest import MINI, Workplace, tree, weights
 
 
 @pytest.fixture
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No stage may begin: it is too late to refuse then."""
 
-    def load(*arguments: Any) -> None:
+    def load(*arguments: Any, **named: Any) -> None:
         raise AssertionError("it is too late to refuse")
 
-    for stage in ("sft", "rm", "ppo"):
-        monkeypatch.setattr(f"lightning_rlhf.stages.{MODULES[stage]}.run_{stage}", load)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
 
 
 def linked(place: Workplace, link: Path) -> Path:

@@ -101,7 +101,7 @@ class Built:
         ]  # fmt: skip
         with contextlib.chdir(stages.place.folder):
             training = lightning_rlhf.build(lightning_rlhf.configuration("ppo", *words))
-        self.training, self.roles = training, training.roles
+        self.training, self.roles = training, training.module.roles
         assert isinstance(training.module, PPOModule)
         self.module = training.module
         gc.collect()

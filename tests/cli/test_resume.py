@@ -80,10 +80,10 @@ class TestWhatIsRefused:
     def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         shutil.rmtree(finished.stage("sft") / "final")
 
-        def load(*arguments: Any) -> None:
+        def load(*arguments: Any, **named: Any) -> None:
             raise AssertionError("it is too late to refuse")
 
-        monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
+        monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
         return finished
 
     def test_a_damaged_one_names_the_one_before(self, place: Workplace) -> None:

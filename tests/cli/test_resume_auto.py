@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from .conftest import MODULES, Workplace, rows, tree, weights
+from .conftest import Workplace, rows, tree, weights
 from .test_resume import checkpoints
 
 
@@ -21,10 +21,10 @@ def cut_off(finished: Workplace) -> Workplace:
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fail where a stage begins."""
 
-    def load(*arguments: Any) -> None:
+    def load(*arguments: Any, **named: Any) -> None:
         raise AssertionError("it has begun")
 
-    monkeypatch.setattr("lightning_rlhf.stages.supervised.run_sft", load)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
 
 
 def test_it_starts_goes_on_and_ends(
@@ -83,9 +83,6 @@ def test_what_is_refused_is_left_as_it_is(
 ) -> None:
     """Another configuration in each state, damage without a way on, and other models."""
     unbuilt(monkeypatch)
-    monkeypatch.setattr(
-        "lightning_rlhf.stages.train_rm.run_rm", lambda *_: pytest.fail("it has begun")
-    )
     folder = finished.stage("sft")
     words, told = ["stage=sft", "sft.lr=0.5"], "cannot be resumed: sft.lr was 0.001, is 0.5"
     if left != "final":
@@ -124,7 +121,7 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     expected = tree(folder)
     shutil.rmtree(folder / "final")
 
-    def die(*_: Any) -> None:
+    def die(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killed:
@@ -133,7 +130,7 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     assert (folder / "final").is_dir()
     (folder / ".0123.lightning-rlhf.tmp").write_text("half")  # the page of which the kill came
     (folder / "failed.txt").write_text("another command: it is being written")
-    monkeypatch.setattr(f"lightning_rlhf.stages.{MODULES[stage]}.run_{stage}", die)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", die)
     finished.mini(f"stage={stage}", "resume=auto").succeeded  # noqa: B018
     found = (folder / "report.html").read_text()
     assert found != page  # its time is another one
@@ -167,9 +164,7 @@ class TestSamples:
     def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
         """PPO's three iterations, whose checkpoints of 2 and 3 are there; nothing is trained."""
         shutil.rmtree(finished.stage("ppo") / "final")
-        monkeypatch.setattr(
-            "lightning_rlhf.stages.train_ppo.run_ppo", lambda *_: pytest.fail("begun")
-        )
+        unbuilt(monkeypatch)
         return finished
 
     def refused(self, place: Workplace) -> str:

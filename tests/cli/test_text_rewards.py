@@ -20,7 +20,7 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.rewards.config import TextModelConfig
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.reward.build_rewards import text_reward
-from lightning_rlhf.stages.stage import read_reward
+from lightning_rlhf.stages.settings import read_reward
 
 from .conftest import MODULE, Workplace, make_workplace
 from .others import classifier_scores, own_scores, samples, save_classifier, train

@@ -19,13 +19,18 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.execute import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, StorageError
-from lightning_rlhf.stages import accelerator, trainer_section
+from lightning_rlhf.stages import accelerator, settings
 from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.objects import check_trainer, misconfigured, own_arguments, own_callbacks
-from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.settings import (
+    OWNED,
+    PASSED,
+    read_settings,
+    read_trainer,
+    resolve_auto,
+)
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
-from lightning_rlhf.stages.trainer_section import OWNED, PASSED, read_trainer, resolve_auto
 
 from .conftest import Workplace, rows
 
@@ -110,7 +115,7 @@ def test_auto_is_the_gpu_where_there_is_one(
     accelerator: str,
     found: tuple[str, str, str],
 ) -> None:
-    monkeypatch.setattr(trainer_section, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(settings, "has_gpu", lambda: has_gpu)
     given = CPU | {"accelerator": accelerator, "precision": "auto", "weights_dtype": "auto"}
     tree = {"trainer": given, "model": {"from_config": from_config, "dtype": "auto"}}
     resolved = resolve_auto(tree)
@@ -310,7 +315,7 @@ def test_more_processes_than_gpus_are_named(
 def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, driver: bool, cuda: str | None, told: bool
 ) -> None:
-    monkeypatch.setattr(accelerator, "driver_has_gpu", lambda: driver)
+    monkeypatch.setattr(accelerator.shutil, "which", lambda _: driver or None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     print_device(settings_of())
     out = " ".join(capsys.readouterr().out.split())

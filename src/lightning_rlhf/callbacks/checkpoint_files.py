@@ -62,11 +62,6 @@ def keep_newest(folder: Path, count: int, step: int | None = None) -> None:
             path.unlink()
 
 
-def link_best(folder: Path, step: int) -> None:
-    """Link `best.ckpt` to the checkpoint of `step`."""
-    link(path_of(folder, step), folder / f"{BEST}{SUFFIX}")
-
-
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     if target.exists() and target.samefile(source):
@@ -118,10 +113,10 @@ def read_run(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the file cannot be read, or was written by another program.
     """
-    return run_of(path, load(path))
+    return run_of(path, load_checkpoint(path))
 
 
-def load(path: Path) -> Any:
+def load_checkpoint(path: Path) -> Any:
     """Return the contents of a checkpoint; tensors are memory-mapped, and read on first use.
 
     Raises CheckpointError where the file cannot be read.
@@ -158,7 +153,7 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
-    content = load(path)
+    content = load_checkpoint(path)
     found = run_of(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:

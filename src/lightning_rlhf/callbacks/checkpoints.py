@@ -27,7 +27,7 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     go_back,
     keep_newest,
-    link_best,
+    link,
     outline,
     path_of,
     stamp,
@@ -223,7 +223,7 @@ class Checkpoints(Callback):
         if self.goal and (self.best is None or self.signed(found) > self.signed(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
-                link_best(self.folder, step)
+                link(path_of(self.folder, step), self.folder / f"{BEST}{SUFFIX}")
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""

@@ -76,7 +76,8 @@ def require_finite_metrics(
     ]
     if found:
         raise DivergedError(
-            f"{stage} has diverged: after step {step}, {' and '.join(found)}. {advice(stage, made)}"
+            f"{stage} has diverged: after step {step}, {' and '.join(found)}. "
+            f"{divergence_advice(stage, made)}"
         )
 
 
@@ -89,11 +90,12 @@ def require_finite_weights(
     if found:
         raise DivergedError(
             f"{stage} has diverged: after step {step}, {len(found)} of {len(weights)} trained "
-            f"parameters are NaN or infinite (the first: {found[0]}). {advice(stage, made)}"
+            f"parameters are NaN or infinite (the first: {found[0]}). "
+            f"{divergence_advice(stage, made)}"
         )
 
 
-def advice(stage: str, made: int) -> str:
+def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
     if made == 0:
         reward = ", or a reward of enormous size" * (stage == "ppo")

@@ -33,7 +33,7 @@ from lightning_rlhf.io.storage import (
     make_folder,
     written_whole,
 )
-from lightning_rlhf.io.user_code import FAULTS, load_function, number
+from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:
     import wandb
@@ -88,7 +88,9 @@ class Samples(Callback):
         samples = training_samples(ppo_view(pl_module), experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
-        self._append(samples)
+        make_folder(self._path.parent)
+        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_metrics({"samples": self._extended_table(samples)}, step=iteration)
@@ -102,11 +104,6 @@ class Samples(Callback):
         if trainer.is_global_zero and self._path.exists():
             flush(self._path)
             flush_entry(self._path.parent)
-
-    def _append(self, samples: Sequence[Sample]) -> None:
-        make_folder(self._path.parent)
-        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
         """Return one table for the whole run, of which W&B uploads only the rows that are new."""
@@ -164,9 +161,8 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
     table.add_column("prompt", ratio=2)
     table.add_column("response", ratio=3)
-    table.add_column("score", justify="right")
-    table.add_column("kl, nats", justify="right")
-    table.add_column("ended", justify="right")
+    for name in ("score", "kl, nats", "ended"):
+        table.add_column(name, justify="right")
     for sample in samples:
         whole = (sample["prompt"], sample["response"])
         texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]
@@ -247,7 +243,7 @@ class Evaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         names = [term.name for term in ppo_view(pl_module).reward.terms]
-        samples = evaluated(outputs, names, self._judge)
+        samples = judged_samples(outputs, names, self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -290,7 +286,7 @@ class Evaluation(Callback):
         self.first, self.last = state_dict["first"], state_dict["last"]
 
 
-def evaluated(
+def judged_samples(
     result: EvaluationResult, components: Sequence[str], judge: Judge | None
 ) -> list[dict[str, Any]]:
     """Return one sample a response.
@@ -377,7 +373,7 @@ def load_judge(source: str) -> Judge:
         try:
             verdict = judge(row, response, ended)
             return {
-                visible_line(str(part)): x if x is None else number(x)
+                visible_line(str(part)): x if x is None else user_number(x)
                 for part, x in verdict.items()
             }
         except FAULTS as error:

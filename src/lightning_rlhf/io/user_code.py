@@ -53,7 +53,7 @@ def permitted(source: Any, key: str) -> Any:
     return found[0]
 
 
-def number(found: Any) -> float:
+def user_number(found: Any) -> float:
     """Return a number of a user's code; raise TypeError for a text, which float() would read."""
     if isinstance(found, str | bytes):
         raise TypeError(f"{found!r} is a text")
@@ -95,9 +95,12 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     found = vars(_file(path, lead) if is_file else _module(path, lead, what))
     if name in found and is_one(found[name]):
         return found[name]
-    there = sorted(
-        n for n, x in found.items() if is_one(x) and not _is_imported(x, found) and n[0] != "_"
-    )
+    own = {
+        n: x
+        for n, x in found.items()
+        if not callable(x) or getattr(x, "__module__", None) == found["__name__"]
+    }
+    there = sorted(n for n, x in own.items() if is_one(x) and n[0] != "_")
     shown = f"; {name} is {found[name]!r}" if name in found else ""
     raise ConfigError(f"{lead}{path} has no {what} {name!r}, it has {there}{shown}")
 
@@ -109,22 +112,17 @@ def check_file(source: str, key: str, what: str = "function") -> None:
 
     Runs no code; other errors are raised by `load_object`.
     """
-    require(isinstance(source, str), key, source, allowed(what))
+    require(isinstance(source, str), key, source, forms_of(what))
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, allowed(what))
+    require(bool(where and name), key, source, forms_of(what))
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
 
 
-def allowed(what: str) -> str:
+def forms_of(what: str) -> str:
     """Return how an object of this kind is named in a configuration."""
     return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
-
-
-def _is_imported(value: Any, found: dict[str, Any]) -> bool:
-    """Return whether a function or class comes from another module than `found`."""
-    return callable(value) and getattr(value, "__module__", None) != found["__name__"]
 
 
 def _file(path: str, lead: str) -> ModuleType:
@@ -152,7 +150,7 @@ def _module(name: str, lead: str, what: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
+                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
             ) from error
         raise ConfigError(f"{lead}{name} fails: {error!r}") from error
 

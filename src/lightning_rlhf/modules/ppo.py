@@ -124,16 +124,13 @@ class PPOModule(L.LightningModule):
         other_s, kl_coef = time.perf_counter() - self.updated, self.kl_coef
         generator = self.generator(TRAINING, self.iteration)
         experience, rollout_s, score_s = self.collect(prompts, generator)
-        self.experience = experience
         started = time.perf_counter()
         updates = self.learn(experience, generator)
         self.updated = time.perf_counter()
         optim.advance_schedule(self)
         # After the update: an error during it leaves the state from before the iteration.
         self.moments = self.moments.including(experience)
-        self.kl_coef = next_kl_coef(
-            self.kl_coef, experience.kl, self.config, iteration=self.iteration
-        )
+        self.kl_coef = next_kl_coef(kl_coef, experience.kl, self.config, iteration=self.iteration)
         self.iteration += 1
         result = IterationResult(
             experience=experience,
@@ -178,7 +175,7 @@ class PPOModule(L.LightningModule):
 
         Raises: NotFiniteError as `UpdateGuard.check_finite`.
         """
-        config, updates = self.config, list[UpdateStats]()
+        self.experience, config, updates = experience, self.config, list[UpdateStats]()
         for minibatch in minibatches(
             counted(experience),
             ppo_epochs=config.ppo_epochs,
@@ -332,7 +329,7 @@ class PPOModule(L.LightningModule):
 
     def on_fit_start(self) -> None:
         self.updated = time.perf_counter()
-        optim.check_processes(self)
+        optim.check_replicas(self)
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""

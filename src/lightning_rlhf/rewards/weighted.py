@@ -14,7 +14,7 @@ from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import RewardError, counted, quoted
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.shaping import AS_IT_IS
-from lightning_rlhf.io.user_code import number
+from lightning_rlhf.io.user_code import user_number
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
@@ -75,7 +75,7 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
         numbers = []
         for i, one in enumerate(found):
             try:
-                numbers.append(number(one))
+                numbers.append(user_number(one))
             except (OverflowError, RuntimeError, TypeError, ValueError):
                 raise not_finite(quoted(one), decoded, i, name) from None
         found = torch.tensor(numbers)

@@ -280,13 +280,16 @@ def is_stale(settings: Settings) -> bool:
 
 def find_parents(settings: Settings) -> dict[str, Final]:
     """Return the checkpoints that this stage starts from, by role."""
-    found = {}
-    if settings.definition.reads_sft:
-        found[SFT] = find_sft(settings)
-    if settings.definition.reads_reward:
+    stage = settings.definition
+    if not stage.reads_sft and settings.policy.checkpoint not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage={stage.name} starts "
+            "from model.name_or_path; set that instead"
+        )
+    found = {SFT: find_sft(settings)} if stage.reads_sft else {}
+    if stage.reads_reward:
         found |= find_rewards(settings)
-    if settings.definition.reads_models is not None:
-        found |= settings.definition.reads_models(settings)
+    found |= stage.models(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():
         check_weights(final.adapter)

@@ -127,9 +127,9 @@ def plan_memory(
     if isinstance(config, PPOConfig):
         rollout = of_rollout(config, model, longest, number, copied, processes)
         longest = max(longest + config.max_response_tokens, *(d.length for d in demonstrations), 0)
-        predicted = max(config.max_response_tokens, *(d.targets for d in demonstrations), 0)
+        predicted = max(config.max_response_tokens, *(len(d.imitated) for d in demonstrations), 0)
     elif isinstance(config, SFTConfig):
-        predicted = max(row.targets for row in rows)
+        predicted = max(len(row.imitated) for row in rows)
     else:
         sequences = 2  # the two sides of a pair
         if isinstance(config, DPOConfig):

@@ -48,8 +48,9 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.prepare import Prepared
-from lightning_rlhf.stages.stage import Settings, read_reward, reward_key
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.settings import read_reward
+from lightning_rlhf.stages.stage import Settings, reward_key
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(map(Message.of, messages))
 
 
-def hub_rewards(ready: Prepared) -> dict[str, Final]:
+def hub_rewards(ready: Run) -> dict[str, Final]:
     """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
     settings = ready.settings
     return {
@@ -220,7 +221,7 @@ Loader = Callable[[Roles, MicrobatchSize], Source]
 head on the policy's base reads at once."""
 
 
-def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Loader]:
+def light_sources(ready: Run, columns: Collection[str]) -> dict[str, Loader]:
     """Check every component of the reward before a model loads; return what loads each.
 
     columns: columns of the prompts' rows.
@@ -232,7 +233,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Loader
     return {name: _checked(ready, name, columns) for name in settings.reward}
 
 
-def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
+def _checked(ready: Run, name: str, columns: Collection[str]) -> Loader:
     settings, config = ready.settings, ready.settings.reward[name]
     key, role = reward_key(settings, name), reward_role(settings, name)
     source: Source
@@ -261,7 +262,7 @@ def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
 
 
 def build_reward(
-    ready: Prepared, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
+    ready: Run, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
 ) -> Reward:
     """Return the reward that PPO maximises: every component, in the order of the configuration.
 
@@ -276,7 +277,7 @@ def build_reward(
         )
 
 
-def random_source(ready: Prepared, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
+def random_source(ready: Run, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
     """Return a reward head with random weights."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
@@ -287,7 +288,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
 
 
 def head_source(
-    ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
+    ready: Run, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
 ) -> LearnedReward:
     """Return a reward model of stage=rm, on the policy's base or with its own."""
     role = reward_role(ready.settings, name)
@@ -304,7 +305,7 @@ def head_source(
     )  # fmt: skip
 
 
-def check_template(ready: Prepared, final: Final) -> None:
+def check_template(ready: Run, final: Final) -> None:
     """Raise CheckpointError unless a reward model was trained with the policy's chat template."""
     if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
         raise CheckpointError(
@@ -341,9 +342,10 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
     return heads[0]
 
 
-def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
+def build_critic(ready: Run, roles: Roles) -> Critic:
     """Load and return the critic that ppo.critic and ppo.critic_init describe."""
     reward, scale = None, (0.0, 1.0)
+    config: PPOConfig = ready.settings.config
     if config.critic_init == "reward":
         name, component = critic_start(ready.settings)
         reward = ready.parents[reward_role(ready.settings, name)]

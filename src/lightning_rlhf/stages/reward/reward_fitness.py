@@ -54,7 +54,7 @@ from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_refere
 from lightning_rlhf.rollout.collector import encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.stage import reward_key
 
 PROBED = 64
@@ -197,7 +197,7 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
 
 
 def check_lengths(
-    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
+    ready: Run, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
 ) -> None:
     """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
     longest = max(len(prompt) for prompt in prompts)
@@ -208,7 +208,7 @@ def check_lengths(
 
 
 def sft_samples(
-    ready: Prepared,
+    ready: Run,
     roles: Roles,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -279,7 +279,7 @@ def log_fitness(
         print_line(page.about_pairs)
 
 
-def check_formats(ready: Prepared, reward: Reward) -> None:
+def check_formats(ready: Run, reward: Reward) -> None:
     """Compare every reward model with its scores at training, and print the result.
 
     Raises CheckpointError where they differ and `format_check` is strict.
@@ -314,9 +314,7 @@ def advice(result: FormatResult, key: str) -> str:
     return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
 
 
-def check_format(
-    ready: Prepared, name: str, source: LearnedReward | TextReward
-) -> FormatResult | None:
+def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
     """Return the comparison for one reward model; None where there are no pairs."""
     final = ready.parents.get(reward_role(ready.settings, name))
     known = read_pairs(final.path) if final is not None else []
@@ -343,7 +341,7 @@ def check_format(
     return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
-def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
+def labelled(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     """Return some held-out pairs of the data: (row of the prompt, chosen, rejected)."""
     data = ready.settings.data
     if data.preferences.train is None:
