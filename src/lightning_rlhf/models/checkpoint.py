@@ -56,6 +56,14 @@ class Verdict:
     reasons: Sequence[str]
     """Flagged checks, each with its number."""
 
+    @staticmethod
+    def is_json(node: Any) -> bool:
+        """Return whether `Verdict(**node)` is a verdict: `node` is one as JSON holds it."""
+        match node:
+            case {"is_unfit": bool(), "words": str(), "reasons": [*reasons]} if len(node) == 3:
+                return all(isinstance(reason, str) for reason in reasons)
+        return False
+
     @property
     def style(self) -> str:
         """Return the verdict's colour on a terminal: red where unfit, yellow with reservations."""
@@ -122,8 +130,9 @@ class Manifest:
         for role, source in self.parents.items():
             if not source or not isinstance(source, str):
                 raise TypeError(f"parents.{role} is {source!r:.60}")
-        for verdict in self.verdicts.values():
-            Verdict(**verdict)
+        for name, verdict in self.verdicts.items():
+            if not Verdict.is_json(verdict):
+                raise TypeError(f"verdicts.{name} is {verdict!r}")
 
 
 def read_manifest(file: Path) -> Manifest:
