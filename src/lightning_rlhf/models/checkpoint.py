@@ -56,6 +56,14 @@ class Verdict:
     reasons: Sequence[str]
     """Flagged checks, each with its number."""
 
+    @staticmethod
+    def is_json(node: Any) -> bool:
+        """Return whether `Verdict(**node)` is a verdict: `node` is one as JSON holds it."""
+        match node:
+            case {"is_unfit": bool(), "words": str(), "reasons": [*reasons]} if len(node) == 3:
+                return all(isinstance(reason, str) for reason in reasons)
+        return False
+
     @property
     def style(self) -> str:
         """Return the verdict's colour on a terminal: red where unfit, yellow with reservations."""
@@ -119,11 +127,12 @@ class Manifest:
         for name, value in self.metrics.items():
             if not is_number(value):
                 raise TypeError(f"metrics.{name} is {value!r:.60}")
-        for name, source in {"base": self.base, **self.parents}.items():
+        for role, source in self.parents.items():
             if not source or not isinstance(source, str):
-                raise TypeError(f"{name} is {source!r:.60}")
-        for verdict in self.verdicts.values():
-            Verdict(**verdict)
+                raise TypeError(f"parents.{role} is {source!r:.60}")
+        for name, verdict in self.verdicts.items():
+            if not Verdict.is_json(verdict):
+                raise TypeError(f"verdicts.{name} is {verdict!r}")
 
 
 def read_manifest(file: Path) -> Manifest:
@@ -274,6 +283,8 @@ def find(source: str, key: str) -> Final:
         if (folder / ADAPTER).is_file():
             check_adapter(folder)
     file = path / MANIFEST
+    if os.path.lexists(file) and not file.is_file():
+        raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
     if file.is_file():
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
