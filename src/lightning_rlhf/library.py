@@ -29,6 +29,7 @@ from lightning_rlhf.stages.stage import Settings
 from lightning_rlhf.stages.start import check_inputs, require_buildable
 
 if TYPE_CHECKING:
+    from lightning_rlhf.modules.ppo import PPOModule
     from lightning_rlhf.stages.prepare import Training
 
 
@@ -76,7 +77,7 @@ def no_outer_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def build(settings: Settings) -> Training:
+def build(settings: Settings, module: type[PPOModule] | None = None) -> Training:
     """Return a stage before its first step, with `module` and `data` for `Trainer.fit`.
 
     Loads data and models as `python train.py` does, and reads what earlier stages of the run saved.
@@ -84,6 +85,9 @@ def build(settings: Settings) -> Training:
     to `trainer.threads`, where the configuration has one, and its precision of fp32 products.
     Messages of libraries that need no action are silenced, as on the command line. For "rm" the SFT
     model first samples `rm.calibration_samples` responses, on which the reward's scale is measured.
+
+    module: subclass of PPOModule for the stage "ppo", with another loss, reward or optimizer; None
+        builds the stage's own module.
 
     Raises:
         RLHFError: data or models are missing or do not fit, or the run has been saved already.
@@ -103,7 +107,10 @@ def build(settings: Settings) -> Training:
     check_accelerator(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
-    training: Training = prepare(settings, settings.config)
+    require(module is None or settings.stage == "ppo", "module", module,
+            f"None for stage {settings.stage!r}, or a subclass of PPOModule for 'ppo'")  # fmt: skip
+    classes = () if module is None else (module,)
+    training: Training = prepare(settings, settings.config, *classes)
     return training
 
 

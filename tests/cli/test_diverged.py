@@ -111,7 +111,9 @@ def test_limits_that_let_no_update_through(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, key: str, count: int
 ) -> None:
     """target_kl ends the iteration at its first minibatch, max_ratio skips each of the four."""
-    monkeypatch.setattr("lightning_rlhf.modules.ppo.exceeds", lambda _, limit: limit is not None)
+    monkeypatch.setattr(
+        "lightning_rlhf.modules.ppo.exceeds", lambda _, limit, *names: limit is not None
+    )
     error = finished.mini(*command(finished, "ppo", ONE_STEP["ppo"], f"ppo.{key}=2.0")).error
     assert error == (
         "ppo has learned nothing, and writes no final/: none of its updates was made "

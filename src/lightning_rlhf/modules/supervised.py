@@ -22,7 +22,7 @@ from lightning_rlhf.modules.optim import (
     backward,
     build_optimizer,
     check_parameters,
-    check_processes,
+    check_trainer,
     clip_gradients,
     halving_microbatches,
     log_headline,
@@ -98,7 +98,7 @@ class SupervisedModule(L.LightningModule):
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
-        check_processes(self)
+        check_trainer(self)
 
     def joined(self, parts: Sequence[R], batch: Record) -> R:
         """Return the records of the rows of a batch from those of each process's rows.

@@ -21,11 +21,11 @@ def run(settings: Settings, config: PPOConfig) -> Path:
     return run_ppo(settings, config)
 
 
-def prepare(settings: Settings, config: PPOConfig) -> Any:
+def prepare(settings: Settings, config: PPOConfig, *module_class: Any) -> Any:
     """Return the stage before its first iteration, as `train_ppo.prepare_ppo`."""
     from lightning_rlhf.stages.train_ppo import prepare_ppo
 
-    return prepare_ppo(settings, config)
+    return prepare_ppo(settings, config, *module_class)
 
 
 def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
