@@ -40,8 +40,8 @@ from unittest.mock import patch
 from common import commit, markdown_table, processor
 from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
-from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main as command_line
+from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule

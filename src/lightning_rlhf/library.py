@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import lightning as L
+import torch
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf, open_dict
@@ -20,17 +23,14 @@ from lightning_rlhf.cli.overrides import (
     refuse_other_stages,
 )
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.folder.folders import claim
+from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.stages.accelerator import check_accelerator
+from lightning_rlhf.stages.console import CONF, quiet_libraries
+from lightning_rlhf.stages.fit import require_trained
 from lightning_rlhf.stages.folder.resume import resume_point
-from lightning_rlhf.stages.registry import stage_names
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.start import check_inputs, require_buildable
-
-if TYPE_CHECKING:
-    from lightning_rlhf.modules.ppo import PPOModule
-    from lightning_rlhf.stages.prepare import Training
+from lightning_rlhf.stages.stage import Settings, Stage, stage_names
 
 
 def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> Settings:
@@ -77,7 +77,17 @@ def no_outer_hydra() -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
-def build(settings: Settings, module: type[PPOModule] | None = None) -> Training:
+@dataclass(frozen=True)
+class Training:
+    """A stage before its first step, for `Trainer.fit(training.module, training.data)`."""
+
+    stage: Stage
+    run: Run
+    module: L.LightningModule
+    data: StageData
+
+
+def build(settings: Settings, module: type[L.LightningModule] | None = None) -> Training:
     """Return a stage before its first step, with `module` and `data` for `Trainer.fit`.
 
     Loads data and models as `python train.py` does, and reads what earlier stages of the run saved.
@@ -86,32 +96,26 @@ def build(settings: Settings, module: type[PPOModule] | None = None) -> Training
     Messages of libraries that need no action are silenced, as on the command line. For "rm" the SFT
     model first samples `rm.calibration_samples` responses, on which the reward's scale is measured.
 
-    module: subclass of PPOModule for the stage "ppo", with another loss, reward or optimizer; None
-        builds the stage's own module.
+    Args:
+        settings: what `configuration` returned.
+        module: class of the module, derived from that of the stage; None is that of the stage.
 
     Raises:
         RLHFError: data or models are missing or do not fit, or the run has been saved already.
     """
-    import torch
-
-    from lightning_rlhf.stages.accelerator import check_accelerator  # which imports torch
-    from lightning_rlhf.stages.console import quiet_libraries
-
-    prepare, resume = settings.definition.prepare, settings.resume
-    require_buildable(settings, "built")
-    assert prepare is not None
+    resume, stage = settings.resume, copy(settings.definition)
+    require_trained(stage, "built")
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     resume_point(settings)
-    check_inputs(settings)
     quiet_libraries()
     check_accelerator(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
-    require(module is None or settings.stage == "ppo", "module", module,
-            f"None for stage {settings.stage!r}, or a subclass of PPOModule for 'ppo'")  # fmt: skip
-    classes = () if module is None else (module,)
-    training: Training = prepare(settings, settings.config, *classes)
-    return training
+    run = Run.of(settings)
+    if module is not None:
+        stage.module_class = module  # type: ignore[attr-defined]
+    built, data, _ = stage.build(run)
+    return Training(stage, run, built, data)
 
 
 def save(training: Training, metrics: Mapping[str, float] | None = None) -> Path:
@@ -127,5 +131,5 @@ def save(training: Training, metrics: Mapping[str, float] | None = None) -> Path
     Raises:
         ConfigError: the folder cannot be written.
     """
-    claim(training.ready.settings, training.ready.parents)
-    return training.save(metrics or {})
+    training.run.claim()
+    return training.stage.finish(training.run, training.module, metrics or {})

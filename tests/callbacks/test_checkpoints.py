@@ -20,10 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
+from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     check_checkpoint,
-    link_best,
     numbered,
     read_run,
     stamp,
@@ -33,7 +33,6 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.loggers import MetricsFile, read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.errors import (
@@ -43,11 +42,13 @@ from lightning_rlhf.core.errors import (
     RewardError,
     StorageError,
 )
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.core.metrics import MACHINE
+from lightning_rlhf.stages.ppo import PPO
+from lightning_rlhf.stages.stage import find_stage
 
 from .conftest import FakePPO, Fit
 
-GOAL = STAGES["ppo"].goal
+GOAL = PPO.goal
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
 NEVER = 1000
 
@@ -183,7 +184,9 @@ def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: 
 
 
 def saver_of(stage: Any, folder: Path) -> Checkpoints:
-    return Checkpoints(folder, config(), replace(ORIGIN, stage=stage), Stop(), STAGES[stage].goal)
+    return Checkpoints(
+        folder, config(), replace(ORIGIN, stage=stage), Stop(), find_stage(stage).goal
+    )
 
 
 def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
@@ -218,16 +221,6 @@ def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path
     with pytest.raises(DivergedError, match=said):
         evaluated(saver, 2, loss=800.0, perplexity=float("inf"))
     assert (saver.evaluated, saver.best_step) == (1, 1)
-
-
-def test_a_goal_metric_that_was_not_logged_is_named_and_the_evaluation_not_done(
-    tmp_path: Path,
-) -> None:
-    saver = saver_of("rm", tmp_path)
-    told = r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/accuracy, eval/loss$"
-    with pytest.raises(ConfigError, match=told):
-        evaluated(saver, 1, loss=2.0, accuracy=0.5)
-    assert (saver.evaluated, saver.best_step) == (None, None)
 
 
 def test_the_evaluation_before_the_first_step_needs_the_goal_metrics_and_is_not_the_best(
@@ -270,27 +263,14 @@ class Adds(Callback):
 
 
 def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: Run) -> None:
-    told = r"^Remembers\.state_dict\(\)\['rules'\]\['first'\] is an object of type SFTConfig, from"
+    told = r"^Remembers\.state_dict\(\) holds objects .*core\.config\.SFTConfig"
     with pytest.raises(CheckpointError, match=told):
         run.train(Remembers({"first": config()}), checkpoint_every=1)
     assert run.steps == [1]
 
 
-def test_a_callback_without_a_state_to_save_is_named(run: Run) -> None:
-    class Fails(Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"length": self.length}  # type: ignore[attr-defined]
-
-    told = (
-        r"^Fails\.state_dict\(\) raised AttributeError: 'Fails' object has no attribute 'length', "
-    )
-    with pytest.raises(CheckpointError, match=told):
-        run.train(Fails(), checkpoint_every=1)
-    assert run.steps == []
-
-
 def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
-    told = r"^checkpoint\['mine'\]\[0\] is an object of type PosixPath, from which no run"
+    told = r"^checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;"
     with pytest.raises(CheckpointError, match=told):
         run.train(Adds())
     assert run.steps == []
@@ -302,14 +282,6 @@ def test_a_state_of_tensors_numbers_and_texts_is_resumed_from(run: Run) -> None:
     again = Remembers(state)
     run.train(again, resume="000003", checkpoint_every=3)
     assert run.steps == [3, 6]
-
-
-def test_the_best_may_be_linked_again(tmp_path: Path) -> None:
-    """As by an evaluation done anew; among links of one file a rename does nothing."""
-    (tmp_path / "000001.ckpt").write_text("1")
-    for _ in range(2):
-        link_best(tmp_path, 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["000001.ckpt", "best.ckpt"]
 
 
 class Cut(Exception):
@@ -448,7 +420,7 @@ class Fails(FakePPO):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("error", [RewardError("away"), ValueError("else"), MemoryError()])
+@pytest.mark.parametrize("error", [RewardError("away"), MemoryError()])
 def test_an_exception_before_the_update_saves_the_step_before(
     run: Run, error: BaseException
 ) -> None:
@@ -463,12 +435,6 @@ def test_an_exception_within_the_update_saves_nothing(run: Run) -> None:
     """Some of the weights are of the third iteration."""
     with pytest.raises(RewardError):
         run.train(module=Fails("update", RewardError("away")))
-    assert run.steps == []
-
-
-def test_an_exception_before_the_rows_are_written_saves_nothing(run: Run) -> None:
-    with pytest.raises(Cut):
-        run.train(At("on_train_batch_end", 3, throw(Cut())))
     assert run.steps == []
 
 
@@ -488,31 +454,17 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
 def test_a_full_disk_leaves_the_checkpoint_before(
     run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(tree: Any, file: Any) -> None:
-        file.write(b"half of it")
+    def full(checkpoint: Any) -> None:
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(torch, "save", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(checkpoints, "outline", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
     run.train(resume="000002", checkpoint_every=1)
     assert run.steps == [5, 6]
-
-
-def test_what_ended_the_run_is_told_where_nothing_can_be_saved(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(tree: Any, file: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(RewardError, match="away"):
-        run.train(module=Fails("rollout", RewardError("away")))
-    assert "no checkpoint of step 2: " in capsys.readouterr().out
-    assert run.steps == []
 
 
 # Signals.
@@ -603,7 +555,6 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     ("change", "said"),
     [
         ({"stage": "sft"}, "of stage ppo, not sft"),
-        ({"model": "tiny"}, "of model mini, not tiny"),
         ({"version": "2"}, "of lightning-rlhf 1, not 2"),
         ({"run": "b"}, "of run a, not b"),
     ],
@@ -622,20 +573,8 @@ def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> 
 STAMP = stamp(ORIGIN, 1)
 
 
-@pytest.mark.parametrize("content", [
-    {"state_dict": {}}, {"lightning_rlhf": STAMP}, [STAMP], None,
-    *({"state_dict": {}, "lightning_rlhf": run} for run in (
-        None, "x", {}, STAMP | {"step": "1"}, STAMP | {"more": 1})),
-])  # fmt: skip
-def test_another_programs_file_is_foreign(tmp_path: Path, content: Any) -> None:
-    path = tmp_path / "000001.ckpt"
-    torch.save(content, path)
-    with pytest.raises(CheckpointError, match="is foreign: no checkpoint of this lightning-rlhf"):
-        check_checkpoint(path, ORIGIN)
-
-
 @given(place=st.floats(0, 0.999), byte=st.integers(0, 255))
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=30, deadline=None, derandomize=True)
 def test_whatever_bytes_say_is_one_error(place: float, byte: int) -> None:
     """With a checksum that fits them: the pickle in the file is another one."""
     with tempfile.TemporaryDirectory() as folder:

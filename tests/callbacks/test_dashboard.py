@@ -11,9 +11,9 @@ from wandb_workspaces.reports.v2 import (
     WeavePanelSummaryTable,
 )
 
-from lightning_rlhf.callbacks.names import METRICS
-from lightning_rlhf.cli.commands import HEADLINE, SECTIONS, build_workspace, dashboard
+from lightning_rlhf.cli.commands import SECTIONS, build_workspace, dashboard
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import HEADLINES, METRICS
 
 WORKSPACE = build_workspace("team", "project", "name")
 PANELS = {section.name: section.panels for section in WORKSPACE.sections}
@@ -31,8 +31,8 @@ def metrics_of(panel: object) -> list[str]:
 def test_the_headline_is_open_and_has_a_panel_for_each_headline_metric() -> None:
     first = WORKSPACE.sections[0]
     assert first.is_open
-    assert [metrics_of(panel) for panel in first.panels] == [[name] for name in HEADLINE]
-    assert HEADLINE == ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
+    assert [metrics_of(panel) for panel in first.panels] == [[name] for name in HEADLINES]
+    assert tuple(HEADLINES) == ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
 
 
 def test_every_metric_has_one_panel_in_the_sections_of_each_of_its_stages() -> None:
@@ -47,7 +47,7 @@ def test_every_metric_has_one_panel_in_the_sections_of_each_of_its_stages() -> N
         for stage in sorted({stage for metric in METRICS.values() for stage in metric.stages})
     }
     for stage, names in shown.items():
-        expected = {n for n, m in METRICS.items() if stage in m.stages} - set(HEADLINE)
+        expected = {n for n, m in METRICS.items() if stage in m.stages} - set(HEADLINES)
         assert names == sorted(expected)
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, RULES, Diagnosis, OwnRule, kl_exploding
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
-from lightning_rlhf.callbacks.rules import reward_against_gold, reward_constant
+from lightning_rlhf.callbacks.rules import RULES, kl_exploding, reward_against_gold, reward_constant
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments

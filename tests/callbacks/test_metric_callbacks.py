@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
-from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.results import RESULT
 
 from .conftest import FakePPO, FakeReward, FakeSFT, Fit

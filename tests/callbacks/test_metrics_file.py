@@ -102,7 +102,7 @@ def test_a_row_that_finds_no_room_names_the_file(
 
 
 @pytest.mark.parametrize("line", [
-    "two,1.0", "2,high", "2,1.0,3.0", "2", "", "-1,1.0", "2.5,1.0", ",1.0",
+    "two,1.0", "2,high", "2,1.0,3.0", "2", "", "-1,1.0", "1,1.0",
 ])  # fmt: skip
 def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.csv"
@@ -110,8 +110,8 @@ def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         MetricsFile(tmp_path)
     assert str(caught.value) == (
-        f"{path}, line 3, is damaged: found {line!r}; allowed: a step and 1 numbers or empty "
-        "cells. Delete that line, or mend it"
+        f"{path}, line 3, is damaged: found {line!r}; allowed: a step larger than those "
+        "before it, and 1 numbers or empty cells. Delete that line, or mend it"
     )
 
 

@@ -9,16 +9,11 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event, Thread
-from time import monotonic
 from typing import Any
 
 import pytest
-import wandb
 from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.image import imsave
 
@@ -63,9 +58,6 @@ def history(folder: Path) -> list[dict[str, Any]]:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     return [r["history"]["item"] for r in records if r["type"] == "history"]
-
-
-# Its own process.
 
 
 class KillsWandb(Callback):
@@ -158,99 +150,3 @@ def test_what_else_fails_in_wandb_is_not_hidden(
     with pytest.raises(OSError, match="No space left"):
         loggers[1].log_metrics({"reward_mean": 1.0}, step=1)
     close_loggers(loggers, exit_code=0)
-
-
-# The server, or the way to it.
-
-
-class Server(ThreadingHTTPServer):
-    """As much of W&B's as the start of a run and its uploads ask for."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Answer)
-        self.uploads_begun = Event()
-        self.is_broken = False
-        self.failures = 0
-
-    def end(self) -> None:
-        self.shutdown()
-        self.server_close()
-
-
-class Answer(BaseHTTPRequestHandler):
-    """One answer for every question: who asks, which run, and what the server can do."""
-
-    server: Server
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        if self.path.endswith("file_stream"):
-            self.server.uploads_begun.set()
-        of_the_run = {
-            "id": "b", "name": "r", "displayName": "r", "config": "{}", "historyLineCount": 0,
-            "project": {"id": "p", "name": "test", "entity": {"id": "e", "name": "me"}},
-        }  # fmt: skip
-        data = {
-            "viewer": {"id": "v", "entity": "me", "flags": "{}", "teams": {"edges": []}},
-            "upsertBucket": {"bucket": of_the_run, "inserted": True},
-            "serverInfo": {"features": []},
-            "model": None,
-        }
-        self.server.failures += self.server.is_broken
-        body = json.dumps({"data": data}).encode()
-        self.send_response(500 if self.server.is_broken else 200)
-        self.send_header("content-type", "application/json")
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    do_GET = do_PUT = do_POST
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Nothing on the terminal."""
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    server = Server()
-    Thread(target=server.serve_forever, daemon=True).start()
-    monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{server.server_port}")
-    wandb.teardown()  # which a process reads once
-    yield server
-    server.end()
-
-
-class TakesAway(Callback):
-    """After the second batch the server ends, or answers 500 to everything."""
-
-    def __init__(self, server: Server, answers_500: bool) -> None:
-        self.server, self.answers_500 = server, answers_500
-
-    def on_train_batch_end(
-        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Any, index: int
-    ) -> None:
-        if index != 1:
-            return
-        assert self.server.uploads_begun.wait(timeout=30)
-        self.server.is_broken = True
-        if not self.answers_500:
-            self.server.end()
-
-
-@pytest.mark.parametrize("answers_500", [False, True], ids=["ends", "answers 500"])
-def test_a_run_goes_on_where_the_server_goes_away(
-    server: Server, fit: Fit, tmp_path: Path, capfd: pytest.CaptureFixture[str], answers_500: bool
-) -> None:
-    """Every row waits in W&B's folder for `wandb sync`, and the end for no more than the 2 s."""
-    loggers = build_loggers(wandb_config("online"), tmp_path, IDENTITY)
-    fit(FakePPO(), [PPOMetrics(), TakesAway(server, answers_500)], loggers, batches=4)
-    started = monotonic()
-    close_loggers(loggers, exit_code=0)
-    assert 2 <= monotonic() - started < 20
-    assert (server.failures > 0) == answers_500
-    assert "Use `wandb sync`" in capfd.readouterr().err
-    assert curve(tmp_path) == CURVE
-    wandb.teardown()  # as where the command ends, so that its files are whole
-    (folder,) = (tmp_path / "wandb").glob("run-*")  # begun online, and never offline
-    logged = [(h["iteration"], h["reward_mean"]) for h in history(folder)]
-    assert logged == CURVE

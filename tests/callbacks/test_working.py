@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
 
 import pytest
 import rich
@@ -16,66 +15,23 @@ from lightning_rlhf.io.console import PERIOD_S, Working
 from .conftest import FakePPO, Fit
 
 
-class Clock:
-    """Time that passes where it is waited for, or where somebody works."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def waiting(self, work: Callable[[], None], seconds: float) -> Callable[[float], bool]:
-        """As Event.wait of a block that works for `seconds`; `work` is done in each period."""
-        end = self.now + seconds
-
-        def stops(timeout_s: float) -> bool:
-            assert timeout_s == PERIOD_S == 10
-            work()
-            self.now = min(end, self.now + timeout_s)
-            return self.now == end
-
-        return stops
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(console, "monotonic", found)
-    return found
-
-
-def test_there_is_a_line_every_ten_seconds(
-    clock: Clock, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with Working("sampling", 64) as sampling:
-        sampling.print_until(clock.waiting(lambda: sampling.advance(8), 35))
-    assert capsys.readouterr().out.splitlines() == [
-        "sampling 8/64  0:00:10 elapsed",
-        "sampling 16/64  0:00:20 elapsed",
-        "sampling 24/64  0:00:30 elapsed",
-    ]
-
-
-def test_what_takes_less_says_nothing(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    with Working("loading [bold]it[/bold]") as loading:
-        loading.print_until(clock.waiting(lambda: None, 9.9))
-        assert capsys.readouterr().out == ""
-        loading.print_until(clock.waiting(lambda: None, 10.1))
-    assert capsys.readouterr().out == "loading [bold]it[/bold]  0:00:20 elapsed\n"
-
-
 def test_the_lines_come_by_themselves_and_end_with_the_block(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Every ten seconds; a shorter block says nothing."""
+    assert PERIOD_S == 10
+    with Working("sampling", 64):
+        pass
+    assert capsys.readouterr().out == ""
     monkeypatch.setattr(console, "PERIOD_S", 0.01)
-    with Working("loading") as loading:
-        while "loading  0:00:00 elapsed" not in capsys.readouterr().out:
+    with Working("loading [bold]it[/bold]", 64) as loading:
+        loading.advance(8)
+        while "loading [bold]it[/bold] 8/64  0:00:00 elapsed\n" not in capsys.readouterr().out:
             pass
     assert loading._stopped.is_set()
 
 
-def test_items_count_once_the_next_is_asked_for(clock: Clock) -> None:
+def test_items_count_once_the_next_is_asked_for() -> None:
     sampling = Working("sampling", 6)
     sampling.start()
     lines = [sampling.line for _ in sampling.track(["ab", "abc", "a"], len)]

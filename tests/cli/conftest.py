@@ -29,9 +29,9 @@ from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
-from lightning_rlhf.callbacks.names import MACHINE
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.sweep_hook import SweepHook
+from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.stages.console import HOME, RECIPES
 
 from ..composing import PRESETS
@@ -283,8 +283,8 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             raise PowerCut
 
         if where == "hand_over":
-            for stage in ("sft", "rm", "ppo"):
-                monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.hand_over", pull)
+            for stage in ("supervised", "rm", "ppo"):
+                monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.hand_over", pull)
             return
         hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"
         original = getattr(Checkpoints, hook)

@@ -16,10 +16,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 import lightning_rlhf
-from lightning_rlhf.callbacks import names
-from lightning_rlhf.callbacks.metric_definitions import Metric
-from lightning_rlhf.callbacks.names import check_names
+from lightning_rlhf.core import metrics as names
 from lightning_rlhf.core.losses import PolicyOutputs
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.stages.console import HOME
 
 from .conftest import PRESETS, Workplace, given, rows, weights
@@ -133,8 +132,8 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
     assert not {"entropy", "update/clip_fraction", "update/ratio_max"} & last.keys()
     assert "ppo." not in (folder / "diagnosis.json").read_text()
 
-    assert "--code FILE.py:STAGE" in place.call("export", str(folder), "--step", "3").error
-    code = ("--code", "penalized.py:STAGE")
+    assert "--code FILE.py:Penalized" in place.call("export", str(folder), "--step", "3").error
+    code = ("--code", "penalized.py:Penalized")
     out = str(place.folder / "exported" / "final")
     place.call("export", str(folder), "--step", "3", "--out", out, *code).succeeded  # noqa: B018
     assert weights(place.folder / "exported") == weights(folder)
@@ -173,7 +172,7 @@ def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(names, "METRICS", dict(names.METRICS))
     with pytest.raises(ValueError, match="rollout/longest"):
         check_names(["rollout/longest"])
-    exec(example("metric"), {"METRICS": names.METRICS, "Metric": Metric, "PPO": names.PPO})
+    exec(example("metric"), {"METRICS": names.METRICS, "metric_rows": names.metric_rows})
     check_names(["rollout/longest"])
 
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
 from lightning_rlhf.callbacks.stopping import AVERAGE
 
 from .conftest import PowerCut, Workplace, given, rows, weights
@@ -31,7 +31,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Work
 
 def check_average(model: Path, checkpoint: Path, trained: int) -> None:
     """Check that a model's file has the averages of the checkpoint, in all trained tensors."""
-    averages = plain(load(checkpoint)[AVERAGE])
+    averages = plain(load_checkpoint(checkpoint)[AVERAGE])
     (file,) = model.glob("*model.safetensors")
     found = plain(load_file(file))
     assert len(found) == trained
@@ -62,7 +62,9 @@ def test_final_and_exports_hold_the_average(place: Workplace) -> None:
 def test_nothing_that_is_trained_changes_and_what_is_evaluated_does(place: Workplace) -> None:
     plain_run, averaged = place.stage("ppo"), place.stage("ppo", "ema")
     for name in ("000002", "000003"):
-        one, other = (load(run / "checkpoints" / f"{name}.ckpt") for run in (plain_run, averaged))
+        one, other = (
+            load_checkpoint(run / "checkpoints" / f"{name}.ckpt") for run in (plain_run, averaged)
+        )
         assert AVERAGE not in one
         assert one["state_dict"].keys() == other["state_dict"].keys()
         for key, tensor in one["state_dict"].items():
@@ -94,6 +96,6 @@ def test_other_stages_average_too(place: Workplace, stage: str) -> None:
     place.mini(f"stage={stage}", "run=ema", f"{stage}.ema_decay=0.5", *words).succeeded  # noqa: B018
     folder = place.stage(stage, "ema")
     last = max((folder / "checkpoints").glob("0*.ckpt"))
-    trained = [name for name in load(last)["state_dict"] if "heads" not in name]
+    trained = [name for name in load_checkpoint(last)["state_dict"] if "heads" not in name]
     model = folder / "final" / "roles" if stage == "rm" else folder / "final"
     check_average(model, last, len(trained))

@@ -6,14 +6,15 @@ import json
 from pathlib import Path
 
 from lightning_rlhf.stages.folder.changes import abridged, changes
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.ppo import PPO
+from lightning_rlhf.stages.stage import find_stage
 
 
 def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"stage": "sft", "sft": {"lr": 0.1}, "model": {"name": "a"}}))
     now = {"stage": "sft", "sft": {"lr": 0.2}, "policy": {"name": "b"}, "model": {"name": "a"}}
-    assert changes(STAGES[now["stage"]], now, file) == [
+    assert changes(find_stage(now["stage"]), now, file) == [
         'policy.name was not there, is "b"',
         "sft.lr was 0.1, is 0.2",
     ]
@@ -38,11 +39,11 @@ def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -
     now = json.loads(file.read_text())
     for component in now["reward"]["components"].values():
         component["unfit"] = "warn"
-    assert changes(STAGES[now["stage"]], now, file) == []
+    assert changes(find_stage(now["stage"]), now, file) == []
     now["reward"]["components"]["unfit"]["weight"] = 2.0
-    assert changes(STAGES[now["stage"]], now, file) == [
+    assert changes(find_stage(now["stage"]), now, file) == [
         "reward.components.unfit.weight was 1.0, is 2.0"
     ]
     single = {"stage": "ppo", "reward": {**part, "unfit": "refuse"}}
     file.write_text(json.dumps({"stage": "ppo", "reward": part}))
-    assert changes(STAGES["ppo"], single, file) == []
+    assert changes(PPO(), single, file) == []

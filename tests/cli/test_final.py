@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightning_rlhf.callbacks.checkpoint_files import load
+from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
 from lightning_rlhf.models.checkpoint import digest
 
 from .conftest import Outcome, PowerCut, Workplace, rows, tree
@@ -77,7 +77,9 @@ def test_an_export_of_the_last_step_is_final(place: Workplace) -> None:
 
 
 def test_an_export_holds_the_weights_of_its_checkpoint(place: Workplace) -> None:
-    state = load(folder(place, "reference") / "checkpoints" / "000003.ckpt")["state_dict"]
+    state = load_checkpoint(folder(place, "reference") / "checkpoints" / "000003.ckpt")[
+        "state_dict"
+    ]
     found = load_file(exported(place, "reference", 3) / "adapter_model.safetensors")
     for name, tensor in found.items():
         head, _, part = name.rpartition(".lora_")

@@ -22,11 +22,10 @@ from .conftest import MINI, Workplace, tree, weights
 def unbuilt(monkeypatch: pytest.MonkeyPatch) -> None:
     """No stage may begin: it is too late to refuse then."""
 
-    def load(*arguments: Any) -> None:
+    def load(*arguments: Any, **named: Any) -> None:
         raise AssertionError("it is too late to refuse")
 
-    for stage in ("sft", "rm", "ppo"):
-        monkeypatch.setattr(f"lightning_rlhf.stages.train_{stage}.run_{stage}", load)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
 
 
 def linked(place: Workplace, link: Path) -> Path:
@@ -51,6 +50,12 @@ def test_overwrite_replaces_what_a_link_points_to(
     (stage / "samples" / "stale.jsonl").touch()
     (stage / "final_000002").mkdir()
     (stage / "mine.txt").touch()
+    for inside in ("final/mine.txt", "checkpoints/mine.txt"):  # which would go with their folder
+        (stage / inside).touch()
+        before = weights(stage)
+        assert inside in finished.mini("stage=sft", "overwrite=true").error
+        assert weights(stage) == before
+        (stage / inside).unlink()
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
     assert links[which].is_symlink()
     assert links[which].resolve() == target

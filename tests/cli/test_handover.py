@@ -115,11 +115,11 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
 ) -> None:
     """A head of zeros gives every sample its bias: a standard deviation of exactly 0."""
 
-    def train(ready: Any, module: Any, *args: Any) -> dict[str, float]:
+    def train(self: Any, run: Any, module: Any, metrics: Any) -> dict[str, float]:
         torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
         return {}
 
-    monkeypatch.setattr("lightning_rlhf.stages.supervised.fit", train)
+    monkeypatch.setattr("lightning_rlhf.stages.rm.RM.summarise", train)
     sft = final(finished, "sft")
     error = refused(finished, "stage=rm", f"policy.checkpoint={sft}")
     assert f"standard deviation {weight}" in error

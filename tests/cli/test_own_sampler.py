@@ -46,18 +46,18 @@ def test_what_is_no_sampler_is_refused_before_a_model_loads(
     def loading(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("lightning_rlhf.stages.train_ppo.start_from", loading)
+    monkeypatch.setattr("lightning_rlhf.stages.run.start_from", loading)
     outcome = finished.mini("stage=ppo", "run=own", f"ppo.rollout={rollout}", *given(finished))
     assert "ppo.rollout is" in outcome.error
     assert (error or "ppo.rollout") in outcome.error
 
 
-def test_a_sampler_without_its_file_is_refused_before_the_stage_starts(
+def test_a_sampler_without_its_file_is_refused_before_a_model_loads_too(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def starts(*args: object, **kwargs: object) -> None:
         raise AssertionError("the stage starts")
 
-    monkeypatch.setattr("lightning_rlhf.stages.run.run_in_folder", starts)
+    monkeypatch.setattr("lightning_rlhf.stages.run.start_from", starts)
     command = ("stage=ppo", "run=own", "ppo.rollout=nowhere.py:Greedy", *given(finished))
     assert "ppo.rollout is 'nowhere.py:Greedy'; there is no file" in finished.mini(*command).error

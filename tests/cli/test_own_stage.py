@@ -20,23 +20,20 @@ import lightning as L
 import torch
 from torch.nn.functional import relu
 
-from lightning_rlhf.callbacks.metric_rows import Rows
+from lightning_rlhf.callbacks.compute import Rows
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.validation import STRICT, PositiveFloat
-from lightning_rlhf.models.build_roles import add_policy, start_from
-from lightning_rlhf.models.roles import POLICY, REFERENCE, SFT
+from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.modules.optim import trainable_state
-from lightning_rlhf.stages.launch import fit, hand_over, make_ready
-from lightning_rlhf.stages.stage import Stage
-from lightning_rlhf.stages.supervised import read_batches
+from lightning_rlhf.stages.supervised import Supervised
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class SLiCConfig(SupervisedConfig):
     beta: PositiveFloat
 
-class SLiC(L.LightningModule):
+class SLiCModule(L.LightningModule):
     strict_loading = False
-    def __init__(self, roles, config):
+    def __init__(self, roles, config, replicas):
         super().__init__()
         self.roles, self.config = roles, config
     def logprob(self, tokens, mask):  # the prompt's is the same on both sides
@@ -59,20 +56,19 @@ class SLiC(L.LightningModule):
     def state_dict(self, *args, **kwargs):
         return trainable_state(self)
 
-def run(settings, config):
-    ready = make_ready(settings)
-    roles = start_from(settings.model, ready.parents[SFT], trainable=False, seed=settings.seed)
-    add_policy(roles, settings.model, settings.seed)
-    metrics = fit(ready, SLiC(roles, config), read_batches(ready), [Rows()])
-    return hand_over(ready, roles, POLICY, metrics, head=None)
-
-STAGE = Stage(name="slic", title="Sequence likelihood calibration", config=SLiCConfig,
-              data="preferences", run=run, goal=(("eval/slic_loss", "min"),))
+class SLiC(Supervised):
+    name = "slic"
+    title = "Sequence likelihood calibration"
+    config = SLiCConfig
+    data = "preferences"
+    module_class = SLiCModule
+    metrics = Rows
+    goal = (("eval/slic_loss", "min"),)
 '''
 SECTION = """
 # @package slic
 defaults: [sft@_here_, _self_]
-definition: mine/slic.py:STAGE
+definition: mine/slic.py:SLiC
 beta: 0.1
 """
 SMALL = ["epochs=0.75", "batch_size=4", "microbatch_size=2", "val_every=2", "checkpoint_every=1"]
@@ -126,7 +122,7 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
     written = json.loads((folder / "final" / "manifest.json").read_text())
     assert written["stage"] == "slic"
     assert written["parents"] == {"sft": "../../sft/final"}
-    assert written["config"]["slic"]["definition"] == "mine/slic.py:STAGE"
+    assert written["config"]["slic"]["definition"] == "mine/slic.py:SLiC"
 
     shutil.rmtree(folder / "final")
     (folder / "checkpoints" / "000006.ckpt").unlink()
@@ -140,7 +136,7 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
     assert "slic: done already" in out
     assert "what it promises" in out
     with pytest.raises(
-        ConfigError, match=r"slic.definition is 'mine/slic.py:STAGE'.*--code FILE.py:STAGE"
+        ConfigError, match=r"slic.definition is 'mine/slic.py:SLiC'.*--code FILE.py:SLiC"
     ):
         settings_of(folder)
 
@@ -148,8 +144,8 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["slic.definition=mine/slic.py:RUN"], "has no stage 'RUN', it has ['STAGE']"),
-        (["slic.definition=mine/other.py:STAGE"], "there is no file"),
+        (["slic.definition=mine/slic.py:RUN"], "has no stage 'RUN', it has ['SLiC']"),
+        (["slic.definition=mine/other.py:SLiC"], "there is no file"),
         (["slic.beta=much"], "slic.beta"),
         (["++slic.betta=1"], "slic.betta is not a known key; did you mean slic.beta?"),
         (["slic.lr=-1"], "slic.lr is -1"),
@@ -167,7 +163,7 @@ def test_its_mistakes_are_told_as_those_of_the_other_stages(
 
 def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> None:
     file = place.folder / "mine" / "slic.py"
-    file.write_text(file.read_text().replace(', goal=(("eval/slic_loss", "min"),)', ""))
+    file.write_text(file.read_text().replace('    goal = (("eval/slic_loss", "min"),)\n', ""))
     error = slic(place, "final=best").error
     assert error == (
         "slic.final is 'best', and stage=slic names no metric of its evaluations (Stage.goal); "
@@ -182,16 +178,10 @@ def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> No
     assert not (folder / "checkpoints" / "best.ckpt").exists()
 
 
-def test_a_stage_that_returns_no_folder_is_told(place: Workplace) -> None:
-    file = place.folder / "mine" / "slic.py"
-    file.write_text(file.read_text().replace("    ready = make_ready(settings)", "    return None"))
-    assert "`run` of stage=slic returned is None; allowed: the path" in slic(place).error
-
-
 def test_a_stage_of_the_package_is_not_defined_anew(place: Workplace) -> None:
-    error = place.mini("stage=sft", "++sft.definition=mine/slic.py:STAGE").error
+    error = place.mini("stage=sft", "++sft.definition=mine/slic.py:SLiC").error
     assert error == (
-        "sft.definition is 'mine/slic.py:STAGE', but sft is a stage of the package; allowed: "
+        "sft.definition is 'mine/slic.py:SLiC', but sft is a stage of the package; allowed: "
         "another name for a stage of your own"
     )
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered
-from lightning_rlhf.callbacks.names import MACHINE
+from lightning_rlhf.core.metrics import MACHINE
 
 from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights
 
@@ -195,13 +195,13 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.stages import supervised, train_rm
+    from lightning_rlhf.stages import fit, rm
 
     order = []
     for name, module in {
-        "sft_samples": train_rm,
-        "fit": supervised,
-        "reward_moments": train_rm,
+        "sft_samples": rm,
+        "trainer_of": fit,
+        "reward_moments": rm,
     }.items():
         original = getattr(module, name)
         monkeypatch.setattr(
@@ -210,7 +210,7 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
                 order.append(name), original(*args, **kwargs))[1],
         )  # fmt: skip
     finished.mini("stage=rm", "rm.finetune=full", "job=full").succeeded  # noqa: B018
-    assert order == ["sft_samples", "fit", "reward_moments"]
+    assert order == ["sft_samples", "trainer_of", "reward_moments"]
 
 
 # Cut off and taken up again.

@@ -30,9 +30,10 @@ from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import console, launch, run
+from lightning_rlhf.stages import accelerator, console, fit
+from lightning_rlhf.stages.accelerator import check_processes
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
-from lightning_rlhf.stages.start import check_processes
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
@@ -121,37 +122,35 @@ def test_the_processes_of_a_machine_divide_its_cores(
     """A stage that computes in one process has them all, whatever trainer.devices is."""
     for name, value in {"RANK": 0, "WORLD_SIZE": world, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(run, "THREADS", 6)
+    monkeypatch.setattr(fit, "THREADS", 6)
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     trainer = SimpleNamespace(
         threads=None, devices=2, matmul_precision="highest", accelerator="gpu"
     )
     settings: Any = SimpleNamespace(trainer=trainer, seed=0)
-    with run.computing(settings):
-        assert asked == [expected]
+    fit.set_up(settings)
+    assert asked == [expected]
 
 
 def test_the_threads_that_are_printed_are_those_of_the_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
-
-    def threads(*_: Any) -> Path:
-        (folder := tmp_path / str(torch.get_num_threads())).mkdir()
-        return folder
 
     trainer = SimpleNamespace(
         threads=3, devices=2, matmul_precision="highest", accelerator="cpu", precision="32-true"
     )
     settings: Any = SimpleNamespace(
-        trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own", config=None,
-        definition=SimpleNamespace(reads_reward=False, run=threads, config=TrainerConfig),
+        trainer=trainer, model=SimpleNamespace(quantization=None), seed=0, stage="own",
+        config=TrainerConfig, definition=SimpleNamespace(reads_reward=False),
     )  # fmt: skip
+    monkeypatch.setattr(Run, "of", lambda *_, **__: None)
     before = torch.get_num_threads()
     try:
-        assert run.run_in_folder(settings).name == "3"
+        with fit.entered(settings):
+            assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
     assert "in 2 processes of 3 threads each" in capsys.readouterr().out
@@ -205,7 +204,7 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the launcher, which sees the other process end, ends the first one meanwhile."""
-    monkeypatch.setattr(launch, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(fit, "leave_report", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     (place.folder / "fails.py").write_text(
         "import os\n"
         "def score(prompts, responses):\n"
@@ -222,9 +221,9 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
 def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_ends_the_other(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, leave = tmp_path / "first", run.leave_message
+    file, leave = tmp_path / "first", accelerator.leave_message
 
-    def run_in_folder(settings: Settings) -> Path:
+    def entered(settings: Settings, **_: Any) -> Any:
         if os.environ["RANK"] == "0":
             file.write_text(str(os.getpid()))
             time.sleep(20)
@@ -237,8 +236,8 @@ def test_an_error_that_one_process_meets_first_is_printed_where_the_launcher_end
         leave(message)
         os.kill(int(file.read_text()), signal.SIGTERM)
 
-    monkeypatch.setattr(run, "run_in_folder", run_in_folder)
-    monkeypatch.setattr(run, "leave_message", leave_and_end)
+    monkeypatch.setattr(fit, "entered", entered)
+    monkeypatch.setattr(accelerator, "leave_message", leave_and_end)
     outcome = in_processes(place, 2, "stage=sft", "run=first", folder=tmp_path)
     assert outcome.error == "process 1: no such row"
 
@@ -399,7 +398,7 @@ def test_processes_meet_without_a_look_up_of_a_name(
 def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:
     settings: Any = SimpleNamespace(
         stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
-        definition=SimpleNamespace(trains=False, runs_in_processes=False),
+        definition=SimpleNamespace(trains=False, divides=False),
     )  # fmt: skip
     with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
         check_processes(settings, World(size=2, launcher="torchrun"))

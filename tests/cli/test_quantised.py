@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,7 +26,6 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, SFT, V
 from lightning_rlhf.models.quantization import use_exact_layers
 from lightning_rlhf.models.roles import Roles, probe_tokens
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.stages import accelerator
 from lightning_rlhf.stages.preflight.preflight import ratio, sample
 
 from .conftest import PRESETS, Outcome, Workplace, given, make_workplace, rows, weights
@@ -103,7 +101,7 @@ class Built:
         ]  # fmt: skip
         with contextlib.chdir(stages.place.folder):
             training = lightning_rlhf.build(lightning_rlhf.configuration("ppo", *words))
-        self.training, self.roles = training, training.roles
+        self.training, self.roles = training, training.module.roles
         assert isinstance(training.module, PPOModule)
         self.module = training.module
         gc.collect()
@@ -233,7 +231,7 @@ def test_an_adapter_on_other_weights_is_refused(stages: Stages) -> None:
 
 def refused(place: Workplace, monkeypatch: pytest.MonkeyPatch, *words: str) -> str:
     """The message of a command that loads no model."""
-    for module in ("build_roles", "classifier_loading"):
+    for module in ("build_roles", "classifier"):
         monkeypatch.delattr(f"lightning_rlhf.models.{module}.load_causal_lm", raising=False)
     words = ("model.name_or_path=org/name", "model.from_config=null", *words)
     return place.mini(*words).error
@@ -256,26 +254,3 @@ def test_what_cannot_be_quantised_is_one_message(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str], message: str
 ) -> None:
     assert message in refused(workplace, monkeypatch, *words)
-
-
-def test_a_machine_without_bitsandbytes_is_told_before_a_model_loads(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    words = ("stage=sft", "sft.finetune=lora", "model.quantization=nf4")
-    assert refused(workplace, monkeypatch, *words) == (
-        "model.quantization is 'nf4', but bitsandbytes cannot be imported (import of bitsandbytes "
-        "halted; None in sys.modules); allowed: none, or install bitsandbytes"
-    )
-
-
-@pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_a_device_without_the_kernels_is_refused_by_name(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    """Torch's meta device has none: it computes shapes alone."""
-    monkeypatch.setattr(accelerator, "device_of", lambda settings: torch.device("meta"))
-    words = ("stage=rm", "rm.finetune=lora", "policy.checkpoint=base", f"model.quantization={kind}")
-    assert refused(workplace, monkeypatch, *words).startswith(
-        f"model.quantization is '{kind}', which bitsandbytes cannot compute on meta here ("
-    )

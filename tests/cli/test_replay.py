@@ -216,9 +216,7 @@ DAMAGES: dict[str, Callable[[pa.Table], pa.Table]] = {
     "kl is gone": lambda t: t.drop(["kl"]),
     "parts are gone": lambda t: t.drop(["parts"]),
     "score is text": lambda t: t.set_column(0, "score", pa.array(["x"] * len(t))),
-    "kl is null": lambda t: t.drop(["kl"]).append_column("kl", pa.nulls(len(t))),
     "parts are numbers": lambda t: t.drop(["parts"]).append_column("parts", pa.array([1] * len(t))),
-    "a number more": lambda t: t.drop(["kl"]).append_column("kl", pa.array([[0.5] * 99] * len(t))),
     "no row": lambda t: t[:0],
 }  # fmt: skip
 

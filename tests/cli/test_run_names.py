@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
 
 from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
-from lightning_rlhf.stages import launch
+from lightning_rlhf.stages import run
 
 from .conftest import Workplace, given
 
@@ -18,18 +19,18 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
 ) -> None:
     headings: dict[str, str] = {}
     identities: list[RunIdentity] = []
-    real = launch.identity
+    real = run.RunIdentity
 
     def keep(figure: Figure, path: Path, **_: object) -> None:
         name = "curves.png" if path.suffix == ".tmp" else path.name
         headings[name] = "".join(figure.get_suptitle().split())
 
-    def noted(*arguments: object) -> RunIdentity:
-        identities.append(real(*arguments))  # type: ignore[arg-type]
+    def noted(**named: Any) -> RunIdentity:
+        identities.append(real(**named))
         return identities[-1]
 
     monkeypatch.setattr(Figure, "savefig", keep)
-    monkeypatch.setattr(launch, "identity", noted)
+    monkeypatch.setattr(run, "RunIdentity", noted)
     finished.mini("stage=rm", "job=rm.lr-0.1", "rm.lr=0.1").succeeded  # noqa: B018
     name = "default/mini/rm.lr-0.1/rm"
     report = (finished.outputs / name / "final" / "report.md").read_text()

@@ -29,7 +29,7 @@ from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
 from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.eval_reward import STAGE
+from lightning_rlhf.stages.eval_reward import EvalReward
 from lightning_rlhf.stages.folder.folders import folder_of
 from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.settings import read_settings
@@ -189,17 +189,17 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
-    from lightning_rlhf.stages import train_ppo
-    from lightning_rlhf.stages.prepare import Prepared
+    from lightning_rlhf.stages import ppo
+    from lightning_rlhf.stages.run import Run
 
-    original = train_ppo.hand_over
+    original = ppo.hand_over
 
-    def fail_first(ready: Prepared, *args: object, **kwargs: object) -> Path:
+    def fail_first(ready: Run, *args: object, **kwargs: object) -> Path:
         if ready.settings.seed == 1:
             raise ZeroDivisionError("a fault in the code")
         return original(ready, *args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(train_ppo, "hand_over", fail_first)
+    monkeypatch.setattr(ppo, "hand_over", fail_first)
     command = ["stage=ppo", "ppo.iterations=1", "seed=1,2"]
     outcome = finished.sweep(*command)
     assert outcome.status == 1
@@ -209,7 +209,7 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     page = finished.outputs / "default" / "compare.html"
     assert "<td>failed</td><td>ZeroDivisionError: a fault in the code</td>" in page.read_text()
 
-    monkeypatch.setattr(train_ppo, "hand_over", original)
+    monkeypatch.setattr(ppo, "hand_over", original)
     (alone,) = re.findall(r"^  alone: python train.py (.*)$", outcome.out, re.MULTILINE)
     failed = finished.outputs / "default/mini/seed=1/ppo"
     checkpoint = tree(failed / "checkpoints")
@@ -338,14 +338,14 @@ def test_a_damaged_report_of_a_finished_job_is_named(
         final.mkdir(parents=True)
         (final / "fitness.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=re.escape(told)):
-        metrics_of(final, STAGE)
+        metrics_of(final, EvalReward())
 
 
 def test_the_numbers_of_a_finished_eval_job_are_read(tmp_path: Path) -> None:
     final = tmp_path / "eval" / "final"
     final.mkdir(parents=True)
     (final / "fitness.json").write_text('{"metrics": {"fitness/flags": 2, "fitness/gap": 0.5}}')
-    assert metrics_of(final, STAGE) == {"fitness/flags": 2, "fitness/gap": 0.5}
+    assert metrics_of(final, EvalReward()) == {"fitness/flags": 2, "fitness/gap": 0.5}
 
 
 def hook(folder: Path, *results: JobResult) -> SweepHook:

@@ -17,10 +17,10 @@ import torch
 from omegaconf import OmegaConf
 
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.rewards.config import ModelConfig
+from lightning_rlhf.rewards.config import TextModelConfig
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.reward.build_rewards import text_reward
-from lightning_rlhf.stages.stage import read_reward
+from lightning_rlhf.stages.settings import read_reward
 
 from .conftest import MODULE, Workplace, make_workplace
 from .others import classifier_scores, own_scores, samples, save_classifier, train
@@ -152,7 +152,7 @@ def test_no_more_is_read_than_there_are_positions(
     node = OmegaConf.load(CONF / "reward" / "model.yaml")
     changes = {"name_or_path": str(judge(judged)), "max_tokens": asked}
     (config,) = read_reward(OmegaConf.to_container(OmegaConf.merge(node, changes))).values()
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, TextModelConfig)
     final = find(str(judge(judged)), "")
     assert text_reward(config, "reward", final, torch.device("cpu")).max_tokens == kept
 
@@ -162,7 +162,7 @@ def test_one_head_has_no_deviation_to_price(judged: Workplace) -> None:
     for coef, warned in ((0.0, 0), (1.0, 1)):
         changes = {"name_or_path": str(judge(judged)), "uncertainty_coef": coef}
         (config,) = read_reward(OmegaConf.to_container(OmegaConf.merge(node, changes))).values()
-        assert isinstance(config, ModelConfig)
+        assert isinstance(config, TextModelConfig)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             text_reward(config, "reward", find(str(judge(judged)), ""), torch.device("cpu"))

@@ -19,13 +19,18 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.execute import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, StorageError
-from lightning_rlhf.stages import accelerator, trainer_section
+from lightning_rlhf.stages import accelerator, settings
 from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.objects import check_trainer, misconfigured, own_arguments, own_callbacks
-from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.settings import (
+    OWNED,
+    PASSED,
+    read_settings,
+    read_trainer,
+    resolve_auto,
+)
 from lightning_rlhf.stages.stage import Settings, TrainerConfig
-from lightning_rlhf.stages.trainer_section import OWNED, PASSED, read_trainer, resolve_auto
 
 from .conftest import Workplace, rows
 
@@ -110,7 +115,7 @@ def test_auto_is_the_gpu_where_there_is_one(
     accelerator: str,
     found: tuple[str, str, str],
 ) -> None:
-    monkeypatch.setattr(trainer_section, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(settings, "has_gpu", lambda: has_gpu)
     given = CPU | {"accelerator": accelerator, "precision": "auto", "weights_dtype": "auto"}
     tree = {"trainer": given, "model": {"from_config": from_config, "dtype": "auto"}}
     resolved = resolve_auto(tree)
@@ -310,7 +315,7 @@ def test_more_processes_than_gpus_are_named(
 def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, driver: bool, cuda: str | None, told: bool
 ) -> None:
-    monkeypatch.setattr(accelerator, "driver_has_gpu", lambda: driver)
+    monkeypatch.setattr(accelerator.shutil, "which", lambda _: driver or None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
     print_device(settings_of())
     out = " ".join(capsys.readouterr().out.split())
@@ -354,11 +359,12 @@ def test_what_a_callback_is_given_from_the_environment_is_not_shown(
     assert "4711" not in outcome.out + outcome.err
 
 
-def test_a_state_from_which_no_run_can_resume_is_refused_at_the_start(own: Workplace) -> None:
+def test_a_state_from_which_no_run_can_resume_is_refused(own: Workplace) -> None:
     told = own.mini("stage=sft", "callbacks.mine._target_=own_callbacks.Remembers").error
     assert told == (
-        "Remembers.state_dict()['rule'] is an object of type function, from which no run can be "
-        "resumed; allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
+        "Remembers.state_dict() holds objects from which no run can be resumed: "
+        "Can't pickle local object 'Remembers.state_dict.<locals>.<lambda>'; allowed: "
+        "tensors, numbers, texts, None, and dictionaries and lists of them"
     )
     assert not list(own.stage("sft").glob("checkpoints/*"))
 

@@ -33,11 +33,6 @@ def test_prompt_of_a_template_with_end_markers(chatml: PreTrainedTokenizerFast, 
     )
 
 
-def test_text_is_one_user_message(chatml: PreTrainedTokenizerFast) -> None:
-    chat = ChatFormat(chatml, {})
-    assert chat.prompt_tokens("Hi") == chat.prompt_tokens((Message("user", "Hi"),))
-
-
 def test_a_response_ends_with_the_marker_and_not_with_the_newline_after_it(
     chatml: PreTrainedTokenizerFast, ids: Ids
 ) -> None:
@@ -56,29 +51,24 @@ def test_bos_once_and_never_in_the_response(llama: PreTrainedTokenizerFast, ids:
     assert chat.response_tokens("Hello") == ids(llama, "Hello", "<|eot|>")
 
 
-def test_the_end_token_may_be_eos_itself(make_tokenizer: Make, ids: Ids) -> None:
-    template = "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}"
-    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
-    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eos|>"))
-
-
-def test_without_a_marker_eos_ends(make_tokenizer: Make, ids: Ids) -> None:
-    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
-    assert ChatFormat(tokenizer, {}).response_tokens("A") == ids(tokenizer, "A", "<|eos|>")
-
-
-def test_space_before_the_marker_is_passed_over(make_tokenizer: Make, ids: Ids) -> None:
-    template = "{% for m in messages %}{{ m.content }} \n<|eot|>{% endfor %}"
-    tokenizer = make_tokenizer(template, eos_token="<|eos|>")
-    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eot|>", "<|eos|>"))
-
-
-def test_a_token_that_is_not_special_is_no_marker(make_tokenizer: Make, ids: Ids) -> None:
-    template = "{% for m in messages %}{{ m.content }}---{% endfor %}"
+@pytest.mark.parametrize(
+    ("template", "ends"),
+    [
+        # The marker may be eos itself, be missing, follow white space, or be no special token.
+        ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", ["<|eos|>"]),
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ["<|eos|>"]),
+        ("{% for m in messages %}{{ m.content }} \n<|eot|>{% endfor %}", ["<|eot|>", "<|eos|>"]),
+        ("{% for m in messages %}{{ m.content }}---{% endfor %}", ["<|eos|>"]),
+    ],
+)
+def test_the_tokens_that_end_a_response(
+    template: str, ends: list[str], make_tokenizer: Make, ids: Ids
+) -> None:
     tokenizer = make_tokenizer(template, eos_token="<|eos|>")
     tokenizer.add_tokens(["---"])
-    assert ChatFormat(tokenizer, {}).end_token_ids == tuple(ids(tokenizer, "<|eos|>"))
+    chat = ChatFormat(tokenizer, {})
+    assert chat.end_token_ids == tuple(ids(tokenizer, *ends))
+    assert chat.response_tokens("A") == ids(tokenizer, "A", ends[0])
 
 
 def test_without_eos_the_marker_ends_and_pads(make_tokenizer: Make, ids: Ids) -> None:
@@ -120,12 +110,9 @@ def test_a_template_that_loses_text_is_refused(
 
 
 def test_a_template_that_fails_is_refused(make_tokenizer: Make) -> None:
-    template = "{{ raise_exception('tools only') }}"
+    """At the start, or by a prompt that has a turn that it refuses."""
     with pytest.raises(ConfigError, match="tools only"):
-        ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
-
-
-def test_a_prompt_that_the_template_refuses(make_tokenizer: Make) -> None:
+        ChatFormat(make_tokenizer("{{ raise_exception('tools only') }}", eos_token="<|eos|>"), {})
     template = (
         "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
         "{% endif %}{{ m.content }}{% endfor %}"
@@ -161,24 +148,14 @@ def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     assert tokenizer.chat_template == PLAIN_TEMPLATE
 
 
-def test_the_plain_template_without_bos(make_tokenizer: Make, ids: Ids) -> None:
-    tokenizer = make_tokenizer(None, eos_token="<|eos|>")
-    chat = ChatFormat(tokenizer, {})
-    assert chat.prompt_tokens("Hi") == ids(tokenizer, "User:\nHi\n\nAssistant:\n")
-
-
 @pytest.mark.parametrize(
     ("pieces", "said"),
     [
         (("Hello", "<|im_end|>"), "Hello"),
         (("Hello", "<|im_end|>", "<|pad|>", "<|pad|>"), "Hello"),
-        (("Hello", "<|eos|>"), "Hello"),
-        (("Hello",), "Hello"),
         ((" Hello \n", "<|im_end|>"), " Hello \n"),
         (("Hel", "<|im_start|>", "lo", "<|im_end|>"), "Hel<|im_start|>lo"),
-        (("Hel", "<|pad|>", "lo"), "Hel<|pad|>lo"),
         (("<|im_end|>",), ""),
-        ((), ""),
     ],
 )
 def test_decoding_shows_what_was_said(

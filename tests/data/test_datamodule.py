@@ -120,8 +120,7 @@ def test_an_uninterrupted_run_is_the_schedule(updates: int) -> None:
     assert module.seen == [data.schedule.batch(k) for k in range(BATCHES)]
 
 
-@pytest.mark.parametrize("updates", [0, 3])
-@pytest.mark.parametrize("last", [0, 2, 6, BATCHES - 1])
+@pytest.mark.parametrize(("updates", "last"), [(0, 2), (3, 0), (3, BATCHES - 1)])
 def test_resuming_after_a_batch(updates: int, last: int, tmp_path: Path) -> None:
     whole = fit(Recorder(updates), stage_data()).seen
     path = tmp_path / "last.ckpt"
@@ -131,90 +130,46 @@ def test_resuming_after_a_batch(updates: int, last: int, tmp_path: Path) -> None
     assert after == whole[last + 1 :]
 
 
-def test_resuming_within_a_batch_repeats_it(tmp_path: Path) -> None:
-    whole = fit(Recorder(3), stage_data()).seen
-    path = tmp_path / "last.ckpt"
-    before = fit(Recorder(3, fail_at=5), stage_data(), SaveAt(path, None)).seen
-    assert before == whole[:5]
-    assert fit(Recorder(3), stage_data(), resume=path).seen == whole[5:]
-
-
-def test_resuming_twice(tmp_path: Path) -> None:
+def test_resuming_within_a_batch_repeats_it_and_resuming_twice(tmp_path: Path) -> None:
     whole = fit(Recorder(3), stage_data()).seen
     first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(first, 2))
+    assert fit(Recorder(3, fail_at=3), stage_data(), SaveAt(first, None)).seen == whole[:3]
     between = fit(Recorder(3), stage_data(), SaveAt(second, 7), resume=first).seen
     assert between == whole[3:8]
     assert fit(Recorder(3), stage_data(), resume=second).seen == whole[8:]
 
 
-def test_a_finished_run_stays_finished(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.ckpt", tmp_path / "second.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(first, BATCHES - 1))
-
-    class SaveAtEnd(Callback):
-        def on_train_end(self, trainer: Trainer, *args: Any) -> None:
-            trainer.save_checkpoint(second)
-
-    assert fit(Recorder(3), stage_data(), SaveAtEnd(), resume=first).seen == []
-    assert fit(Recorder(3), stage_data(), resume=second).seen == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"seed": 4}, "seed was 3, is 4"),
-        ({"batch_size": 5}, "batch size was 4, is 5"),
-        ({"pool_batches": 1}, "pool_batches was 2, is 1"),
-        ({"train": [PromptTokens([1], i) for i in range(9)]}, "training examples was 10, is 9"),
-    ],
-)
-def test_another_order_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoint after batch 2."""
+    path = tmp_path_factory.mktemp("interrupted") / "last.ckpt"
     fit(Recorder(3), stage_data(), SaveAt(path, 2))
-    with pytest.raises(CheckpointError, match=words):
-        fit(Recorder(3), stage_data(**changes), resume=path)
+    return path
 
 
-@pytest.mark.parametrize("train", [
-    EXAMPLES[::-1],  # as many, of the same tokens, in another order
-    [PromptTokens([2, *EXAMPLES[0].prompt[1:]], 0), *EXAMPLES[1:]],  # of the same lengths
-    [*EXAMPLES[:-1], PromptTokens(EXAMPLES[-1].prompt, 10)],  # of another row of the data
+DIGEST = "digest of the"
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"seed": 4}, "seed was 3, is 4"),
+    ({"batch_size": 5}, "batch size was 4, is 5"),
+    ({"pool_batches": 1}, "pool_batches was 2, is 1"),
+    ({"train": EXAMPLES[:9]}, "training examples was 10, is 9"),
+    # As many in another order, of the same lengths, of another row of the data.
+    ({"train": EXAMPLES[::-1]}, f"{DIGEST} training examples was "),
+    ({"train": [PromptTokens([2], 0), *EXAMPLES[1:]]}, f"{DIGEST} training examples was "),
+    ({"train": [*EXAMPLES[:-1], PromptTokens(EXAMPLES[-1].prompt, 10)]}, "training examples was "),
+    ({"val": [*EXAMPLES[:4], PromptTokens([2], 4)]}, f"{DIGEST} validation examples was "),
+    ({"columns": COLUMNS[::-1]}, f"{DIGEST} columns that a reward reads was "),
+    ({"columns": [COLUMNS[0], {"prompt": "b", "reply": 5}]}, "columns that a reward reads was "),
 ])  # fmt: skip
-def test_other_examples_are_refused(train: list[PromptTokens], tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(path, 2))
-    with pytest.raises(CheckpointError, match=r"resume: digest of the training examples was "):
-        fit(Recorder(3), stage_data(train=train), resume=path)
-
-
-@pytest.mark.parametrize(("changes", "named"), [
-    ({"val": EXAMPLES[:4]}, "validation examples"),
-    ({"val": [*EXAMPLES[:4], PromptTokens([2], 4)]}, "validation examples"),
-    ({"columns": COLUMNS[::-1]}, "columns that a reward reads"),
-    ({"columns": [COLUMNS[0], {"prompt": "b", "answer": 6}]}, "columns that a reward reads"),
-    ({"columns": [COLUMNS[0], {"prompt": "b", "reply": 5}]}, "columns that a reward reads"),
-])  # fmt: skip
-def test_data_that_are_not_trained_on_may_not_change_either(
-    changes: dict[str, Any], named: str, tmp_path: Path
+def test_other_data_or_another_order_is_refused(
+    changes: dict[str, Any], told: str, interrupted: Path
 ) -> None:
-    path = tmp_path / "last.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(path, 2))
     with pytest.raises(CheckpointError) as caught:
-        fit(Recorder(3), stage_data(**changes), resume=path)
-    assert f"cannot resume: digest of the {named} was " in str(caught.value)
-    assert str(caught.value).count(" was ") == 1
-
-
-@pytest.mark.parametrize("key", ["batches_trained", "order", "digests"])
-def test_a_checkpoint_that_does_not_say_its_data_is_refused(key: str, tmp_path: Path) -> None:
-    path = tmp_path / "last.ckpt"
-    fit(Recorder(3), stage_data(), SaveAt(path, 2))
-    checkpoint = torch.load(path, weights_only=True)
-    del checkpoint["StageData"][key]
-    torch.save(checkpoint, path)
-    with pytest.raises(CheckpointError, match=rf"which data it is of \(\['{key}'\] not in it\)"):
-        fit(Recorder(3), stage_data(), resume=path)
+        fit(Recorder(3), stage_data(**changes), resume=interrupted)
+    assert str(caught.value).startswith("cannot resume: ")
+    assert told in str(caught.value)
 
 
 def test_columns_have_one_digest_whatever_is_in_them() -> None:

@@ -1,13 +1,11 @@
-"""Rows in the true forms of well-known data sets, with their ugly cases."""
+"""Rows in the true forms of well-known data sets, and rows that cannot be used, by hand."""
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,26 +17,21 @@ from lightning_rlhf.data.readers import UNPAIRED, check_sources, load, read
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference
 from lightning_rlhf.io.user_code import code_of_command
 
-read_demonstrations: Any = partial(read, "demonstrations")
-read_preferences: Any = partial(read, "preferences")
-read_prompts: Any = partial(read, "prompts")
-load_demonstrations: Any = partial(load, "demonstrations")
-
 Jsonl = Callable[..., str]
 MakeConfig = Callable[..., DataConfig]
+SFT, RM, PPO = "demonstrations", "preferences", "prompts"
 
 
 def turns(*contents: str) -> Messages:
     """User and assistant in turn, the user first."""
-    roles = ("user", "assistant")
-    return tuple(Message(roles[i % 2], content) for i, content in enumerate(contents))
+    return tuple(Message("assistant" if i % 2 else "user", c) for i, c in enumerate(contents))
 
 
-def chat(*contents: str) -> list[dict[str, str]]:
+def chat(*contents: Any) -> list[dict[str, Any]]:
     return [{"role": turn.role, "content": turn.content} for turn in turns(*contents)]
 
 
-def human(*contents: str) -> list[dict[str, str]]:
+def human(*contents: Any) -> list[dict[str, Any]]:
     return [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(contents)]
 
 
@@ -62,286 +55,279 @@ TOOLS_READ = (
     Message("tool", "noon", '{"tool_call_id": "c1", "name": "time"}'),
 )  # fmt: skip
 """The arguments of a call are text in OpenAI's form, and an object in chat templates."""
-SHP = {"post_id": "a1", "history": "Why?", "human_ref_A": "A", "human_ref_B": "B",
-       "score_A": 8, "score_B": 2, "score_ratio": 4.0}  # fmt: skip
+HH = "\n\nHuman: Hi\n\nAssistant: Hello.\nWho?\n\nHuman: Bob. And you?\n\nAssistant:"
+HH_READ = turns("Hi", "Hello.\nWho?", "Bob. And you?")
+SHP = {"history": "Why?", "human_ref_A": "A", "human_ref_B": "B", "score_A": 8, "score_ratio": 4.0}
 PAIR = {"prompt": "p", "chosen": "b", "rejected": "c"}
-HELP = {"prompt": "Hi", "correctness": 1, "coherence": 4, "complexity": 1, "verbosity": 1}
+ULTRA = {"prompt": "a", "chosen": chat("a", "b"), "rejected": chat("a", "c"),
+         "score_chosen": 8.5, "score_rejected": 6.0}  # fmt: skip
+HELP = {"prompt": "Hi", "response": "x", "helpfulness": 1, "verbosity": 1}
 POST = {"subreddit": "tifu", "title": "Oh", "post": "It rained."}
 POST_READ = "SUBREDDIT: r/tifu\n\nTITLE: Oh\n\nPOST: It rained.\n\nTL;DR:"
+OLD = {"info": POST | {"id": "t3_x"}, "summaries": [{"text": " A", "note": "x"}, {"text": "B"}],
+       "choice": 1, "worker": "w"}  # fmt: skip
 STEER = "One\n<extra_id_1>Assistant\nTwo\n<extra_id_1>User\nThree"
+DEMONSTRATIONS: list[tuple[str, dict[str, Any], Messages, str]] = [
+    ("native", {"prompt": "a", "response": " b "}, turns("a"), " b "),
+    ("native", {"prompt": chat("a", "b", "c"), "response": chat("", "d")[1:]}, turns(*"abc"), "d"),
+    ("native", {"messages": HH + " Ann. "}, HH_READ, "Ann."),
+    # An empty input is no input; other columns are not read.
+    ("alpaca", {"instruction": "é.", "input": "", "output": "é", "text": "B"}, turns("é."), "é"),
+    ("alpaca", {"instruction": "Add.", "input": "1, 2", "output": "3"}, turns("Add.\n\n1, 2"), "3"),
+    # A dialogue that ends on a human turn, that has a system turn, that begins with the model.
+    ("sharegpt", {"conversations": human("Hi", "Hello", "Bye")}, turns("Hi"), "Hello"),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "Be kind."}, *human(*"abcd")]},
+     (SYSTEM, *turns("a", "b", "c")), "d"),
+    ("sharegpt", {"conversations": human("", "Hm", "Hi", "Hello")[1:]}, turns("Hi"), "Hello"),
+    ("sharegpt",
+     {"conversations": [*human(*"ab"), {"from": "tool", "value": "c"}, *human(*"xd")[1:]]},
+     (*turns("a", "b"), Message("tool", "c")), "d"),
+    ("messages", {"messages": TOOLS}, TOOLS_READ, "Noon."),
+    # Two turns of the user, the first of which nobody answers.
+    ("hh", {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "x"},
+     (Message("user", "a"), Message("user", "b")), "c"),
+    ("ultrafeedback", ULTRA | {"prompt": "a "}, turns("a"), "b"),
+    ("shp", SHP | {"labels": 0}, turns("Why?"), "B"),
+    ("tldr", POST | {"summary": " Rain."}, turns(POST_READ), "Rain."),
+    ("tldr", {"prompt": "a\n\nTL;DR:", "completion": " b"}, turns("a\n\nTL;DR:"), " b"),
+    ("helpsteer", HELP | {"prompt": STEER}, turns("One", "Two", "Three"), "x"),
+    ("kto", {"prompt": chat("a"), "completion": chat("", "b")[1:], "label": 1}, turns("a"), "b"),
+    ("prompt_completion", {"prompt": "a", "completion": "b"}, turns("a"), "b"),
+    ("text", {"text": "Once, 中."}, (), "Once, 中."),
+]  # fmt: skip
+PREFERENCES: list[tuple[str, dict[str, Any], Messages, tuple[Any, ...]]] = [
+    ("hh", {"chosen": HH + " Ann.", "rejected": HH + " Eve."}, HH_READ, ("Ann.", "Eve.", None)),
+    # Some copies of the HH data have the dialogue in a column of its own.
+    ("hh", {"prompt": HH, "chosen": " Ann.", "rejected": " E"}, HH_READ, (" Ann.", " E", None)),
+    ("native", PAIR | {"margin": 0.5}, turns("p"), ("b", "c", 0.5)),
+    ("native", PAIR | {"margin": -1}, turns("p"), ("b", "c", None)),
+    ("native", PAIR | {"margin": "much"}, turns("p"), ("b", "c", None)),
+    ("ultrafeedback", ULTRA, turns("a"), ("b", "c", 2.5)),
+    ("shp", SHP | {"labels": 1}, turns("Why?"), ("A", "B", math.log(4))),
+    ("shp", SHP | {"labels": 0, "score_ratio": None}, turns("Why?"), ("B", "A", None)),
+    ("tldr", OLD | {"choice": 0}, turns(POST_READ), (" A", "B", None)),
+    ("tldr", OLD, turns(POST_READ), ("B", " A", None)),
+    ("tldr", PAIR, turns("p"), ("b", "c", None)),
+    ("helpsteer",
+     {"prompt": "p", "response_1": "b", "response_2": "c", "preference_strength": -2},
+     turns("p"), ("b", "c", 2.0)),
+    ("helpsteer",
+     {"context": chat("p"), "response1": "b", "response2": "c", "overall_preference": 1},
+     turns("p"), ("c", "b", 1.0)),
+]  # fmt: skip
+PROMPTS: list[tuple[str, dict[str, Any], Messages, int]] = [
+    ("native", {"prompt": "1 + 1?", "answer": 2, "note": None}, turns("1 + 1?"), 2),
+    ("native", {"prompt": chat("Hi", "Hello")}, turns("Hi"), 2),
+    ("native", {"messages": chat("a", "b", "c", "d"), "id": 7}, turns("a", "b", "c"), 1),
+    ("alpaca", {"instruction": "a", "input": "b"}, turns("a\n\nb"), 2),
+    ("sharegpt", {"conversations": human("a", "b", "c")}, turns("a", "b", "c"), 1),
+    ("sharegpt", {"conversations": human("a", "b", "c", "d")}, turns("a", "b", "c"), 1),
+    ("messages", {"messages": TOOLS}, TOOLS_READ, 1),
+    ("hh", {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "x"}, turns("a"), 1),
+    ("ultrafeedback", {"prompt": "a", "messages": chat("a")}, turns("a"), 1),
+    ("shp", SHP | {"labels": 1}, turns("Why?"), 1),
+    ("tldr", OLD, turns(POST_READ), 1),
+    ("tldr", POST, turns(POST_READ), 2),
+    ("helpsteer", HELP, turns("Hi"), 1),
+    ("kto", {"prompt": "a", "completion": "c", "label": True}, turns("a"), 1),
+    ("prompt_completion", {"prompt": "a"}, turns("a"), 2),
+    ("text", {"text": "a"}, turns("a"), 2),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("format", "row", "expected"),
-    [
-        # An empty input is no input; other columns are not read.
-        (
-            "alpaca",
-            {"instruction": "Say é.", "input": "", "output": "é", "text": "Below ..."},
-            (turns("Say é."), "é"),
-        ),
-        ("alpaca", {"instruction": "Add.", "input": "1, 2", "output": "3"},
-         (turns("Add.\n\n1, 2"), "3")),
-        ("alpaca", {"instruction": "Say a.", "input": None, "output": "a"}, (turns("Say a."), "a")),
-        ("alpaca", {"instruction": "Say a.", "output": "a"}, (turns("Say a."), "a")),
-        # A dialogue that ends on a human turn, that has a system turn, that begins with the model.
-        ("sharegpt", {"id": "x_0", "conversations": human("Hi", "Hello")}, (turns("Hi"), "Hello")),
-        ("sharegpt", {"conversations": human("Hi", "Hello", "Bye")}, (turns("Hi"), "Hello")),
-        (
-            "sharegpt",
-            {"conversations": [{"from": "system", "value": "Be kind."}, *human(*"abcd")]},
-            ((SYSTEM, *turns("a", "b", "c")), "d"),
-        ),
-        ("sharegpt", {"conversations": human("", "Hm", "Hi", "Hello")[1:]}, (turns("Hi"), "Hello")),
-        ("sharegpt", {"conversations": chat("Hi", "Hello")}, (turns("Hi"), "Hello")),
-        (
-            "sharegpt",
-            {"conversations": [*human(*"ab"), {"from": "tool", "value": "c"}, *human(*"xd")[1:]]},
-            ((*turns("a", "b"), Message("tool", "c")), "d"),
-        ),
-        ("messages", {"messages": TOOLS}, (TOOLS_READ, "Noon.")),
-        ("messages", {"prompt": "x", "messages": chat("a", "b")}, (turns("a"), "b")),
-        ("hh", {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": ""}, (turns("a"), "b")),
-        # Two turns of the user, the first of which nobody answers.
-        (
-            "hh",
-            {"chosen": "\n\nHuman: a\n\nHuman: b\n\nAssistant: c", "rejected": "x"},
-            ((Message("user", "a"), Message("user", "b")), "c"),
-        ),
-        (
-            "ultrafeedback",
-            {"prompt": "a ", "chosen": chat("a", "b"), "rejected": chat("a", "c"),
-             "score_chosen": 1.0, "score_rejected": 1.0, "messages": chat("a", "b")},
-            (turns("a"), "b"),
-        ),
-        ("shp", SHP | {"labels": 0}, (turns("Why?"), "B")),
-        ("tldr", POST | {"summary": " Rain."}, (turns(POST_READ), "Rain.")),
-        ("tldr", {"prompt": "POST: a\n\nTL;DR:", "completion": " b"},
-         (turns("POST: a\n\nTL;DR:"), " b")),
-        ("helpsteer", HELP | {"prompt": STEER, "response": "Four", "helpfulness": 0},
-         (turns("One", "Two", "Three"), "Four")),
-        ("kto", {"prompt": "a", "completion": "b", "label": True}, (turns("a"), "b")),
-        ("kto", {"prompt": chat("a"), "completion": chat("", "b")[1:], "label": 1},
-         (turns("a"), "b")),
-        ("prompt_completion", {"prompt": "a", "completion": "b"}, (turns("a"), "b")),
-        ("text", {"text": "Once, 中."}, ((), "Once, 中.")),
-    ],
-)  # fmt: skip
-def test_demonstrations(format: Any, row: dict[str, Any], expected: Any, jsonl: Jsonl) -> None:
+@pytest.mark.parametrize(("format", "row", "prompt", "response"), DEMONSTRATIONS)
+def test_demonstrations(
+    format: str, row: dict[str, Any], prompt: Messages, response: str, jsonl: Jsonl
+) -> None:
     """By the name of the form, and by the columns alone."""
-    source = jsonl(row)
     for by in (format, "auto"):
-        assert read_demonstrations(source, "stop", by).rows == (Demonstration(*expected),)
+        assert read(SFT, jsonl(row), "stop", by).rows == (Demonstration(prompt, response),)
 
 
-def compared(choice: int) -> dict[str, Any]:
-    info = POST | {"id": "t3_x", "site": None, "article": None}
-    texts = [{"text": " A", "policy": "sup2", "note": "x"}, {"text": "B", "policy": "ref"}]
-    return {"info": info, "summaries": texts, "choice": choice, "worker": "w", "batch": "b"}
+@pytest.mark.parametrize(("format", "row", "prompt", "answers"), PREFERENCES)
+def test_preferences(
+    format: str, row: dict[str, Any], prompt: Messages, answers: Any, jsonl: Jsonl
+) -> None:
+    assert read(RM, jsonl(row), "stop", format).rows == (Preference(prompt, *answers),)
 
 
-ULTRA = {"prompt": "a", "prompt_id": "f", "chosen": chat("a", "b"), "rejected": chat("a", "c")}
+@pytest.mark.parametrize(("format", "row", "prompt", "kept"), PROMPTS)
+def test_prompts(
+    format: str, row: dict[str, Any], prompt: Messages, kept: int, jsonl: Jsonl
+) -> None:
+    """Two equal rows are two prompts unless they hold answers; other columns stay."""
+    found = read(PPO, jsonl(row, row), "stop", format)
+    assert {one.prompt for one in found.rows} == {prompt}
+    assert len(found) == kept
+    assert found.left_out.total() == 2 - kept
+    columns = found.rows[0].columns
+    assert columns["messages"] == [turn.as_dict() for turn in prompt]
+    assert {k: columns[k] for k in row if k not in ("prompt", "messages")} == {
+        k: v for k, v in row.items() if k not in ("prompt", "messages")
+    }
 
 
-@pytest.mark.parametrize(
-    ("format", "row", "expected"),
-    [
-        ("ultrafeedback", ULTRA | {"score_chosen": 8.5, "score_rejected": 6.0},
-         ("a", "b", "c", 2.5)),
-        ("shp", SHP | {"labels": 1}, ("Why?", "A", "B", math.log(4))),
-        ("shp", SHP | {"labels": 0, "score_ratio": None}, ("Why?", "B", "A", None)),
-        ("tldr", compared(0), (POST_READ, " A", "B", None)),
-        ("tldr", compared(1), (POST_READ, "B", " A", None)),
-        ("tldr", {"prompt": "p", "chosen": "b", "rejected": "c"}, ("p", "b", "c", None)),
-        (
-            "helpsteer",
-            {"prompt": "p", "response_1": "b", "response_2": "c", "preference_strength": -2},
-            ("p", "b", "c", 2.0),
-        ),
-        (
-            "helpsteer",
-            {"context": chat("p"), "response1": "b", "response2": "c", "overall_preference": 1},
-            ("p", "c", "b", 1.0),
-        ),
-    ],
-)  # fmt: skip
-def test_preferences(format: Any, row: dict[str, Any], expected: Any, jsonl: Jsonl) -> None:
-    prompt, chosen, rejected, margin = expected
-    pair = Preference(turns(prompt), chosen, rejected, margin)
-    assert read_preferences(jsonl(row), "stop", format).rows == (pair,)
+def test_a_prompt_of_turns_reaches_a_reward_as_text(jsonl: Jsonl) -> None:
+    (found,) = read(PPO, jsonl({"messages": chat("Hi", "Hello", "Bye")}), "stop").rows
+    assert found.columns["prompt"] == "User: Hi\n\nAssistant: Hello\n\nUser: Bye"
 
 
 def test_scored_responses_to_a_prompt_are_paired(jsonl: Jsonl) -> None:
     """Of a, b, c with 4, 1, 4 the pairs are a > b and c > b; e has nothing to be compared with."""
     rows = [("Hi", "a", 4), ("Ho", "e", 2), ("Hi", "b", 1), ("Hi", "c", 4)]
     source = jsonl(*(HELP | {"prompt": p, "response": r, "helpfulness": s} for p, r, s in rows))
-    read = read_preferences(source, "stop")
-    assert read.rows == (
+    found = read(RM, source, "stop")
+    assert found.rows == (
         Preference(turns("Hi"), "a", "b", 3.0),
         Preference(turns("Hi"), "c", "b", 3.0),
     )
-    assert read.numbers == (1, 4)
-    assert read.left_out == Counter({UNPAIRED: 1})
+    assert (found.numbers, found.left_out) == ((1, 4), Counter({UNPAIRED: 1}))
+    with pytest.raises(DataError, match=rf"holds no pair of responses: 1 {UNPAIRED}$"):
+        read(RM, jsonl(HELP), "stop")
 
 
 def test_labels_are_paired_and_bad_completions_are_not_imitated(jsonl: Jsonl) -> None:
     rows = [("p", "bad", False), ("p", "good", True), ("q", "fine", True)]
     source = jsonl(*({"prompt": p, "completion": c, "label": x} for p, c, x in rows))
-    pairs = read_preferences(source, "stop")
+    pairs = read(RM, source, "stop")
     assert pairs.rows == (Preference(turns("p"), "good", "bad", None),)
     assert (pairs.numbers, pairs.left_out) == ((2,), Counter({UNPAIRED: 1}))
-    demonstrations = read_demonstrations(source, "stop")
-    assert [row.response for row in demonstrations.rows] == ["good", "fine"]
-    assert demonstrations.left_out == Counter({"its label is false": 1})
-    prompts = read_prompts(source, "stop", "kto")
-    assert [row.prompt for row in prompts.rows] == [turns("p"), turns("q")]
-
-
-def test_labels_without_a_pair(jsonl: Jsonl) -> None:
-    source = jsonl(*({"prompt": p, "completion": "c", "label": True} for p in "ab"))
-    with pytest.raises(DataError, match=rf"holds no pair of responses: 2 {UNPAIRED}$"):
-        read_preferences(source, "stop")
+    found = read(SFT, source, "stop")
+    assert [row.response for row in found.rows] == ["good", "fine"]
+    assert found.left_out == Counter({"its label is false": 1})
 
 
 def test_ties_are_left_out_and_do_not_stop(jsonl: Jsonl) -> None:
-    scores = {"score_chosen": 7.0, "score_rejected": 7.0}
-    source = jsonl(ULTRA | scores, ULTRA | scores | {"score_rejected": 6.5})
-    read = read_preferences(source, "stop", "ultrafeedback")
-    assert (read.numbers, read.left_out.total()) == ((2,), 1)
-    assert read_preferences(source, "stop") == read  # by its columns alone
-    # With a margin it is a file of ours.
-    ours = read_preferences(jsonl(ULTRA | scores | {"margin": 3.0}), "stop")
-    assert [pair.margin for pair in ours.rows] == [3.0]
+    tie = ULTRA | {"score_rejected": 8.5}
+    found = read(RM, jsonl(tie, ULTRA), "stop")
+    assert (found.numbers, found.left_out.total()) == ((2,), 1)
+    # With a margin it is a file of the package's own.
+    assert read(RM, jsonl(tie | {"margin": 3.0}), "stop").rows[0].margin == 3.0
 
 
-def test_one_file_has_one_form_for_all_stages(jsonl: Jsonl) -> None:
-    """Turns inside the prompts of HelpSteer, and scores that contradict UltraFeedback's pair."""
-    rows = [HELP | {"prompt": STEER, "response": str(i), "helpfulness": i} for i in (0, 4)]
-    source, prompt = jsonl(*rows), turns("One", "Two", "Three")
-    assert read_demonstrations(source, "stop").rows[0].prompt == prompt
-    assert [row.prompt for row in read_prompts(source, "stop").rows] == [prompt]
-    assert read_preferences(source, "stop").rows == (Preference(prompt, "4", "0", 4.0),)
-    source = jsonl(ULTRA | {"score_chosen": 1, "score_rejected": 2})
-    with pytest.raises(DataError, match="score_chosen is below score_rejected"):
-        read_preferences(source, "stop")
+@pytest.mark.parametrize("kind", [SFT, RM, PPO])
+def test_one_file_has_one_form_for_all_stages(kind: Any, jsonl: Jsonl) -> None:
+    """Turns inside the prompts of HelpSteer; a score that is null does not hide the form."""
+    rows = [
+        HELP | {"prompt": STEER, "response": str(i), "helpfulness": i or None} for i in range(3)
+    ]
+    source = jsonl(*rows)
+    found = read(kind, source, "skip")
+    assert found == read(kind, source, "skip", "helpsteer")
+    assert found.rows[0].prompt == turns("One", "Two", "Three")
 
 
-@pytest.mark.parametrize(
-    ("format", "row", "prompt"),
-    [
-        ("alpaca", {"instruction": "a", "input": "b"}, turns("a\n\nb")),
-        ("alpaca", {"instruction": "a", "output": "c"}, turns("a")),
-        ("sharegpt", {"conversations": human("a", "b", "c")}, turns("a", "b", "c")),
-        ("sharegpt", {"conversations": human("a", "b", "c", "d")}, turns("a", "b", "c")),
-        ("messages", {"messages": TOOLS}, TOOLS_READ),
-        ("hh", {"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "x"}, turns("a")),
-        ("ultrafeedback", {"prompt": "a", "messages": chat("a")}, turns("a")),
-        ("shp", SHP | {"labels": 1}, turns("Why?")),
-        ("tldr", compared(0), turns(POST_READ)),
-        ("tldr", POST, turns(POST_READ)),
-        ("helpsteer", HELP | {"response": "x", "helpfulness": 1}, turns("Hi")),
-        ("prompt_completion", {"prompt": "a"}, turns("a")),
-        ("text", {"text": "a"}, turns("a")),
-    ],
-)
-def test_prompts(format: Any, row: dict[str, Any], prompt: Messages, jsonl: Jsonl) -> None:
-    source = jsonl(row, row)
-    read = read_prompts(source, "stop", format)
-    assert {found.prompt for found in read.rows} == {prompt}
-    assert read.rows[0].columns["messages"] == [turn.as_dict() for turn in prompt]
-    is_alone = set(row) <= {"instruction", "input", "subreddit", "title", "post", "prompt", "text"}
-    assert len(read) == (2 if is_alone else 1)
+def test_the_package_s_own_form_goes_before_others(jsonl: Jsonl) -> None:
+    both = {"prompt": "p", "response": "r", "instruction": "i", "output": "o", "text": "t"}
+    source = jsonl({"text": "t"}, both)
+    assert read(SFT, source, "skip").rows == (Demonstration(turns("p"), "r"),)
 
 
-@pytest.mark.parametrize("row", [{"completion": "c"}, {"completion": "c", "label": True}])
-def test_prompts_with_completions_are_kept_once_also_by_their_columns(
-    row: dict[str, Any], jsonl: Jsonl
-) -> None:
-    read = read_prompts(jsonl({"prompt": "a"} | row, {"prompt": "a"} | row), "stop")
-    assert (len(read), read.left_out) == (1, Counter({"repeated prompt": 1}))
+BAD: list[tuple[str, str, Any, str]] = [
+    (SFT, "native", {}, "field 'response' is missing (found none; stage=sft"),
+    (SFT, "native", {"response": "A"}, "field 'prompt' is missing (found 'response'; 'res"),
+    (SFT, "native", {"prompt": " \n", "response": "A"}, "field 'prompt' is empty or blank"),
+    (SFT, "native", {"prompt": "a", "response": 5}, "field 'response' is neither text nor a list"),
+    (SFT, "native", {"prompt": "a", "response": "a\0b"}, "field 'response' holds a null byte"),
+    (SFT, "native", {"prompt": "a", "response": "\ud83d"}, "holds half a surrogate pair"),
+    (SFT, "native", [1], "not a JSON object (found list"),
+    (SFT, "native", {"messages": []}, "field 'messages' is empty or blank"),
+    (SFT, "native", {"messages": "Hi"}, "field 'messages' is text but not a dialogue"),
+    (SFT, "native", {"messages": [*chat("a"), {"from": "gpt"}]},
+     'a turn of \'messages\' is not {"role", "content"} (messages[1] has \'from\')'),
+    (SFT, "native", {"messages": [*chat("a"), "x"]}, "(messages[1] is str)"),
+    (SFT, "native", {"messages": chat(5, "b")}, "field 'messages' is not text (messages[0].c"),
+    (SFT, "native", {"messages": chat("a", ["b"])}, "messages[1].content is a list of parts"),
+    (SFT, "native", {"messages": chat("a", " ")}, "empty or blank (messages[1].content)"),
+    (SFT, "native", {"messages": [{"role": "robot", "content": "x"}]},
+     "unknown role in 'messages' (found 'robot' in messages[0].role; known are system, user"),
+    (SFT, "native", {"messages": chat("a")}, "the last turn of 'messages' is not the assistant's"),
+    (SFT, "native", {"messages": chat("a", "b")[1:]}, "the prompt does not end with a user turn"),
+    (SFT, "native", {"messages": [*chat("a"), TOOLS[0], *chat("b", "c")]}, "a system turn"),
+    (SFT, "alpaca", {"instruction": "a", "input": 5, "output": "b"},
+     "field 'input' is not text (found int)"),
+    (SFT, "alpaca", {"instruction": "a", "output": None},
+     "field 'output' is missing (found 'instruction'; data.format=alpaca (instruction, out"),
+    (SFT, "sharegpt", {"conversations": [{"from": "narrator", "value": "x"}]},
+     "unknown role in 'conversations' (found 'narrator' in conversations[0].from; known are"),
+    (SFT, "sharegpt", {"conversations": human("a")}, "no turn of the assistant answers one of the"),
+    (SFT, "sharegpt", {"conversations": "a"}, "is no list of turns (found str)"),
+    (SFT, "messages", {"messages": TOOLS[:3]},
+     "messages[2].content is NoneType, and messages[2].tool_calls stands for it"),
+    (SFT, "messages",
+     {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"f": 1}]}, *TOOLS[3:]]},
+     "a call of a tool in 'messages' has no name (messages[1].tool_calls[0] is not"),
+    (RM, "native", {"prompt": "A", "chosen": "B"}, "field 'rejected' is missing"),
+    (RM, "native", PAIR | {"rejected": "b "}, "chosen and rejected are identical"),
+    # The same last turn, so that nothing but the earlier turn tells them apart.
+    (RM, "hh", {"chosen": HH + " A", "rejected": HH.replace("Bob", "Rob") + " A"},
+     "chosen and rejected differ before the last turn (turn 3 is not the same)"),
+    (RM, "hh", {"chosen": HH + " A\n\nHuman: B", "rejected": HH + " C"}, "the last turn"),
+    (SFT, "hh", {"chosen": "\n\nHuman: a\n\nHuman:\n\nAssistant: b", "rejected": "x"},
+     "field 'chosen' is empty or blank (turn 2)"),
+    (RM, "ultrafeedback", ULTRA | {"score_chosen": "high"},
+     "field 'score_chosen' is not a number (found 'high')"),
+    (RM, "ultrafeedback", ULTRA | {"score_chosen": 1}, "score_chosen is below score_rejected"),
+    (RM, "shp", SHP | {"labels": 2}, "field 'labels' is no label (found '2'; allowed: true"),
+    (RM, "tldr", OLD | {"summaries": [{"text": "A"}]}, "field 'summaries' is not two objects"),
+    (RM, "tldr", OLD | {"info": POST | {"post": None}}, "field 'post' is missing"),
+    (PPO, "text", {"text": 1}, "field 'text' is not text (found int)"),
+    (PPO, "native", {"prompt": chat("", "A")[1:]}, "the prompt does not end with a user turn"),
+]  # fmt: skip
+GOOD: dict[str, dict[str, Any]] = {
+    "native": {"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"},
+    "alpaca": {"instruction": "x", "output": "y"},
+    "sharegpt": {"conversations": human("x", "y")},
+    "messages": {"messages": chat("x", "y")},
+    "hh": {"prompt": "x", "chosen": "y", "rejected": "z"},
+    "ultrafeedback": ULTRA, "shp": SHP | {"labels": 1}, "tldr": OLD, "text": {"text": "x"},
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("read", "format", "row", "said"),
-    [
-        (read_demonstrations, "alpaca", {"instruction": "a", "input": 5, "output": "b"},
-         "field 'input' is not text (found int)"),
-        (read_demonstrations, "alpaca", {"instruction": "a", "output": ""},
-         "field 'output' is empty or blank"),
-        (read_demonstrations, "alpaca", {"instruction": ["a"], "output": "b"},
-         "field 'instruction' is not text (found list)"),
-        (read_demonstrations, "alpaca", {"instruction": "a", "output": None},
-         "field 'output' is missing (found 'instruction'; data.format=alpaca (instruction, out"),
-        (read_demonstrations, "sharegpt", {"conversations": [{"from": "narrator", "value": "x"}]},
-         "unknown role in 'conversations' (found 'narrator' in conversations[0].from; known are"),
-        (read_demonstrations, "sharegpt", {"conversations": [{"from": None, "value": "x"}]},
-         "unknown role in 'conversations' (found None"),
-        (read_demonstrations, "sharegpt", {"conversations": human("a")},
-         "no turn of the assistant answers one of the user"),
-        (read_demonstrations, "sharegpt", {"conversations": human("a", None)},  # type: ignore[arg-type]
-         "conversations[1].content is NoneType"),
-        (read_demonstrations, "sharegpt", {"conversations": human("a", " ")},
-         "empty or blank (conversations[1].content)"),
-        (read_demonstrations, "sharegpt", {"conversations": []}, "'conversations' is empty"),
-        (read_demonstrations, "sharegpt", {"conversations": "a"}, "is no list of turns (found "),
-        (read_demonstrations, "messages", {"messages": TOOLS[:3]},
-         "messages[2].content is NoneType, and messages[2].tool_calls stands for it"),
-        (read_demonstrations, "messages",
-         {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"f": 1}]}, *TOOLS[3:]]},
-         "a call of a tool in 'messages' has no name (messages[1].tool_calls[0] is not"),
-        (read_demonstrations, "hh",
-         {"chosen": "\n\nHuman: a\n\nHuman:\n\nAssistant: b", "rejected": "x"},
-         "field 'chosen' is empty or blank (turn 2)"),
-        (read_preferences, "hh", {"chosen": "a", "rejected": "b"}, "field 'prompt' is missing"),
-        (read_preferences, "ultrafeedback", ULTRA | {"score_chosen": "high", "score_rejected": 1},
-         "field 'score_chosen' is not a number (found 'high')"),
-        (read_preferences, "ultrafeedback", ULTRA | {"score_chosen": 1, "score_rejected": 2},
-         "score_chosen is below score_rejected"),
-        (read_preferences, "ultrafeedback", ULTRA | {"score_chosen": 1, "score_rejected": None},
-         "field 'score_rejected' is missing"),
-        (read_preferences, "shp", SHP | {"labels": 2}, "field 'labels' is no label (found '2'"),
-        (read_preferences, "shp", SHP | {"labels": 1, "human_ref_B": "[]", "history": 3},
-         "field 'history' is not text (found int)"),
-        (read_preferences, "shp", SHP | {"labels": 1, "human_ref_B": "A "}, "are identical"),
-        (read_preferences, "tldr", compared(0) | {"summaries": [{"text": "A"}]},
-         "field 'summaries' is not two objects"),
-        (read_preferences, "tldr", compared(0) | {"info": POST | {"post": None}},
-         "field 'post' is missing"),
-        (read_preferences, "helpsteer", HELP | {"response": "a", "helpfulness": True},
-         "field 'helpfulness' is not a number (found 'True')"),
-        (read_preferences, "kto", {"prompt": "a", "completion": "b", "label": "good"},
-         "field 'label' is no label (found 'good'; allowed: true, false, 1, 0)"),
-        (read_prompts, "text", {"text": 1}, "field 'text' is not text (found int)"),
-    ],
-)  # fmt: skip
-def test_bad_rows(read: Any, format: Any, row: Any, said: str, tmp_path: Path) -> None:
-    """Named by file and line, or left out and counted."""
-    good: dict[str, dict[str, Any]] = {
-        "alpaca": {"instruction": "x", "output": "y"},
-        "sharegpt": {"conversations": human("x", "y")},
-        "messages": {"messages": chat("x", "y")},
-        "hh": {"prompt": "x", "chosen": "y", "rejected": "z"},
-        "ultrafeedback": ULTRA | {"score_chosen": 2, "score_rejected": 1},
-        "shp": SHP | {"labels": 1},
-        "tldr": compared(1),
-        "helpsteer": HELP | {"response": "x", "helpfulness": 1},
-        "kto": {"prompt": "x", "completion": "y", "label": False},
-        "text": {"text": "x"},
-    }
-    rows = [good[format], row]
-    if format == "helpsteer":
-        rows.append(HELP | {"response": "y", "helpfulness": 2})
-    if format == "kto":
-        rows.append({"prompt": "x", "completion": "z", "label": True})
-    file = tmp_path / "mine.json"
-    file.write_text("[" + ",\n".join(map(json.dumps, rows)) + "]")
+@pytest.mark.parametrize(("kind", "format", "row", "said"), BAD)
+def test_bad_rows(kind: Any, format: str, row: Any, said: str, tmp_path: Path) -> None:
+    """Named by file and line, of which the blank ones count; or left out and counted."""
+    file = tmp_path / "mine.jsonl"
+    good = json.dumps(GOOD[format]) + "\n\n"
+    file.write_text(good + json.dumps(row) + "\n" + good)
     with pytest.raises(DataError) as error:
-        read(str(file), "stop", format)
-    assert str(error.value).startswith(f"{file}, row 2: ")
-    assert said in str(error.value)
-    assert "data.on_bad_row=skip" in str(error.value)
-    assert len(str(error.value).splitlines()) == 1
-    assert read(str(file), "skip", format).left_out.total() == 1
+        read(kind, str(file), "stop", format)
+    message = str(error.value)
+    assert message.startswith(f"{file}, line 3: ")
+    assert said in message
+    assert message.endswith("data.on_bad_row=skip such rows are left out and counted")
+    assert len(message.splitlines()) == 1
+    assert read(kind, str(file), "skip", format).left_out.total() >= 1
+
+
+NO_FORM: list[tuple[str, dict[str, str], str]] = [
+    (RM, {"instruction": "a", "output": "b"},
+     "its rows are of data.format=alpaca (instruction, output), which holds demonstrations "
+     "and prompts, no preferences; preferences are in data.format=native, hh, ultrafeedback"),
+    (RM, {"prompt": "a", "response": "b"}, "its rows are of data.format=native (prompt, resp"),
+    (SFT, {"instruction": "a", "result": "b"}, "alpaca (instruction, output)"),
+    (RM, {"prompt": "a", "chosen": "b", "r": "c"}, "native (chosen, rejected)"),
+    (SFT, {"xyz": "a"}, "; data.columns.COLUMN=NAME reads"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "row", "said"), NO_FORM)
+@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
+def test_a_file_that_no_form_fits(
+    kind: Any, row: dict[str, str], said: str, ending: str, tmp_path: Path
+) -> None:
+    """One message with the columns found and those that are allowed."""
+    file = tmp_path / f"mine{ending}"
+    cells = f"{','.join(row)}\n{','.join(row.values())}\n"
+    file.write_text(cells if ending == ".csv" else json.dumps(row))
+    for on_bad_row in ("stop", "skip"):
+        with pytest.raises(DataError) as error:
+            read(kind, str(file), on_bad_row)  # type: ignore[arg-type]
+        message = str(error.value)
+        assert message.startswith(str(file))
+        assert all(repr(name) in message for name in row)
+        assert said in message
+        assert len(message.splitlines()) == 1
 
 
 def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
@@ -350,7 +336,7 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
     file = jsonl({"instruction": "a", "output": "b"})
     config = make_config(format="alpaca", preferences=Split(train=file, val=None))
     with pytest.raises(DataError) as error:
-        check_sources(config, "preferences")
+        check_sources(config, RM)
     assert str(error.value) == (
         "data.format=alpaca holds demonstrations and prompts, no preferences, which "
         f"data.preferences.train={file} needs; stage=rm and stage=dpo need preference pairs "
@@ -359,138 +345,35 @@ def test_a_format_that_cannot_serve_a_stage_is_refused_before_the_file_is_read(
     )
 
 
-@pytest.mark.parametrize(
-    ("reader", "row", "said"),
-    [
-        (
-            read_preferences,
-            {"instruction": "a", "output": "b"},
-            "its rows are of data.format=alpaca (instruction, output), which holds demonstrations "
-            "and prompts, no preferences; preferences are in data.format=native, hh, ultrafeedback",
-        ),
-        (
-            read_preferences,
-            {"prompt": "a", "response": "b"},
-            "its rows are of data.format=native (prompt, response), which holds demonstrations and "
-            "prompts, no preferences; ",
-        ),
-        (read_demonstrations, {"Instruction": "a", "result": "b"}, "alpaca (instruction, output)"),
-        (read_preferences, {"prompt": "a", "chosen": "b", "r": "c"}, "native (chosen, rejected)"),
-        (read_prompts, {"prompts": "a"}, "have native (prompt)"),
-        (read_demonstrations, {"xyz": "a"}, "; data.columns.COLUMN=NAME reads"),
-    ],
-)
-@pytest.mark.parametrize("on_bad_row", ["stop", "skip"])
-@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
-def test_a_file_that_no_form_fits(
-    reader: Any, row: dict[str, str], said: str, on_bad_row: Any, ending: str, tmp_path: Path
-) -> None:
-    """One message with the columns found and those that are allowed."""
-    file = tmp_path / f"mine{ending}"
-    with file.open("w", newline="") as opened:
-        if ending == ".csv":
-            writer = csv.DictWriter(opened, list(row))
-            writer.writeheader()
-            writer.writerow(row)
-        else:
-            opened.write(json.dumps(row) + "\n")
-    with pytest.raises(DataError) as error:
-        reader(str(file), on_bad_row)
-    message = str(error.value)
-    assert message.startswith(str(file))
-    assert all(repr(name) in message for name in row)
-    assert said in message
-    assert len(message.splitlines()) == 1
-
-
-def test_other_names_of_columns(jsonl: Jsonl) -> None:
-    source = jsonl({"question": "a", "answer": "b", "prompt": "x", "id": 3})
-    names = {"prompt": "question", "response": "answer"}
-    read = read_demonstrations(source, "stop", "auto", names)
-    assert read.rows == (Demonstration(turns("a"), "b"),)
-    (prompt,) = read_prompts(source, "stop", "auto", names).rows
-    assert prompt.columns == {
-        "question": "a", "answer": "b", "response": "b", "id": 3, "prompt": "a",
-        "messages": chat("a"),
-    }  # fmt: skip
-    alpaca = {"instruction": "question", "output": "answer"}
-    assert read_demonstrations(source, "stop", "alpaca", alpaca).rows == (
-        Demonstration(turns("a"), "b"),
-    )
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])
-def test_a_column_of_another_name_always_replaces_ours(ending: str, tmp_path: Path) -> None:
-    """An empty one is no value, and one that no row has is an error."""
-    rows = [{"prompt": "x", "response": "b", "question": q} for q in (None, "a")]
+def test_other_names_of_columns(ending: str, tmp_path: Path) -> None:
+    """A named column replaces that of the form, also where it is empty; one that is not there is
+    refused, except where the kind of data does not need it."""
+    rows = [{"prompt": "x", "answer": "b", "q": q} for q in (None, "a")]
     file = tmp_path / f"mine.{ending}"
-    cells = "prompt,response,question\nx,b,\nx,b,a\n"
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    file.write_text(cells if ending == "csv" else lines)
-    read = read_demonstrations(str(file), "skip", "auto", {"prompt": "question"})
-    assert read.rows == (Demonstration(turns("a"), "b"),)
-    assert read.left_out.total() == 1
+    file.write_text("prompt,answer,q\nx,b,\nx,b,a\n" if ending == "csv" else lines)
+    names = {"prompt": "q", "response": "answer"}
+    found = read(SFT, str(file), "skip", "auto", names)
+    assert (found.rows, found.left_out.total()) == ((Demonstration(turns("a"), "b"),), 1)
+    (prompt,) = read(PPO, str(file), "skip", "auto", names).rows
+    assert {"prompt": "a", "answer": "b", "q": "a"}.items() <= prompt.columns.items()
+    alpaca = {"instruction": "q", "output": "answer"}
+    assert read(SFT, str(file), "skip", "alpaca", alpaca).rows == found.rows
     with pytest.raises(DataError) as error:
-        read_demonstrations(str(file), "skip", "auto", {"prompt": "quesiton"})
+        read(SFT, str(file), "skip", "auto", names | {"prompt": "quesiton"})
     assert str(error.value) == (
         f"{file}: data.columns.prompt is 'quesiton', which no row has; its columns are "
-        "'prompt', 'response', 'question'"
+        "'prompt', 'answer', 'q'"
     )
 
 
-def test_other_names_of_a_table_s_columns(tmp_path: Path) -> None:
-    file = tmp_path / "mine.csv"
-    file.write_text("question,answer\r\na,b\r\n", newline="")
-    names = {"instruction": "question", "output": "answer"}
-    read = read_demonstrations(str(file), "stop", "auto", names)
-    assert read.rows == (Demonstration(turns("a"), "b"),)
-
-
-@pytest.mark.parametrize("ending", ["jsonl", "csv"])
-def test_a_name_for_an_optional_column_that_no_row_has(ending: str, tmp_path: Path) -> None:
-    file = tmp_path / f"mine.{ending}"
-    rows = [PAIR, PAIR | {"strength": 2}]  # not in the first row of the file of lines
-    cells = "prompt,chosen,rejected,strength\np,b,c,\np,b,c,2\n"
-    file.write_text(cells if ending == "csv" else "".join(json.dumps(row) + "\n" for row in rows))
-    read = read_preferences(str(file), "stop", "auto", {"margin": "strength"})
-    assert [pair.margin for pair in read.rows] == [None, 2.0]
-    with pytest.raises(DataError) as error:
-        read_preferences(str(file), "stop", "auto", {"margin": "strenght"})
-    assert str(error.value) == (
-        f"{file}: data.columns.margin is 'strenght', which no row has; its columns are 'prompt', "
-        "'chosen', 'rejected', 'strength'"
-    )
-    # A name that demonstrations alone need is of no concern to pairs.
-    formats: tuple[Any, ...] = ("auto", "tldr")
-    for format in formats:
-        columns = {"response": "answer"}
-        assert len(read_preferences(str(file), "stop", format, columns)) == 2
-
-
-@pytest.mark.parametrize("read", [read_demonstrations, read_preferences, read_prompts])
-def test_a_null_score_does_not_hide_the_form(read: Any, jsonl: Jsonl) -> None:
-    scored = [HELP | {"response": str(i), "helpfulness": i or None} for i in range(3)]
-    source = jsonl(*scored)
-    with pytest.raises(DataError, match=r"line 1: field 'helpfulness' is missing"):
-        read_preferences(source, "stop")
-    assert read_preferences(source, "skip").rows == (Preference(turns("Hi"), "2", "1", 1.0),)
-    assert read(source, "skip") == read(source, "skip", "helpsteer")
-    # Where no row has a score, it is no form of scored responses.
-    rows = jsonl(*(row | {"helpfulness": None} for row in scored))
-    assert len(read_demonstrations(rows, "stop")) == 3
-
-
-def test_numbers_of_a_csv_file(tmp_path: Path) -> None:
-    """Its cells are text: a margin, and labels."""
-    file = tmp_path / "mine.csv"
-    file.write_text('prompt,chosen,rejected,margin\na,"b, ""c""\nd",e,1.5\n\na,b,e,\n')
-    assert read_preferences(str(file), "stop").rows == (
-        Preference(turns("a"), 'b, "c"\nd', "e", 1.5),
-        Preference(turns("a"), "b", "e", None),
-    )
-    assert read_preferences(str(file), "stop").numbers == (2, 5)
-    file.write_text("prompt,completion,label\na,b,True\na,c,0\n")
-    assert read_preferences(str(file), "stop").rows == (Preference(turns("a"), "b", "c"),)
+def test_other_names_of_optional_columns(jsonl: Jsonl) -> None:
+    source = jsonl(PAIR, PAIR | {"strength": 2})
+    names = {"margin": "strength", "response": "answer"}
+    assert [pair.margin for pair in read(RM, source, "stop", "auto", names).rows] == [None, 2.0]
+    with pytest.raises(DataError, match=r"data\.columns\.margin is 'strenght', which no row has"):
+        read(RM, source, "stop", "auto", {"margin": "strenght"})
 
 
 def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
@@ -503,16 +386,6 @@ def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
     )
     with pytest.raises(ConfigError, match=r"text, title; did you mean data.columns.conversations"):
         make_config(columns={"conversation": "turns"})
-    with pytest.raises(ConfigError, match=r"^data\.columns is \{'prompt': 3\}"):
-        make_config(columns={"prompt": 3})
-
-
-def test_our_own_form_goes_before_all_others(jsonl: Jsonl) -> None:
-    """Wherever among the first rows it stands, as in files of several forms."""
-    both = {"prompt": "p", "response": "r", "instruction": "i", "output": "o", "text": "t"}
-    assert read_demonstrations(jsonl(both), "stop").rows == (Demonstration(turns("p"), "r"),)
-    source = jsonl({"text": "t"}, both)
-    assert read_demonstrations(source, "skip").rows == (Demonstration(turns("p"), "r"),)
 
 
 OWN = """
@@ -537,44 +410,29 @@ def test_a_format_of_one_s_own(ending: str, tmp_path: Path, make_config: MakeCon
     """A function turns each row into turns or into columns of the package's own."""
     (tmp_path / "own.py").write_text(OWN)
     file, own = tmp_path / f"mine.{ending}", f"{tmp_path / 'own.py'}:"
-    rows = [{"q": "NA", "a": "1e5", "skip": None, "n": 2}, {"q": "q", "a": "b", "skip": "yes",
-             "n": 0.5}]  # fmt: skip
+    rows = [
+        {"q": "NA", "a": "1e5", "skip": None, "n": 2},
+        {"q": "q", "a": "b", "skip": "y", "n": 3},
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
-    file.write_text(lines if ending == "jsonl" else "q,a,skip,n\nNA,1e5,,2\nq,b,yes,0.5\n")
-    found = read_demonstrations(str(file), "stop", f"{own}turns")
+    file.write_text(lines if ending == "jsonl" else "q,a,skip,n\nNA,1e5,,2\nq,b,y,3\n")
+    found = read(SFT, str(file), "stop", f"{own}turns")
     assert found.rows == (Demonstration(turns("NA"), "1e5"),)
     assert found.left_out == {"the function of data.format returns None": 1}
-    (prompt,) = read_prompts(str(file), "stop", f"{own}turns").rows
+    (prompt,) = read(PPO, str(file), "stop", f"{own}turns").rows
     assert (prompt.columns["prompt"], prompt.columns["a"]) == ("NA", "1e5")
-    pairs = read_preferences(str(file), "stop", f"{own}pair").rows
-    assert pairs == (Preference(turns("NA"), "1e5", "007", 2.0),
-                     Preference(turns("q"), "b", "007", 0.5))  # fmt: skip
     config = make_config(format=f"{own}pair", preferences=Split(train=str(file), val=None))
-    assert len(load("preferences", config, 0).train) == 1
-    number = 1 if ending == "jsonl" else 2
-    where = rf"mine\.{ending}, line {number}: the function of data\.format "
+    loaded = load(RM, config, 0)
+    assert {*loaded.train.rows, *loaded.val.rows} == {
+        Preference(turns("NA"), "1e5", "007", 2.0), Preference(turns("q"), "b", "007", 3.0)
+    }  # fmt: skip
+    where = rf"mine\.{ending}, line {1 if ending == 'jsonl' else 2}: the function of data\.format "
     with pytest.raises(DataError, match=where + r"fails \(KeyError\('nothing'\)\)"):
-        read_demonstrations(str(file), "stop", f"{own}broken")
-    with pytest.raises(DataError, match=where + r"returns no row \(found int; allowed: a list"):
-        read_demonstrations(str(file), "stop", f"{own}number")
-    with pytest.raises(ConfigError, match=r"data\.format is .* has no function 'missing'"):
-        read_demonstrations(str(file), "stop", f"{own}missing")
-    config = make_config(format="gone.py:f", preferences=Split(train=str(file), val=None))
-    with pytest.raises(ConfigError, match=r"data\.format is 'gone\.py:f'; there is no file"):
-        check_sources(config, "preferences")
-
-
-def test_a_function_that_a_folder_names_is_not_run(tmp_path: Path, jsonl: Jsonl) -> None:
-    (tmp_path / "own.py").write_text("raise SystemExit(3)")
+        read(SFT, str(file), "stop", f"{own}broken")
+    with pytest.raises(DataError, match=where + "returns no row .found int; allowed: a list of"):
+        read(SFT, str(file), "stop", f"{own}number")
+    missing = make_config(format="nowhere.py:f", prompts=Split(train=str(file), val=None))
+    with pytest.raises(ConfigError, match=r"data\.format is 'nowhere\.py:f'; there is no file"):
+        check_sources(missing, PPO)
     with code_of_command(), pytest.raises(ConfigError, match=r"data\.format is .*a folder names"):
-        read_prompts(jsonl({"prompt": "a"}), "stop", f"{tmp_path / 'own.py'}:turns")
-
-
-def test_texts_are_held_out_one_by_one(make_config: MakeConfig, tmp_path: Path) -> None:
-    """All of them have the same prompt, none."""
-    file = tmp_path / "mine.txt"
-    file.write_text("".join(f"text {i}\n\n" for i in range(20)))
-    config = make_config(demonstrations=Split(train=str(file), val=None), val_fraction=0.25)
-    split = load_demonstrations(config, seed=0)
-    assert (len(split.train), len(split.val)) == (15, 5)
-    assert split.train.numbers[0] % 2 == 1  # every other line is blank
+        read(SFT, str(file), "stop", f"{own}turns")

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise
+from lightning_rlhf.data.lengths import tokenise
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
 
@@ -41,34 +41,17 @@ def text(chat: ChatFormat, tokens: Any) -> str:
     return chat.tokenizer.decode(list(tokens))
 
 
-def test_demonstrations_within_the_limits(
+def test_demonstrations_beyond_the_limits_are_dropped(
     chat: ChatFormat, make_config: MakeConfig, ids: Ids
 ) -> None:
     config = make_config(max_prompt_tokens=21, max_response_tokens=6)
-    result = tokenise(rows(Demonstration(user("Hi"), "Hello")), chat, config)
+    pairs = (("Hi!", "Hello"), ("Ho", "Hello"), ("Hi", "Hello!"), ("Hi!", "Hello!"))
+    result = tokenise(rows(*(Demonstration(user(p), r) for p, r in pairs)), chat, config)
     (example,) = result.examples
-    assert list(example.prompt) == ids(
-        chat.tokenizer, "<|bos|>", "[user]Hi", "<|eot|>", "[assistant]"
-    )
+    prompt = ids(chat.tokenizer, "<|bos|>", "[user]Ho", "<|eot|>", "[assistant]")
+    assert list(example.prompt) == prompt
     assert list(example.response) == ids(chat.tokenizer, "Hello", "<|eot|>")
     assert example.length == 21 + 6
-    assert not result.dropped
-    assert not result.cut
-
-
-def test_long_demonstrations_are_dropped(chat: ChatFormat, make_config: MakeConfig) -> None:
-    config = make_config(max_prompt_tokens=21, max_response_tokens=6)
-    result = tokenise(
-        rows(
-            Demonstration(user("Hi!"), "Hello"),
-            Demonstration(user("Ho"), "Hello"),
-            Demonstration(user("Hi"), "Hello!"),
-            Demonstration(user("Hi!"), "Hello!"),
-        ),
-        chat,
-        config,
-    )
-    assert [text(chat, e.prompt[7:9]) for e in result.examples] == ["Ho"]
     assert result.dropped == Counter({"prompt too long": 2, "response too long": 1})
     assert result.numbers == (2,)
     assert not result.cut
@@ -105,10 +88,7 @@ LONG = (
              "[assistant]four<|eot|>[user]five 6789<|eot|>"),
         (94, "[system]Kind.<|eot|>[user]three<|eot|>[assistant]four<|eot|>"
              "[user]five 6789<|eot|>"),
-        (70, "[system]Kind.<|eot|>[user]three<|eot|>[assistant]four<|eot|>"
-             "[user]five 6789<|eot|>"),
         (69, "[system]Kind.<|eot|>[user]five 6789<|eot|>"),
-        (42, "[system]Kind.<|eot|>[user]five 6789<|eot|>"),
         (41, "[system]Kind.<|eot|>[user]ive 6789<|eot|>"),
         # The space before 6789 would come first and is left out with "five".
         (38, "[system]Kind.<|eot|>[user]6789<|eot|>"),
@@ -143,25 +123,15 @@ def test_prompts_keep_their_positions(chat: ChatFormat, make_config: MakeConfig)
     config = make_config(max_prompt_tokens=20)
     prompts = rows(*(Prompt(user(t), {}) for t in ("a", "bb", "c", "dd", "e")))
     result = tokenise(prompts, chat, config)
-    assert [(text(chat, e.prompt[7:8]), e.index) for e in result.examples] == [
-        ("a", 0),
-        ("c", 2),
-        ("e", 4),
-    ]
+    kept = [(text(chat, e.prompt[7:8]), e.index) for e in result.examples]
+    assert kept == [("a", 0), ("c", 2), ("e", 4)]
     assert result.dropped == Counter({"prompt too long": 2})
 
 
 def test_preferences(chat: ChatFormat, make_config: MakeConfig, ids: Ids) -> None:
     config = make_config(max_response_tokens=5)
-    result = tokenise(
-        rows(
-            Preference(user("Hi"), "Yes", "No"),
-            Preference(user("Hi"), "Maybe", "No"),
-            Preference(user("Hi"), "Yes", "Maybe"),
-        ),
-        chat,
-        config,
-    )
+    sides = (("Yes", "No"), ("Maybe", "No"), ("Yes", "Maybe"))
+    result = tokenise(rows(*(Preference(user("Hi"), *two) for two in sides)), chat, config)
     (example,) = result.examples
     assert list(example.chosen) == ids(chat.tokenizer, "Yes", "<|eot|>")
     assert list(example.rejected) == ids(chat.tokenizer, "No", "<|eot|>")
@@ -173,15 +143,8 @@ def test_pairs_that_cutting_makes_identical_are_dropped(
     chat: ChatFormat, make_config: MakeConfig
 ) -> None:
     config = make_config(max_response_tokens=3, long_responses="cut")
-    result = tokenise(
-        rows(
-            Preference(user("Hi"), "Maybe", "Mayday"),
-            Preference(user("Hi"), "Maybe", "Made"),
-            Preference(user("Hi"), "Ma", "Maybe"),
-        ),
-        chat,
-        config,
-    )
+    sides = (("Maybe", "Mayday"), ("Maybe", "Made"), ("Ma", "Maybe"))
+    result = tokenise(rows(*(Preference(user("Hi"), *two) for two in sides)), chat, config)
     assert [(text(chat, e.chosen), text(chat, e.rejected)) for e in result.examples] == [
         ("May", "Mad"),
         ("Ma<|eot|>", "May"),
@@ -207,12 +170,3 @@ def test_nothing_left_names_what_to_change(
     assert reason in message
     (key,) = changes
     assert f"data.{key} (5)" in message
-
-
-def test_the_tokens_to_imitate_are_the_learned_ones_of_the_prompt_and_the_response() -> None:
-    for example, imitated in (
-        (DemonstrationTokens([5, 6, 7], [8, 9]), [8, 9]),
-        (DialogueTokens([5, 6, 7], [8, 9], [1]), [6, 8, 9]),
-    ):
-        assert list(example.imitated) == imitated
-        assert example.targets == len(imitated)

@@ -15,7 +15,7 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.batches import collate_demonstrations
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens, tokenise, turn_targets
+from lightning_rlhf.data.lengths import tokenise, turn_targets
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Demonstration, Message, Messages
 from lightning_rlhf.stages.console import HOME
@@ -52,12 +52,6 @@ CHATML_MARKED = (
     + "{% else %}{{ m.content }}<|im_end|>{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )  # fmt: skip
-LLAMA_MARKED = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{%- if m.role == 'assistant' -%}"
-    "{%- generation -%}{{ m.content }}<|eot|>{%- endgeneration -%}"
-    "{%- else -%}{{ m.content }}<|eot|>{%- endif -%}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
 
 
 @pytest.mark.parametrize(
@@ -90,16 +84,6 @@ LLAMA_MARKED = (
 )
 def test_learned_by_hand(template: str | None, learned: list[str], make_tokenizer: Make) -> None:
     assert pieces(ChatFormat(make_tokenizer(template, **EOS), {}), DIALOGUE) == learned
-
-
-@pytest.mark.parametrize(("plain", "marked"), [(CHATML, CHATML_MARKED), (LLAMA, LLAMA_MARKED)])
-def test_the_same_as_by_the_template_s_own_mask(
-    plain: str, marked: str, make_tokenizer: Make
-) -> None:
-    """Two templates that write the same, of which one marks what the assistant wrote."""
-    ours, theirs = (ChatFormat(make_tokenizer(t, **EOS), {}) for t in (plain, marked))
-    assert ours.prompt_tokens(DIALOGUE) == theirs.prompt_tokens(DIALOGUE)
-    assert turn_targets(ours, DIALOGUE) == turn_targets(theirs, DIALOGUE) != []
 
 
 @pytest.fixture(scope="module")
@@ -163,11 +147,6 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(make_tokenizer: Ma
     assert pieces(chat, prompt) == ["(clock)<|im_end|>", "So:(clock)<|im_end|>"]
 
 
-def test_a_prompt_without_a_turn_of_the_assistant(chatml: PreTrainedTokenizerFast) -> None:
-    chat = ChatFormat(chatml, {})
-    assert turn_targets(chat, (Message("user", "Hi"),)) == turn_targets(chat, ()) == []
-
-
 def test_a_tokenizer_without_characters_is_refused(
     chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,13 +168,12 @@ def test_the_targets_of_a_batch(make_config: MakeConfig, chatml: PreTrainedToken
     chat = ChatFormat(chatml, {})
     (last,), (every,) = (examples(on, make_config, chat) for on in ("last", "all"))
     assert asdict(every) == asdict(last) | {"learned": every.learned}
-    assert type(last) is DemonstrationTokens
     batches = [collate_demonstrations([e], chat.pad_token_id) for e in (last, every)]
     assert torch.equal(batches[0].tokens, batches[1].tokens)
     shown = [chat.show(batch.tokens[batch.target_mask].tolist()) for batch in batches]
     assert shown[0] == "So long<|im_end|>"
     assert shown[1] == "Hello, who?<|im_end|> Ann. <|im_end|>So long<|im_end|>"
-    assert every.targets == batches[1].target_mask.sum() == len(every.learned) + last.targets
+    assert batches[1].target_mask.sum() == len(every.learned) + len(last.response)
 
 
 def test_turns_that_are_cut_are_not_learned(
@@ -204,5 +182,4 @@ def test_turns_that_are_cut_are_not_learned(
     chat = ChatFormat(chatml, {})
     whole = len(chat.prompt_tokens(DIALOGUE))
     (cut,) = examples("all", make_config, chat, max_prompt_tokens=whole - 1, long_prompts="cut")
-    assert isinstance(cut, DialogueTokens)
     assert chat.show([cut.prompt[i] for i in cut.learned]) == " Ann. <|im_end|>"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import resource
@@ -53,6 +54,51 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
         "a", "a/inner", "a/inner/file",
     ]  # fmt: skip
+
+
+def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
+    """Of what is in it, only the names of its manifest are replaced or deleted."""
+    target, files = tmp_path / "a", ["manifest.json", "model", "stale"]
+    (target / "notes" / "inner").mkdir(parents=True)
+    (target / "notes" / "inner" / "link").symlink_to("nowhere")
+    (target / "manifest.json").write_text(json.dumps({"stage": "sft", "files": files}))
+    for name in ("stale", "model", "new"):
+        (target / name).write_text("before")
+    with written_whole(target, kind="folder") as beside:
+        for name in ("model", "new"):
+            (beside / name).write_text("written")
+    assert {p.name: p.read_text() for p in target.iterdir() if p.is_file()} == {
+        "model": "written", "new": "written", "new.orig": "before",
+    }  # fmt: skip
+    assert os.readlink(target / "notes" / "inner" / "link") == "nowhere"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("kills_at", [1, 2])
+def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_at: int) -> None:
+    """Before the first and before the second of its renames; the next writing repairs it."""
+    target, renames, replace = tmp_path / "a", [], os.replace
+    target.mkdir()
+    (target / "manifest.json").write_text('{"stage": "sft", "files": ["manifest.json"]}')
+    (target / "notes").write_text("mine")
+
+    def killed(*paths: Path) -> None:
+        renames.append(paths)
+        if len(renames) == kills_at:
+            os._exit(9)
+        replace(*paths)
+
+    if (child := os.fork()) == 0:
+        os.replace = killed
+        with written_whole(target, kind="folder") as beside:
+            (beside / "model").write_text("lost")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert target.exists() == (kills_at == 1)
+    with written_whole(target, kind="folder") as beside:
+        (beside / "model").write_text("new")
+    assert {path.name: path.read_text() for path in target.iterdir()} == {
+        "model": "new", "notes": "mine",
+    }  # fmt: skip
 
 
 PAGE = '<!doctype html>\n<html lang="en">\n<meta name="generator" content="lightning-rlhf">'

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.kernels import lora as product
 from lightning_rlhf.kernels.lora import JointLinear
-from lightning_rlhf.kernels.patch import patch
+from lightning_rlhf.kernels.patch import patch_layers
 
 LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
 
@@ -30,7 +28,7 @@ def layers(bias: bool, adapted: bool) -> list[nn.Module]:
     if adapted:
         config = LoraConfig(r=2, lora_alpha=6, target_modules=["a", "b"], init_lora_weights=False)
         three = get_peft_model(three, config).base_model.model  # type: ignore[arg-type]
-        patch(three)
+        patch_layers(three)
     return [three.a, three.b, three.c]  # type: ignore[list-item]
 
 
@@ -40,7 +38,7 @@ def expected(of: list[nn.Module], x: Tensor) -> Tensor:
 
 
 @LAYOUTS
-@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("adapted", [True, False])
 @pytest.mark.parametrize("bias", [True, False])
 @torch.no_grad()
@@ -52,10 +50,13 @@ def test_it_is_the_layers_side_by_side(
     joint, one = JointLinear(*of), JointLinear(of[0])  # type: ignore[arg-type]
     assert joint.weight.packed == (smallest == 0)
     x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
+    before = x.clone(), onto.clone()
     side_by_side = expected(of, x)
     torch.testing.assert_close(joint(x), side_by_side, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joint(x, onto=onto), onto + side_by_side, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before[0])
+    assert torch.equal(onto, before[1])
 
 
 @torch.no_grad()
@@ -71,40 +72,6 @@ def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
     side_by_side = expected(of, x)
     torch.testing.assert_close(found[0], side_by_side, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(found[1], onto + side_by_side, rtol=1e-5, atol=1e-5)
-
-
-@LAYOUTS
-@torch.no_grad()
-def test_it_changes_nothing_that_it_is_given(
-    monkeypatch: pytest.MonkeyPatch, smallest: int
-) -> None:
-    monkeypatch.setattr(product, "SMALLEST", smallest)
-    x, onto = torch.randn(3, 16), torch.randn(3, 57)
-    before = x.clone(), onto.clone()
-    JointLinear(*layers(True, True))(x, onto=onto)  # type: ignore[arg-type]
-    assert torch.equal(x, before[0])
-    assert torch.equal(onto, before[1])
-
-
-@torch.no_grad()
-def test_a_copy_that_is_too_large_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(product, "SMALLEST", 0)
-    monkeypatch.setattr(product, "LARGEST", 16 * 12)
-    a, b, _ = layers(bias=False, adapted=False)
-    assert JointLinear(a).weight.packed  # type: ignore[arg-type]
-    assert not JointLinear(a, b).weight.packed  # type: ignore[arg-type]
-
-
-def test_a_copy_takes_at_most_128_mb_in_fp32_and_512_in_bf16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Memory that is reserved, and not touched."""
-    operators = SimpleNamespace(_is_mkldnn_bf16_supported=lambda: True)
-    monkeypatch.setattr(torch.ops, "mkldnn", operators)
-    monkeypatch.setattr(product, "OPERATORS", ())
-    for dtype, rows in ((torch.float32, 2**15), (torch.bfloat16, 2**18)):
-        assert product.can_be_packed(torch.empty(rows, 1024, dtype=dtype))
-        assert not product.can_be_packed(torch.empty(rows + 1, 1024, dtype=dtype))
 
 
 @torch.no_grad()

@@ -76,7 +76,7 @@ def relative(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("library", ["", "by_onednn"])
-@pytest.mark.parametrize("length", [1, 9, 90])
+@pytest.mark.parametrize("length", [1, 90])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hidden_states_and_gradients_are_those_of_transformers(
     family: str, length: int, library: str, request: pytest.FixtureRequest
@@ -136,20 +136,6 @@ def exactly(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_is_the_formula(kind: type[nn.Module]) -> None:
-    ours, _ = a_norm(kind)
-    x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
-    x[0] *= 1e-3  # where eps counts
-    with patch.object(_RMSNormFunction, "apply", wraps=_RMSNormFunction.apply) as asked:
-        y, dx = both(ours, x, dy)
-    assert asked.call_count == 1
-    expected, expected_dx = both(exactly(ours), x.double(), dy.double())
-    assert relative(y, expected) <= 1e-6
-    assert relative(dx[1:], expected_dx[1:]) <= 1e-6
-    assert relative(dx[0], expected_dx[0]) <= 1e-6
-
-
-@pytest.mark.parametrize("kind", NORMS)
 def test_in_bf16_a_norm_is_rounded_once_and_its_gradient_is_no_further_from_the_truth(
     kind: type[nn.Module],
 ) -> None:
@@ -175,7 +161,7 @@ def is_rounded_once(found: Tensor, exact: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("kind", [NORMS[0], NORMS[-1]])
 def test_a_norm_says_the_same_where_nothing_is_learned(
     kind: type[nn.Module], dtype: torch.dtype
 ) -> None:
@@ -194,28 +180,23 @@ def test_a_norm_learns_its_weight_too(kind: type[nn.Module]) -> None:
     """As the formula in float64 does; and it says the same bits as one that does not learn."""
     ours, _ = a_norm(kind)
     x, dy = numbers(5, 3, WIDTH), numbers(5, 3, WIDTH, seed=2)
+    x[0] *= 1e-3  # where eps counts
     frozen = ours(x)
     ours.requires_grad_()
-    y, dx, dw = learned(ours, x, dy)
+    with patch.object(_RMSNormFunction, "apply", wraps=_RMSNormFunction.apply) as asked:
+        y, dx, dw = learned(ours, x, dy)
+    assert asked.call_count == 1
     assert torch.equal(y, frozen)
+    assert relative(y, exactly(ours)(x.double())) <= 1e-6
     weight = ours.weight.detach().double().requires_grad_()
     wide = x.double().requires_grad_()
     zero_centred = hasattr(ours, "eps")
     eps = ours.eps if zero_centred else ours.variance_epsilon
     exact = (weight + zero_centred) * wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
     expected = torch.autograd.grad(exact, (wide, weight), dy.double())
-    assert relative(dx, expected[0]) <= 1e-6
+    assert relative(dx[0], expected[0][0]) <= 1e-6
+    assert relative(dx[1:], expected[0][1:]) <= 1e-6
     assert relative(dw, expected[1]) <= 1e-6
-
-
-@pytest.mark.parametrize("kind", NORMS)
-def test_a_norm_in_another_dtype_is_left_to_transformers(kind: type[nn.Module]) -> None:
-    ours, library = a_norm(kind)
-    x = numbers(2, WIDTH).bfloat16().requires_grad_()
-    with patch.object(kind, "forward", autospec=True, side_effect=kind.forward) as asked:
-        y = ours(x)
-        assert asked.call_count == 1
-        assert torch.equal(y, library(x))
 
 
 def learned(layer: nn.Module, x: Tensor, dy: Tensor) -> list[Tensor]:
@@ -230,9 +211,9 @@ def learns(layer: nn.Module) -> list[nn.Parameter]:
 
 
 @pytest.mark.usefixtures("by_onednn")
-@pytest.mark.parametrize("frozen", [(), ("bias",), ("weight",), ("weight", "bias")])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("weight", "bias")])
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(5, 4), (2, 3, 4), (4,)])
+@pytest.mark.parametrize("shape", [(2, 3, 4), (4,)])
 def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
     shape: tuple[int, ...], bias: bool, frozen: tuple[str, ...]
 ) -> None:
@@ -252,12 +233,6 @@ def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
 
 
 @pytest.mark.usefixtures("by_onednn")
-def test_rows_of_another_length_are_refused_in_torchs_words() -> None:
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        OneDNNLinear(4, 6)(numbers(5, 3))
-
-
-@pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_projection_in_16_bits_is_torchs(dtype: torch.dtype) -> None:
     """By autocast too."""
@@ -273,9 +248,7 @@ def test_a_projection_in_16_bits_is_torchs(dtype: torch.dtype) -> None:
     assert y.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    ("length", "size"), [(1, 1), (24, 24), (40, 40), (41, 21), (79, 40), (81, 27), (300, 38)]
-)
+@pytest.mark.parametrize(("length", "size"), [(1, 1), (40, 40), (41, 21), (300, 38)])
 def test_the_delta_rule_reads_equal_chunks(length: int, size: int) -> None:
     """The fewest chunks of at most 40 tokens; the last is filled up by less than their number."""
     roles = a_policy("qwen3_5_text")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_rlhf.kernels import lora
 from lightning_rlhf.kernels.lora import FusedLoRALinear, _AddedLoRA, _MergedLoRA
-from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 
 from .test_merging import TOKENS, a_policy
@@ -150,16 +150,6 @@ def test_many_tokens_are_multiplied_with_the_sum(
     assert folds == [(1, tokens, 16)] * merged
 
 
-def test_16_bits_never_are(folds: list[torch.Size]) -> None:
-    """In the sum an adapter of less than 1/256 of a weight would be lost."""
-    roles = a_policy(torch.bfloat16)
-    roles.set_role(POLICY)
-    with torch.autocast("cpu", torch.bfloat16):
-        for layer in quick_layers(roles):
-            layer(torch.zeros(1000, layer.in_features))
-    assert folds == []
-
-
 def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(
     monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear]
 ) -> None:
@@ -222,16 +212,6 @@ def dropout(roles: Roles) -> None:
         layer.lora_dropout[POLICY] = nn.Dropout(0.5)
 
 
-def test_adapters_of_more_digits_than_the_weights_are_left_to_peft(
-    peft_is_asked: list[LoRALinear],
-) -> None:
-    """Where no autocast rounds them, PEFT adds them in fp32."""
-    roles = a_policy(torch.bfloat16)
-    roles.set_role(POLICY)
-    roles.hidden(TOKENS)
-    assert len(peft_is_asked) == len(quick_layers(roles)) > 0
-
-
 @pytest.mark.parametrize("change", [merge, train_the_base, train_the_bias, dropout])
 def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     change: Callable[[Roles], None], peft_is_asked: list[LoRALinear]
@@ -241,32 +221,6 @@ def test_what_is_no_sum_on_frozen_weights_is_left_to_peft(
     change(roles)
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == len(quick_layers(roles)) > 0
-
-
-@pytest.mark.parametrize("shape", [(0, 16), (0, 5, 16), (2, 0, 16)])
-def test_no_rows_give_no_rows(shape: tuple[int, ...]) -> None:
-    """As an expert to which no token is sent."""
-    roles = a_policy()
-    roles.set_role(POLICY)
-    layer = quick_layers(roles)[0]
-    x = torch.zeros(shape, requires_grad=True)
-    y = layer(x)
-    assert y.shape == (*shape[:-1], layer.out_features)
-    y.sum().backward()
-    assert x.grad.shape == shape
-
-
-def test_another_programs_arguments_are_left_to_peft(peft_is_asked: list[LoRALinear]) -> None:
-    """Different adapters for the rows of one batch."""
-    roles = a_policy()
-    roles.set_role(POLICY)
-    layer = quick_layers(roles)[0]
-    rows = torch.randn(2, 16)
-    mixed = layer(rows, adapter_names=["sft", "__base__"])
-    assert peft_is_asked == [layer]
-    torch.testing.assert_close(mixed[1], layer.base_layer(rows[1]))
-    with pytest.raises(TypeError):  # which a linear layer does not take
-        layer(rows, rows)
 
 
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
@@ -279,13 +233,3 @@ def test_variants_are_left_to_peft(
     roles.set_role("other")
     roles.hidden(TOKENS)
     assert len(peft_is_asked) == 2  # q_proj of two layers
-
-
-def test_a_role_without_adapters_speaks_as_the_base(peft_is_asked: list[LoRALinear]) -> None:
-    roles = a_policy()
-    with torch.no_grad(), roles.use_role("base"):
-        hidden = roles.hidden(TOKENS)
-    with torch.no_grad(), roles.model.disable_adapter():
-        assert torch.equal(hidden, roles.hidden(TOKENS))
-    with torch.no_grad(), roles.use_role(REFERENCE):
-        assert not torch.equal(hidden, roles.hidden(TOKENS))

@@ -94,14 +94,6 @@ def test_in_16_bits_the_layers_stay_as_they_are() -> None:
         assert torch.equal(logits(roles), beside)
 
 
-def test_under_autocast_the_layers_stay_as_they_are() -> None:
-    """It casts the sum to bf16, weight and adapter alike."""
-    roles = a_policy()
-    layers = lora_layers(roles)
-    with torch.autocast("cpu", torch.bfloat16), roles.merged():
-        assert lora_layers(roles) == layers > 0
-
-
 @pytest.mark.parametrize("option", [{"use_dora": True}, {"lora_bias": True}])
 def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool]) -> None:
     """From another program: DoRA scales the columns of W + B A; an adapter may add a bias."""
@@ -119,17 +111,6 @@ def test_an_adapter_that_is_no_plain_sum_stays_as_it_is(option: dict[str, bool])
         torch.testing.assert_close(logits(roles), beside, atol=1e-5, rtol=0)
 
 
-def test_an_adapter_that_stands_in_the_weights_already_is_not_added_again() -> None:
-    roles = a_policy()
-    roles.set_role(POLICY)
-    beside = logits(roles)
-    roles.model.merge_adapter(["sft", POLICY])
-    layers = lora_layers(roles)
-    with roles.merged():
-        assert lora_layers(roles) == layers
-        torch.testing.assert_close(logits(roles), beside, atol=1e-4, rtol=0)
-
-
 def test_no_other_role_is_played_from_folded_weights() -> None:
     """They are the acting role's; another one would speak with its voice."""
     roles = a_policy()
@@ -143,15 +124,3 @@ def test_no_other_role_is_played_from_folded_weights() -> None:
             roles.set_role(REFERENCE)
     with roles.use_role(REFERENCE):
         assert lora_layers(roles) > 0
-
-
-def test_without_adapters_there_is_nothing_to_fold() -> None:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama", vocab_size=31, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
-        num_attention_heads=2,
-    )  # fmt: skip
-    roles = Roles(AutoModelForCausalLM.from_config(config).eval())
-    before = logits(roles)
-    with roles.merged():
-        assert torch.equal(logits(roles), before)

@@ -12,7 +12,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.kernels import packing
-from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.packing import WORTH, Packing, columns_to_add, gather_rows, scatter_rows
 from lightning_rlhf.kernels.products import rounded_up
 from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
@@ -28,11 +27,6 @@ WANTED = {
         [F, F, T, T, F, F, F, F],
         [F, F, F, F, F, T, T, T],
         [T, T, T, F, F, F, F, F],
-    ],
-    "the last token of each row": [
-        [F, F, F, T, F, F, F, F],
-        [F, F, F, F, F, F, F, T],
-        [F, T, F, F, F, F, F, F],
     ],
     "with gaps": [
         [T, F, T, F, F, F, F, F],
@@ -75,10 +69,9 @@ def test_hidden_states_and_gradients_are_those_of_all_positions(
     assert relative(gradient, expected_gradient) <= 1e-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_columns_behind_the_rows_change_nothing(family: str) -> None:
+def test_columns_behind_the_rows_change_nothing() -> None:
     """31 positions are computed as 32."""
-    roles = a_policy(family)
+    roles = a_policy("qwen3_5_text")
     mask = torch.zeros(3, 31, dtype=torch.bool)
     mask[0, 20:], mask[1, 3:9], mask[2, 30] = True, True, True
     tokens = tokens_of(mask)
@@ -93,22 +86,12 @@ def test_columns_behind_the_rows_change_nothing(family: str) -> None:
     assert relative(gradient, expected_gradient) <= 1e-5
 
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10_000.0,
-    "original_max_position_embeddings": 31,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
-}
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
 
 
-@pytest.mark.parametrize("rope", [LONGROPE, DYNAMIC], ids=["longrope", "dynamic"])
-def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on(
-    rope: dict[str, Any],
-) -> None:
+def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on() -> None:
     """Beyond 31 it rotates by other angles."""
-    model = build_model("llama", rope_parameters=rope, max_position_embeddings=31)
+    model = build_model("llama", rope_parameters=DYNAMIC, max_position_embeddings=31)
     roles, mask = Roles(model), torch.zeros(3, 31, dtype=torch.bool)
     mask[0, 20:], mask[1, 3:9], mask[2, 30] = True, True, True
     tokens = tokens_of(mask)
@@ -118,7 +101,7 @@ def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on
 
 @pytest.mark.parametrize(
     ("columns", "more"),
-    [(0, 0), (1, 0), (15, 0), (16, 0), (31, 1), (46, 0), (77, 3), (76, 0), (200, 8), (199, 0)],
+    [(0, 0), (15, 0), (16, 0), (31, 1), (77, 3), (76, 0)],
 )
 def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
     columns: int, more: int
@@ -153,19 +136,12 @@ def eager(roles: Roles) -> None:
     roles.causal_lm.set_attn_implementation("eager")
 
 
-def dropping(roles: Roles) -> None:
-    """Attention that leaves out some of what it sees, at random."""
-    for layer in roles.causal_lm.base_model.layers:
-        layer.self_attn.attention_dropout = 0.1
-        layer.self_attn.train()
-
-
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 
 
 @pytest.mark.parametrize(
     ("change", "shape", "library"),
-    [(lambda roles: None, {}, 0), (sliding, WINDOWS, 2), (eager, {}, 2), (dropping, {}, 2)],
+    [(lambda roles: None, {}, 0), (sliding, WINDOWS, 2), (eager, {}, 2)],
 )
 def test_attention_that_ours_does_not_compute_is_left_to_the_library(
     monkeypatch: pytest.MonkeyPatch,
@@ -187,32 +163,10 @@ def test_attention_that_ours_does_not_compute_is_left_to_the_library(
     with torch.no_grad():
         found = roles.hidden_at(tokens, mask)
         assert len(asked) == library
-        if change is not dropping:
-            assert relative(found, roles.hidden(tokens)[mask]) <= 1e-5
+        assert relative(found, roles.hidden(tokens)[mask]) <= 1e-5
 
 
-@pytest.mark.parametrize("shape", [(2, 8), (1, 1)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_where_nothing_is_wanted_nothing_is_computed(family: str, shape: tuple[int, int]) -> None:
-    roles, mask = a_policy(family), torch.zeros(shape, dtype=torch.bool)
-    hidden = roles.hidden_at(torch.zeros(shape, dtype=torch.long), mask)
-    assert hidden.shape == (0, roles.hidden_size)
-    hidden.sum().backward()
-    assert all(p.grad.count_nonzero() == 0 for p in roles.trained_by(POLICY))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_stands_on_padding_changes_nothing(family: str) -> None:
-    roles, mask = a_policy(family), torch.tensor(WANTED["a response in each row"])
-    tokens = tokens_of(mask)
-    found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
-    tokens[0, 4:], tokens[2, 3:] = 5, 6
-    other, other_gradient = outcome(roles, roles.hidden_at(tokens, mask))
-    assert torch.equal(other, found)
-    assert torch.equal(other_gradient, gradient)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_all_weights_can_be_trained_through_it(family: str) -> None:
     model = build_model(family)
     roles = Roles(model.requires_grad_(True))
@@ -229,8 +183,8 @@ def test_all_weights_can_be_trained_through_it(family: str) -> None:
 
 
 @pytest.mark.usefixtures("by_torch")
-@pytest.mark.parametrize(("multiple", "inner", "last"), [(1, 15, 8), (4, 16, 8), (7, 21, 14)])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("multiple", "inner", "last"), [(1, 15, 8), (7, 21, 14)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text"])
 def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_the_last(
     monkeypatch: pytest.MonkeyPatch, family: str, multiple: int, inner: int, last: int
 ) -> None:
@@ -312,23 +266,6 @@ def test_rows_are_taken_from_their_places_and_put_there() -> None:
     assert y.grad.tolist() == [[3.0], [1.0]]
 
 
-def test_places_are_all_that_is_kept_for_the_way_back() -> None:
-    x, places = torch.zeros(2, 3, requires_grad=True), torch.tensor([1, 0])
-    kept: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda nothing: nothing):
-        scatter_rows(gather_rows(x, places), places, 4)
-    assert [tuple(x.shape) for x in kept] == [(2,), (2,)]
-
-
-def test_a_family_that_is_not_known_computes_everything() -> None:
-    model = build_model("gpt2")
-    roles = Roles(model)
-    assert not any(isinstance(module, PackedDecoderLayer) for module in model.modules())
-    mask = torch.tensor(WANTED["a response in each row"])
-    tokens = tokens_of(mask)
-    assert torch.equal(roles.hidden_at(tokens, mask), roles.hidden(tokens)[mask])
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) -> None:
     """Bit for bit: it is the same computation."""
@@ -386,19 +323,6 @@ def test_what_goes_into_a_layer_is_all_that_is_kept() -> None:
     inputs = 6 * 4 * 40 * 32 * 4  # layers x positions x width x bytes
     assert saved[True] < 2 * inputs
     assert saved[False] > 10 * inputs
-
-
-def test_layers_of_other_families_are_recomputed_too() -> None:
-    """By the library's own layers, and bit for bit."""
-    model = build_model("gpt2").requires_grad_(True)
-    roles, tokens = Roles(model), torch.arange(8)[None]
-    expected = torch.autograd.grad(roles.hidden(tokens).sum(), model.parameters())
-    seen: list[int] = []
-    model.base_model.h[0].mlp.register_forward_pre_hook(lambda *_: seen.append(0))
-    roles.recompute_layers()
-    found = torch.autograd.grad(roles.hidden(tokens).sum(), model.parameters())
-    assert all(map(torch.equal, found, expected))
-    assert len(seen) == 2
 
 
 def test_a_model_without_layers_to_recompute_is_refused() -> None:

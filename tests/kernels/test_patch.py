@@ -14,16 +14,16 @@ from transformers.models.qwen3 import modeling_qwen3
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Prompts
-from lightning_rlhf.kernels import decoding, patch
+from lightning_rlhf.kernels import patch
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.layers import FastLayer
-from lightning_rlhf.kernels.patch import choose
+from lightning_rlhf.kernels.patch import choose_kernels
 from lightning_rlhf.models.config import POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 
-from .conftest import LORA, VOCABULARY, build_config, build_model
+from .conftest import LORA, VOCABULARY, build_model
 
 FAMILIES = ("qwen3", "llama", "qwen2", "qwen3_5_text")
 PARAMS = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=(VOCABULARY,))
@@ -92,11 +92,14 @@ def test_auto_leaves_other_families_alone_and_fast_refuses_them() -> None:
 def test_weights_that_are_sharded_or_elsewhere_are_left_alone() -> None:
     model = build_model("qwen3")
     next(model.parameters()).device_mesh = "two machines"  # type: ignore[attr-defined]
-    assert choose("auto", model).kind == "plain"
+    assert choose_kernels("auto", model).kind == "plain"
     with pytest.raises(ConfigError, match="sharded"):
-        choose("fast", model)
+        choose_kernels("fast", model)
     elsewhere = build_model("qwen3").to("meta")
-    assert str(choose("auto", elsewhere)) == "kernels: plain (fast ones are not measured on meta)"
+    assert (
+        str(choose_kernels("auto", elsewhere))
+        == "kernels: plain (fast ones are not measured on meta)"
+    )
 
 
 def test_auto_decides_anew_where_the_weights_are_moved() -> None:
@@ -119,29 +122,6 @@ def changed_norm(monkeypatch: pytest.MonkeyPatch) -> str:
     return "other hidden states"
 
 
-def changed_arguments(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The library's layer takes an argument that ours does not know."""
-    forward = modeling_qwen3.Qwen3DecoderLayer.forward
-
-    def more(self: Any, hidden_states: Tensor, attention_bias: Any = None, **kwargs: Any) -> Tensor:
-        return forward(self, hidden_states, **kwargs)
-
-    monkeypatch.setattr(modeling_qwen3.Qwen3DecoderLayer, "forward", more)
-    return "Qwen3DecoderLayer has attention_bias"
-
-
-def changed_layers(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The library's layer has one layer more."""
-    init = modeling_qwen3.Qwen3DecoderLayer.__init__
-
-    def more(self: Any, *args: Any) -> None:
-        init(self, *args)
-        self.router = nn.Identity()
-
-    monkeypatch.setattr(modeling_qwen3.Qwen3DecoderLayer, "__init__", more)
-    return "Qwen3DecoderLayer has router"
-
-
 def renamed_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
     """What ours reads is called otherwise: ours fails."""
 
@@ -159,9 +139,7 @@ def renamed_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
     return "the fast layers fail"
 
 
-@pytest.mark.parametrize(
-    "change", [changed_norm, changed_arguments, changed_layers, renamed_attribute]
-)
+@pytest.mark.parametrize("change", [changed_norm, renamed_attribute])
 def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
     change: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,26 +155,6 @@ def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
         assert torch.equal(roles.hidden_at(TOKENS, WANTED), expected)
     with pytest.raises(ConfigError, match=f"model.kernels is 'fast', but .*{told}"):
         Roles(build_model("qwen3"), "fast")
-
-
-def test_a_step_that_computes_something_else_is_left_out_with_a_warning(
-    make_prompts: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def sample(roles: Roles) -> Tensor:
-        prompts: Prompts = make_prompts([7, 8, 9], [13])
-        generator = torch.Generator().manual_seed(0)
-        return NativeSampler(roles, PARAMS).sample(prompts, 1, generator).tokens
-
-    expected = sample(Roles(build_model("qwen3"), "plain"))
-    attended = decoding._attended
-    monkeypatch.setattr(decoding, "_attended", lambda *args: 2 * attended(*args))
-    roles = Roles(build_model("qwen3"))
-    with pytest.warns(UserWarning, match="sampling is slower.* gives other hidden states"):
-        found = sample(roles)
-    assert torch.equal(found, expected)
-    with warnings.catch_warnings():  # once a model
-        warnings.simplefilter("error")
-        sample(roles)
 
 
 def learned(model: PreTrainedModel, kernels: Any) -> tuple[Tensor, Tensor]:
@@ -217,9 +175,3 @@ def test_both_say_and_learn_the_same(family: str) -> None:
     fast, plain = (learned(build_model(family), kernels) for kernels in ("fast", "plain"))
     for found, expected in zip(fast, plain, strict=True):
         assert (found - expected).norm() <= 1e-5 * expected.norm()
-
-
-def test_kernels_are_auto_fast_or_plain() -> None:
-    assert build_config(from_config={"model_type": "qwen3"}, tokenizer="t").kernels == "auto"
-    with pytest.raises(ConfigError, match=r"model\.kernels.*quick.*auto.*fast.*plain"):
-        build_config(from_config={"model_type": "qwen3"}, tokenizer="t", kernels="quick")

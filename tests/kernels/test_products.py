@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from lightning_rlhf.kernels import products
-from lightning_rlhf.kernels.products import compiles_by_shape, linear, product, rounded_up
+from lightning_rlhf.kernels.products import compiles_by_shape, linear, product
 
 EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
@@ -21,7 +20,7 @@ def numbers(*shape: int) -> Tensor:
 
 @pytest.mark.usefixtures("by_onednn")
 @pytest.mark.parametrize("turned", [False, True])
-@pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1), (40, 33, 2)])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (7, 5, 3), (1, 1, 1)])
 def test_onednn_says_what_the_formula_says(
     shape: tuple[int, int, int], turned: bool, to_onednn: list[tuple[int, ...]]
 ) -> None:
@@ -36,17 +35,6 @@ def test_onednn_says_what_the_formula_says(
     assert len(to_onednn) == 2
 
 
-@pytest.mark.usefixtures("by_onednn")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_numbers_of_another_size_stay_with_torch(
-    dtype: torch.dtype, to_onednn: list[tuple[int, ...]]
-) -> None:
-    x, weight = numbers(3, 5).to(dtype), numbers(7, 5).to(dtype)
-    assert torch.equal(linear(x, weight), x @ weight.T)
-    assert torch.equal(product(x, weight.T), x @ weight.T)
-    assert to_onednn == []
-
-
 def test_a_few_multiplications_stay_with_torch(
     monkeypatch: pytest.MonkeyPatch, to_onednn: list[tuple[int, ...]]
 ) -> None:
@@ -58,22 +46,6 @@ def test_a_few_multiplications_stay_with_torch(
     linear(numbers(4, 5), numbers(7, 5))
     product(numbers(4, 5), numbers(5, 7))
     assert to_onednn == [(4, 5), (4, 5)]
-
-
-@pytest.mark.parametrize("shape", [(3, 40, 40), (40, 3, 40), (40, 40, 3)])
-def test_so_do_those_of_a_few_rows_or_columns(
-    shape: tuple[int, int, int],
-    monkeypatch: pytest.MonkeyPatch,
-    to_onednn: list[tuple[int, ...]],
-) -> None:
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(products, "WORTH", 0)
-    n, i, o = shape
-    linear(numbers(n, i), numbers(o, i))
-    product(numbers(n, i), numbers(i, o))
-    assert to_onednn == []
-    linear(numbers(*[max(4, size) for size in (n, i)]), numbers(*[max(4, s) for s in (o, i)]))
-    assert len(to_onednn) == 1
 
 
 @pytest.mark.usefixtures("by_onednn")
@@ -116,31 +88,12 @@ def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves
     assert products.fp32_by_onednn() is expected
 
 
-@pytest.mark.parametrize("lacking", ["MKL", "the operator", "the name", "the question"])
-def test_it_does_not_where_something_is_not_there(
-    lacking: str, processor: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    processor(EPYC, "AVX512")
-    match lacking:
-        case "MKL":
-            monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-        case "the operator":
-            monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace())
-        case "the name":
-            monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
-        case _:  # torch 2.9
-            monkeypatch.delattr(torch.cpu, "get_capabilities")
-    assert not products.fp32_by_onednn()
-
-
 @pytest.mark.parametrize("faster", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "device", "autocast", "expected"),
     [
         (torch.float32, "cpu", False, "where oneDNN is faster"),
         (torch.float32, "cpu", True, "anywhere"),
-        (torch.bfloat16, "cpu", False, "anywhere"),
-        (torch.float16, "cpu", False, "anywhere"),
         (torch.float64, "cpu", False, "nowhere"),
         (torch.bfloat16, "meta", False, "nowhere"),
     ],
@@ -160,7 +113,3 @@ def test_what_onednn_multiplies_is_compiled_for_few_shapes(
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         where = {"anywhere": True, "nowhere": False}.get(expected, faster)
         assert compiles_by_shape(x) is where
-
-
-def test_a_number_is_rounded_up() -> None:
-    assert [rounded_up(count, 8) for count in (0, 1, 8, 9)] == [0, 8, 8, 16]

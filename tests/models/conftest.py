@@ -207,7 +207,7 @@ class Lineage:
 
 @pytest.fixture(
     scope="session",
-    params=[(m, f) for m in ("qwen3", "qwen3_5_text") for f in ("full", "lora")],
+    params=[("qwen3", "full"), ("qwen3_5_text", "lora")],
     ids="-".join,
 )
 def lineage(

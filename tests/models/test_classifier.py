@@ -24,7 +24,7 @@ from transformers import (
 from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.models.classifier import Classifier
 
-from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier, save_tokenizer
+from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
 TEXTS = [
@@ -68,7 +68,7 @@ def scores(classifier: Classifier, size: int = len(TEXTS)) -> Tensor:
     return column
 
 
-@pytest.mark.parametrize("size", [1, 3, len(TEXTS)])
+@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("pad", [0, None, 2], ids=["pad", "no_pad", "pad_is_eos"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_score_is_the_same_whatever_is_read_beside_it(
@@ -80,7 +80,7 @@ def test_a_score_is_the_same_whatever_is_read_beside_it(
     torch.testing.assert_close(scores(load(folder), size), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("size", [1, 3, len(TEXTS)])
+@pytest.mark.parametrize("size", [1, 5])
 @torch.no_grad()
 def test_a_pair_is_two_texts(checkpoint: Callable[..., str], size: int) -> None:
     folder = checkpoint("bert")
@@ -146,41 +146,6 @@ def test_a_template_that_loses_something_is_doubted(
     assert all(a.startswith(b) for a, b in zip(found, doubts, strict=True))
 
 
-def test_a_response_that_repeats_the_prompt_is_no_reason_to_doubt(
-    checkpoint: Callable[..., str],
-) -> None:
-    assert load(checkpoint()).doubts(row(" w1 "), "w1\n") == []
-
-
-def test_a_response_that_stands_in_the_prompt_alone_is_left_out(
-    checkpoint: Callable[..., str], tmp_path: Path
-) -> None:
-    file = tmp_path / "some.jinja"
-    file.write_text("user : {{ messages[0].content }} </s>")
-    classifier = load(checkpoint(), chat_template=str(file))
-    assert classifier.doubts(row("w1 w2"), "w2") == ["the chat template leaves out the response"]
-
-
-def test_a_pair_has_no_template_to_doubt(checkpoint: Callable[..., str]) -> None:
-    assert load(checkpoint("bert"), chat_template=PAIR).doubts(row("w1"), "w2") == []
-
-
-def test_without_an_end_token_none_is_missed(
-    checkpoint: Callable[..., str], tmp_path: Path
-) -> None:
-    file = tmp_path / "some.jinja"
-    file.write_text(WHOLE.replace(" </s>", ""))
-    classifier = load(checkpoint(), chat_template=str(file))
-    classifier.tokenizer.eos_token = None
-    assert classifier.doubts(row("w1"), "w2") == []
-
-
-def test_a_tokenizer_of_elsewhere(checkpoint: Callable[..., str], tmp_path: Path) -> None:
-    save_tokenizer(tmp_path / "other", "{{ messages[1].content }}")
-    classifier = load(checkpoint(), tokenizer=str(tmp_path / "other"))
-    assert classifier.encode(row("w1"), "w2 w3")["input_ids"] == ids("w2 w3")
-
-
 @pytest.mark.parametrize("label", [0, 2])
 def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> None:
     folder = checkpoint(num_labels=3)
@@ -188,23 +153,12 @@ def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> N
     torch.testing.assert_close(found, expected(folder, TEXTS, label), atol=1e-5, rtol=0)
 
 
-def test_bfloat16_rounds(checkpoint: Callable[..., str]) -> None:
-    """Measured over seeds 0 to 4 of this family and of qwen3: 0.018 to 0.059 of the deviation."""
-    folder = checkpoint()
-    classifier = load(folder, dtype="bfloat16")
-    assert classifier.model.dtype == torch.bfloat16
-    wanted, found = expected(folder, TEXTS), scores(classifier)
-    assert not torch.equal(found, wanted)
-    assert (found - wanted).abs().max() < 0.08 * wanted.std()
-
-
-@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("says", [True, False])
 def test_without_a_dtype_it_is_kept_as_it_is_stored(
-    checkpoint: Callable[..., str], stored: torch.dtype, says: bool
+    checkpoint: Callable[..., str], says: bool
 ) -> None:
     """A configuration that does not say how leaves transformers' old rule: float32."""
-    folder = checkpoint()
+    folder, stored = checkpoint(), torch.bfloat16
     LlamaForSequenceClassification.from_pretrained(folder, dtype=stored).save_pretrained(folder)
     file = Path(folder) / "config.json"
     config = json.loads(file.read_text())
@@ -215,20 +169,19 @@ def test_without_a_dtype_it_is_kept_as_it_is_stored(
     assert load(folder, dtype=None).model.dtype == (stored if says else torch.float32)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("quantization", "layer", "least"),
     [("int8", bnb.nn.Linear8bitLt, 0.99), ("nf4", bnb.nn.Linear4bit, 0.8)],
 )
 def test_packed_weights_rank_texts_alike(
-    checkpoint: Callable[..., str], quantization: str, layer: type, least: float, dtype: str
+    checkpoint: Callable[..., str], quantization: str, layer: type, least: float
 ) -> None:
     """Measured: 0.999 for int8; 0.87 for nf4, which the next test takes apart.
 
     Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
     """
     folder = checkpoint(intermediate_size=80)
-    classifier = load(folder, quantization=quantization, dtype=dtype)
+    classifier = load(folder, quantization=quantization, dtype="bfloat16")
     assert sum(isinstance(module, layer) for module in classifier.model.modules()) == 14
     assert type(classifier.model.score) is torch.nn.Linear  # the head stays whole
     correlation = torch.corrcoef(torch.stack([scores(classifier), expected(folder, TEXTS)]))[0, 1]
@@ -247,9 +200,3 @@ def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> 
             plain.get_submodule(name).weight.copy_(weight)
     plain.save_pretrained(folder)
     torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
-
-
-def test_it_learns_nothing(checkpoint: Callable[..., str]) -> None:
-    model = load(checkpoint()).model
-    assert not model.training
-    assert not any(parameter.requires_grad for parameter in model.parameters())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
+from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 
-from .conftest import LORA, TOKENIZER, build_config, build_manifest, build_model, randomise
+from .conftest import build_manifest, randomise
 
 MASK = torch.ones(3, 9, dtype=torch.bool)
 NO_SCALE = (0.0, 1.0)
@@ -126,31 +124,6 @@ def test_a_model_starts_as_the_reward_model_standardised(
     assert all(p.requires_grad for p in owner.parameters())
 
 
-def test_an_adapter_does_not_start_from_a_whole_reward_model(
-    lineage: Any, full_reward: Final
-) -> None:
-    with pytest.raises(ConfigError, match=r"ppo\.critic is 'adapter'.*ppo\.critic=model"):
-        critic(lineage, "adapter", reward=full_reward)
-
-
-def test_a_model_starts_from_the_random_base_that_its_sft_adapter_was_trained_on(
-    tmp_path: Path, tokenizer: Any
-) -> None:
-    """A base made from a configuration is known by its seed, which is not that of this run."""
-    shape = build_model("qwen3").config.to_diff_dict()
-    config = build_config(from_config=shape, tokenizer=str(TOKENIZER))
-    roles = start_from(config, None, trainable=False, seed=7)
-    roles.add_adapter(SFT, LORA)
-    randomise(roles, SFT, seed=2)
-    manifest = build_manifest("sft", base_seed=7)
-    write_final(tmp_path / "final", roles, SFT, tokenizer, manifest, None)
-    sft = find(str(tmp_path / "final"), "policy.checkpoint")
-    roles = start_from(config, sft, trainable=False, seed=0)
-    owner, role = add_critic(roles, config, "model", sft=sft, reward=None, scale=NO_SCALE, seed=0)
-    torch.testing.assert_close(owner.probe(role), roles.probe(REFERENCE), atol=1e-5, rtol=0)
-    assert not torch.allclose(owner.probe(role), roles.probe(BASE), atol=1e-2)
-
-
 @torch.no_grad()
 def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor) -> None:
     """On whole SFT weights or on an SFT adapter, which is merged as well."""
@@ -159,10 +132,3 @@ def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor)
     torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-5)
     assert not [name for name, _ in owner.named_parameters() if "lora" in name]
     assert all(parameter.requires_grad for parameter in owner.parameters())
-
-
-def test_quantised_weights_are_no_model_to_train(lineage: Any) -> None:
-    config = replace(lineage.config, quantization="nf4")
-    with pytest.raises(ConfigError, match=r"ppo\.critic is 'model'.*model\.quantization is 'nf4'"):
-        add_critic(policy(lineage), config, "model", sft=lineage.sft, reward=None, scale=NO_SCALE,
-                   seed=0)  # fmt: skip

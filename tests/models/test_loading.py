@@ -7,7 +7,6 @@ import socket
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,11 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
-from lightning_rlhf.models import loading
+from lightning_rlhf.core.errors import CheckpointError, HubError
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
-from lightning_rlhf.models.loading import check_kernels, load_causal_lm, load_tokenizer
+from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
 from lightning_rlhf.models.quantization import quantization_of
 from lightning_rlhf.models.roles import Roles, trainable_names
 
@@ -104,18 +102,6 @@ def test_without_a_network_a_hub_id_fails_fast_and_says_the_way_to_a_local_folde
     assert seconds < 20
 
 
-def test_offline_mode_gives_the_same_error(
-    monkeypatch: pytest.MonkeyPatch, make_config: Make
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    config = make_config(name_or_path=ABSENT, tokenizer="nobody-at-all/no-such-tokenizer")
-    with pytest.raises(HubError, match=ABSENT) as caught:
-        load_causal_lm(config, trainable=False, seed=0)
-    one_message(caught.value)
-    with pytest.raises(HubError, match=r"no-such-tokenizer.*model\.tokenizer=FOLDER"):
-        load_tokenizer(config)
-
-
 def test_a_name_in_a_folder_that_is_here_is_a_path_where_the_hub_has_none(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_config: Make
 ) -> None:
@@ -128,41 +114,7 @@ def test_a_name_in_a_folder_that_is_here_is_a_path_where_the_hub_has_none(
         load_causal_lm(make_config(name_or_path="outputs/x"), trainable=False, seed=0)
 
 
-@pytest.mark.parametrize("missing", ["/no/such/folder", "./no/such/folder", "~/no/such/folder"])
-def test_a_missing_folder_is_not_looked_up_on_the_hub(
-    slept: list[float], make_config: Make, missing: str
-) -> None:
-    config = make_config(name_or_path=missing)
-    for load in (
-        lambda: load_causal_lm(config, trainable=False, seed=0),
-        lambda: load_tokenizer(config),
-        lambda: find(missing, "model.name_or_path"),
-    ):
-        with pytest.raises(CheckpointError, match=f"model.name_or_path={missing}: no such folder"):
-            load()
-    assert slept == []
-
-
-def test_a_folder_in_the_home_directory_is_found(
-    folder: Path, make_config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A shell does not expand the tilde of key=~/folder."""
-    monkeypatch.setenv("HOME", str(folder.parent))
-    config = make_config(name_or_path=f"~/{folder.name}")
-    assert load_causal_lm(config, trainable=False, seed=0).config.model_type == "qwen3"
-    assert len(load_tokenizer(config)) > 1000
-
-
-def test_a_folder_that_holds_no_model_is_refused(tmp_path: Path, make_config: Make) -> None:
-    (tmp_path / "notes.txt").write_text("nothing")
-    with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
-        load_causal_lm(make_config(name_or_path=str(tmp_path)), trainable=False, seed=0)
-    one_message(caught.value)
-    with pytest.raises(CheckpointError, match="not a model folder"):
-        find(str(tmp_path), "policy.checkpoint")
-
-
-@pytest.mark.parametrize("damage", ["cut", "garbage", "empty", "absent"])
+@pytest.mark.parametrize("damage", ["cut", "absent"])
 def test_a_broken_weights_file_is_one_error_that_names_the_folder(
     folder: Path, make_config: Make, damage: str
 ) -> None:
@@ -171,18 +123,8 @@ def test_a_broken_weights_file_is_one_error_that_names_the_folder(
     if damage == "absent":
         file.unlink()
     else:
-        file.write_bytes({"cut": whole[:-1000], "garbage": b"x" * 99, "empty": b""}[damage])
+        file.write_bytes(whole[:-1000])
     with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
-        load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
-    assert str(folder) in one_message(caught.value)
-
-
-def test_weights_of_another_shape_are_refused(folder: Path, make_config: Make) -> None:
-    file = folder / "model.safetensors"
-    state = load_file(file)
-    name = next(name for name in state if "q_proj" in name)
-    save_file({**state, name: state[name][:8].clone()}, file, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError) as caught:
         load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
     assert str(folder) in one_message(caught.value)
 
@@ -195,21 +137,6 @@ def test_missing_weights_are_refused_and_not_made_up(folder: Path, make_config: 
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="q_proj"):
         load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
-
-
-def test_a_broken_configuration_file_is_one_error(folder: Path, make_config: Make) -> None:
-    for text in ('{"model_type": ', '{"model_type": "no_such_type"}'):
-        (folder / "config.json").write_text(text)
-        with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
-            load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
-        assert str(folder) in one_message(caught.value)
-
-
-def test_a_folder_without_tokenizer_files_has_no_tokenizer(folder: Path, make_config: Make) -> None:
-    for file in folder.glob("token*"):
-        file.unlink()
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        load_tokenizer(make_config(name_or_path=str(folder)))
 
 
 def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
@@ -238,17 +165,6 @@ def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
     assert load_tokenizer(preset, adapter).model_max_length == len("preset")
 
 
-def test_random_weights_need_a_tokenizer_and_one_source(make_config: Make) -> None:
-    with pytest.raises(ConfigError, match=r"model\.tokenizer"):
-        make_config(from_config=SMALL)
-    with pytest.raises(ConfigError, match="exactly one"):
-        make_config(from_config=SMALL, tokenizer="x", name_or_path="y")
-    with pytest.raises(ConfigError, match="exactly one"):
-        make_config()
-    with pytest.raises(ConfigError, match="model_type"):
-        make_config(from_config={"hidden_size": 3}, tokenizer="x")
-
-
 def test_random_weights_depend_on_the_seed_alone(make_config: Make) -> None:
     config = make_config(from_config=SMALL, tokenizer="x")
     first, same, other = (
@@ -257,25 +173,6 @@ def test_random_weights_depend_on_the_seed_alone(make_config: Make) -> None:
     )
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
-
-
-@pytest.mark.parametrize("wrong", [{"model_type": "qwen33"}, {"hidden_size": "wide"}])
-def test_a_wrong_from_config_is_an_error_that_names_the_key(
-    make_config: Make, wrong: dict[str, Any]
-) -> None:
-    config = make_config(from_config=SMALL | wrong, tokenizer="x")
-    with pytest.raises(RLHFError, match=r"model\.from_config"):
-        load_causal_lm(config, trainable=False, seed=0)
-
-
-def test_quantised_random_weights_are_refused(make_config: Make) -> None:
-    """Nothing would be quantised, and nothing would say so."""
-    with pytest.raises(ConfigError, match=r"model\.quantization"):
-        load_causal_lm(
-            make_config(from_config=SMALL, tokenizer="x", quantization="int8"),
-            trainable=False,
-            seed=0,
-        )
 
 
 def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
@@ -291,14 +188,6 @@ def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
     assert len(trainable_names(trained)) == len(list(trained.parameters()))
     for model in (frozen, trained):
         assert not any(module.training for module in model.modules())
-
-
-def test_other_weights_replace_the_presets_own(folder: Path, make_model: Make, make_config: Make,
-                                               tmp_path: Path) -> None:  # fmt: skip
-    make_model("llama", seed=5).save_pretrained(tmp_path / "other")
-    config = make_config(name_or_path=str(folder))
-    model = load_causal_lm(config, str(tmp_path / "other"), trainable=False, seed=0)
-    assert model.config.model_type == "llama"
 
 
 QUANTISED: dict[str, dict[str, Any]] = {
@@ -386,24 +275,6 @@ def test_a_row_of_quantised_weights_does_not_depend_on_the_rows_beside_it(
     assert (together - alone).square().mean() < limit**2 * alone.square().mean()
 
 
-def test_nf4_runs_the_sixteen_heads_of_qwen3_5_0_8b(
-    tmp_path: Path, make_model: Make, make_config: Make
-) -> None:
-    shape = QUANTISED["qwen3_5_text"] | {"linear_num_value_heads": 16}
-    make_model("qwen3_5_text", **shape).save_pretrained(tmp_path)
-    config = make_config(name_or_path=str(tmp_path), quantization="nf4")
-    assert Roles(load_causal_lm(config, trainable=False, seed=0)).probe(BASE).isfinite().all()
-
-
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_a_quantised_model_cannot_be_fine_tuned_in_full(
-    folder: Path, make_config: Make, quantization: str
-) -> None:
-    config = make_config(name_or_path=str(folder), quantization=quantization)
-    with pytest.raises(ConfigError, match=rf"model\.quantization={quantization}.*finetune=lora"):
-        load_causal_lm(config, trainable=True, seed=0)
-
-
 def test_the_multimodal_checkpoint_loads_as_text(
     tmp_path: Path, make_model: Make, make_config: Make
 ) -> None:
@@ -418,28 +289,11 @@ def test_the_multimodal_checkpoint_loads_as_text(
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
     config = make_config(name_or_path=str(tmp_path))
-    check_kernels(tmp_path, config, str(tmp_path))  # which has fast layers
     loaded = load_causal_lm(config, trainable=False, seed=0)
     assert type(loaded) is type(text)
     expected = text.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())
-
-
-def test_a_family_without_fast_layers_is_refused_before_its_weights_load(
-    tmp_path: Path, make_model: Make, make_config: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_model("gpt2").save_pretrained(tmp_path)
-
-    def loads(*args: Any, **kwargs: Any) -> Any:
-        raise AssertionError("the weights load")
-
-    monkeypatch.setattr(loading, "read_weights", loads)
-    config = make_config(name_or_path=str(tmp_path), kernels="fast")
-    with pytest.raises(ConfigError, match=r"model\.kernels is 'fast', but gpt2 .*Qwen3"):
-        load_causal_lm(config, trainable=False, seed=0)
-    with pytest.raises(AssertionError, match="the weights load"):
-        load_causal_lm(replace(config, kernels="auto"), trainable=False, seed=0)
 
 
 def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:

@@ -131,21 +131,6 @@ def test_a_critic_that_starts_from_it_trains_the_embedding_of_every_token(
     assert model.get_input_embeddings().padding_idx is None
 
 
-def test_a_folder_of_an_earlier_version_is_read_as_before(lineage: Any, tmp_path: Any) -> None:
-    """With heads, fingerprint and the reward's adapter beside the rest, and no classifier."""
-    folder = tmp_path / "final"
-    shutil.copytree(lineage.rm.path, folder)
-    for file in (folder / "roles").iterdir():
-        shutil.move(file, folder / file.name)
-    (folder / "roles").rmdir()
-    scores = []
-    for path in (folder, lineage.rm.path):
-        roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
-        final = find(str(path), "reward.checkpoint")
-        scores.append(ours(attach_reward(roles, REWARD, final, lineage.config, lineage.hash)))
-    torch.testing.assert_close(*scores, atol=0, rtol=0)
-
-
 def test_the_pad_token_ends_no_response(tokenizer: PreTrainedTokenizerBase) -> None:
     """A classifier would read the score before it."""
     pad, end = tokenizer.convert_tokens_to_ids(["<|pad|>", "<|end|>"])

@@ -13,7 +13,7 @@ from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
-from .conftest import changed, grads, parameters, prompts, within_fit
+from .conftest import grads, prompts, within_fit
 
 Make = Callable[..., PPOModule]
 HEAD = f"heads.{VALUE}."
@@ -68,13 +68,6 @@ def learn(
 ) -> tuple[UpdateStats, ...]:
     """All updates of an iteration, whose minibatches the generator draws."""
     return tuple(map(module.update, module.minibatches(experience, generator)))
-
-
-def moved_by(module: PPOModule, experience: Experience) -> set[str]:
-    """Names of the parameters that one update moves."""
-    before = parameters(module)
-    within_fit(module, lambda: update(module, experience))
-    return changed(before, parameters(module))
 
 
 @torch.no_grad()

@@ -144,7 +144,7 @@ def test_the_first_loss_is_log_2() -> None:
     assert outputs.grads[0]
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
+@pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_micro_batches_give_the_gradient_of_the_batch(microbatch_size: int) -> None:
     whole, parts = (
         step_of(DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.7, microbatch_size=size)))

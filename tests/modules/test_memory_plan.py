@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import io
 import weakref
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightning_rlhf.core.memory import available_memory, left_in_group, total_memory
+from lightning_rlhf.core.memory import left_in_group
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
@@ -34,7 +31,6 @@ from lightning_rlhf.stages.preflight.memory_plan import (
     MemoryPlan,
     activation_numbers,
     plan_of,
-    plan_shown,
 )
 from lightning_rlhf.stages.preflight.preflight import of_memory
 
@@ -106,20 +102,6 @@ def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
     assert found.allowed == "<= 0.1 kB, with a size of at most 4"
 
 
-def test_the_table_fits_into_80_columns_and_gives_the_peak() -> None:
-    big = {f.name: 10**9 * 8888 // 10 for f in fields(Bytes)}
-    role, row = Bytes(**big), Bytes(activations=1, logits=1)
-    console = Console(width=80, file=io.StringIO(), color_system=None)
-    found = plan(roles={"reward head": role}, rollout=Bytes(cache=10**9), row=row)
-    console.print(plan_shown(found))
-    header, _, *lines = console.file.getvalue().splitlines()[2:]  # type: ignore[attr-defined]
-    assert header.split() == list(big)
-    assert [line[:12].strip() for line in lines[:3]] == ["reward head", "rollout", "update"]
-    assert lines[0].split()[2:] == ["888.8", "GB"] * 6
-    # 6 times 888.8 GB, and the rollout's 1 GB, which is more than the update's 8 bytes.
-    assert "peak: 5333.8 GB = all roles + the larger of rollout and update" in lines[-1]
-
-
 def linear_elements(layers: int = 2) -> int:
     """Inputs and outputs of the linear layers of a Qwen3 of width 32, with 2 heads of 16, 1 shared.
 
@@ -173,7 +155,7 @@ def test_a_rollout_by_hand(
 
 
 @pytest.mark.parametrize(("processes", "at_once", "rows"), [
-    (1, None, 24), (3, None, 8), (5, None, 8), (3, 4, 4), (1, 11, 8), (1, 3, 4),
+    (1, None, 24), (5, None, 8), (3, 4, 4), (1, 3, 4),
 ])  # fmt: skip
 def test_a_process_samples_its_share_in_pieces(
     make_ppo: Callable[..., PPOModule], processes: int, at_once: int | None, rows: int
@@ -237,8 +219,7 @@ def same_length(rows: int = 8) -> Prompts:
 
 
 @pytest.mark.parametrize(("critic", "kernels", "checkpointing"), [
-    ("head", "fast", False), ("head", "plain", False), ("head", "plain", True),
-    ("adapter", "fast", False), ("model", "fast", False),
+    ("head", "fast", False), ("head", "plain", True), ("model", "fast", False),
 ])  # fmt: skip
 def test_a_plan_is_between_half_and_twice_of_what_is_used(
     make_ppo: Callable[..., PPOModule],
@@ -318,10 +299,6 @@ def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
     copied = copied_number * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
     assert copied <= found.weights < 1.01 * copied
     assert 0.8 < peak.most / found.total < 1.25
-
-
-def test_free_memory_is_less_than_all() -> None:
-    assert 0 < available_memory(CPU) < total_memory(CPU)
 
 
 def test_a_control_group_leaves_its_limit_less_what_is_used(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.names import METRICS
+from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.modules.ppo import PPOModule
 

@@ -47,19 +47,6 @@ def kl_alone(module: PPOModule) -> Experience:
     return replace(off_policy(module), advantages=nothing_to_gain(module))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "full"])
-def test_the_reference_itself_is_not_pulled(make_ppo: Make, estimator: str) -> None:
-    largest = {}
-    for fresh in (True, False):
-        module = make_ppo(fresh=fresh, kl_estimator=estimator, **ALONE)
-        stats, found = updated(module, kl_alone(module))
-        largest[fresh] = max(g.abs().max().item() for g in found.values())
-        assert (stats.kl_loss.abs() <= 1e-6) == fresh
-    # Rounding leaves log p - log q at about 1e-6 where a policy that has moved has about 0.1.
-    assert largest[False] > 1e-2
-    assert largest[True] < 1e-4 * largest[False]
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("estimator", [*LOSSES, "full"])
 def test_the_term_is_the_slow_estimate_of_the_policy_now(
@@ -85,7 +72,7 @@ def test_the_term_is_the_slow_estimate_of_the_policy_now(
     close(stats.loss, total)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "mse", "full"])
+@pytest.mark.parametrize("estimator", ["k2", "full"])
 def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str) -> None:
     module = make_ppo(kl_estimator=estimator, lr=1e-3, **ALONE | {"kl_coef": 100.0})
     experience = kl_alone(module)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.records import UpdateStats
-from lightning_rlhf.data.lengths import DemonstrationTokens, DialogueTokens
+from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
@@ -33,7 +33,7 @@ def examples() -> list[DemonstrationTokens]:
 
     lengths = ((3, 4), (1, 8), (5, 1), (2, 2), (6, 3))
     found = [DemonstrationTokens(tokens(prompt), tokens(response)) for prompt, response in lengths]
-    return [*found, DialogueTokens(tokens(6), tokens(2), [2, 3])]
+    return [*found, DemonstrationTokens(tokens(6), tokens(2), [2, 3])]
 
 
 def with_ptx(make_ppo: Make, architecture: str = "qwen3", **changes: Any) -> PPOModule:
@@ -49,7 +49,7 @@ def slow_nll(module: PPOModule, chosen: list[DemonstrationTokens]) -> tuple[Tens
     for example in chosen:
         row = [*example.prompt, *example.response]
         logits = module.roles.causal_lm(input_ids=torch.tensor([row])).logits[0].double()
-        learned = example.learned if isinstance(example, DialogueTokens) else ()
+        learned = example.learned
         for t in (*learned, *range(len(example.prompt), len(row))):
             total = total - logits[t - 1].log_softmax(-1)[row[t]]
             count += 1

@@ -113,19 +113,7 @@ def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
     same_direction(outputs.grads[0], expected)
 
 
-def test_a_tie_costs_log_2() -> None:
-    module = RewardModule(rm_roles("qwen3"), rm_config(center_coef=0.0), seed=0)
-    tokens, mask = pad_to(CHOSEN, 9, seed=0)
-    batch = Preferences(
-        chosen=tokens, chosen_mask=mask, rejected=tokens, rejected_mask=mask, prompt_tokens=PROMPT,
-        margin=torch.zeros(6),
-    )  # fmt: skip
-    outputs = Outputs()
-    fit(module, [batch], [outputs])
-    close(outputs.steps[0].loss, torch.tensor(math.log(2)))
-
-
-@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
+@pytest.mark.parametrize("microbatch_size", [1, 2])
 def test_micro_batches_give_the_gradient_of_the_batch(
     architecture: str, microbatch_size: int
 ) -> None:
@@ -157,12 +145,11 @@ def test_padding_on_either_side_changes_no_reward(architecture: str) -> None:
             close(roles.reward(alone, real), expected[row : row + 1])
 
 
-@pytest.mark.parametrize(("chosen_width", "rejected_width"), [(9, 12), (20, 12), (9, 30), (15, 15)])
-def test_the_sides_may_be_of_any_width(chosen_width: int, rejected_width: int) -> None:
+def test_the_sides_may_be_of_any_width() -> None:
     module = RewardModule(rm_roles("qwen3"), rm_config(), seed=0)
     with torch.no_grad():
         expected = module.rewards(preferences())
-        found = module.rewards(preferences(chosen_width, rejected_width))
+        found = module.rewards(preferences(20, 15))
     for side, side_expected in zip(found, expected, strict=True):
         close(side, side_expected)
 
@@ -180,18 +167,6 @@ def test_only_the_reward_adapter_and_its_head_move() -> None:
         "roles.heads.reward.linear.weight"
     }
     assert torch.equal(roles.probe(REFERENCE), reference)
-
-
-def test_the_role_played_before_is_played_afterwards() -> None:
-    roles = rm_roles("qwen3")
-    with_adapter(roles, POLICY, seed=5)
-    policy = roles.probe(POLICY)
-    tokens, _ = pad_to(CHOSEN, 9, seed=0)
-    hidden = roles.hidden(tokens)
-    roles.reward(*pad_to(CHOSEN, 9, seed=0))
-    assert torch.equal(roles.hidden(tokens), hidden)
-    assert torch.equal(roles.probe(POLICY), policy)
-    assert not torch.equal(roles.probe(REWARD), policy)
 
 
 def test_it_learns_to_tell_the_sides_apart() -> None:
@@ -218,16 +193,6 @@ def test_margins_and_smoothing_enter_the_loss_as_the_formula_says(architecture: 
     expected = 0.8 * right + 0.2 * wrong + CENTER_COEF * (chosen + rejected) ** 2
     fit(module, [batch], [outputs])
     close(outputs.steps[0].loss.double(), expected.mean())
-
-
-def test_margins_are_not_read_where_they_have_no_price() -> None:
-    found = []
-    for margin in (torch.zeros(6), MARGIN):
-        outputs = Outputs()
-        module = RewardModule(rm_roles("qwen3"), rm_config(margin_coef=0.0), seed=0)
-        fit(module, [preferences(margin=margin)], [outputs])
-        found.append(outputs.steps[0].loss)
-    assert torch.equal(*found)
 
 
 # An ensemble of heads.
@@ -313,48 +278,6 @@ def test_draws_are_poisson_of_rate_1() -> None:
     # Heads draw each for itself: the correlation of two is 0 within 5 / sqrt(n).
     correlation = torch.corrcoef(found.T)
     assert (correlation - torch.eye(3)).abs().max() < 5 / math.sqrt(20_000)
-
-
-@pytest.mark.parametrize("microbatch_size", [1, 2, 3])
-def test_micro_batches_change_no_draw(microbatch_size: int) -> None:
-    found = []
-    for size in (6, microbatch_size):
-        outputs = Outputs()
-        module = RewardModule(ensemble(), rm_config(heads=3, microbatch_size=size), seed=0)
-        fit(module, [preferences()], [outputs])
-        found.append(outputs)
-    whole, parts = found
-    same_direction(parts.grads[0], whole.grads[0])
-    close(parts.steps[0].loss, whole.steps[0].loss)
-
-
-def test_one_head_learns_to_the_last_bit_as_if_nothing_were_drawn() -> None:
-    class Plain(RewardModule):
-        def draws(self, pairs: int) -> Tensor:
-            return torch.empty(pairs, 0)
-
-        def loss_sum(
-            self, batch: Preferences, rewards: tuple[Tensor, Tensor], draws: Tensor
-        ) -> Tensor:
-            chosen, rejected = (side[:, 0] for side in rewards)
-            ranking = -F.logsigmoid(chosen - rejected)
-            return (ranking + CENTER_COEF * (chosen + rejected) ** 2).sum()
-
-    found = []
-    for cls in (RewardModule, Plain):
-        module = cls(rm_roles("qwen3"), rm_config(), seed=0)
-        fit(module, [preferences()] * 3)
-        found.append(parameters(module))
-    assert changed(*found) == set()
-
-
-def test_heads_that_start_alike_end_up_different() -> None:
-    module = RewardModule(ensemble(alike=True), rm_config(heads=3), seed=0)
-    weight = module.roles.heads[REWARD].linear.weight
-    assert torch.equal(weight[0], weight[1])
-    fit(module, [preferences()] * 3)
-    for one, other in ((0, 1), (0, 2), (1, 2)):
-        assert (weight[one] - weight[other]).abs().max() > 1e-4
 
 
 def test_an_ensemble_says_its_mean() -> None:

@@ -166,24 +166,6 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_reward_that_halves_is_said_once_and_kept_in_a_checkpoint(make_ppo: Make) -> None:
-    module, hidden = make_ppo(microbatch_size=8, minibatch_size=8), Roles.hidden_at
-
-    def read(roles: Roles, tokens: Tensor, *args: Any) -> Tensor:
-        if len(tokens) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return hidden(roles, tokens, *args)
-
-    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
-    with (
-        patch.object(Roles, "hidden_at", read),
-        pytest.warns(UserWarning, match="is 4 from") as caught,
-    ):
-        module.collector.score(module.collector.decode(rollout, "train"))
-    assert sum("out of memory" in str(w.message) for w in caught) == 1
-    assert module.guard.state_dict()["microbatch_size"] == 4
-
-
 def test_annotation_halves_once_in_a_run_and_a_checkpoint_keeps_it(make_ppo: Make) -> None:
     module, batches, hidden = make_ppo(rollout="hf"), [], Roles.hidden_at
 
@@ -287,8 +269,6 @@ def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> Non
     (0, 0, "iteration 1: {}. No update was made yet: so is the model that the run starts from"),
     (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start over (overwrite=true or "
         "job=NAME) with one, since a resumed run keeps its numbers"),
-    (1, 1, "iteration 2: {}. The last update before it had a loss or gradient that is not finite, "
-        "and was not made. A smaller ppo.lr may"),
     (4, 2, "iteration 5: {}. The last 2 updates before it had a loss or gradient that is not "
         "finite, and were not made. A smaller ppo.lr may"),
 ])  # fmt: skip
@@ -389,17 +369,6 @@ def test_the_first_update_of_a_row_that_is_not_made_is_reported(
         )
 
 
-def test_the_error_says_how_to_go_on(supervised: tuple[Any, Record]) -> None:
-    module, batch = supervised
-    stage = module.guard.stage
-    beside = {"sft": "run", "rm": "job"}[stage]
-    expected = rf"Start over \(overwrite=true or {beside}=NAME\) with a smaller {stage}\.lr: a res"
-    with pytest.raises(TrainingError) as caught:
-        fit(module, [batch] * 4, [Spoiled({1, 2, 3})])
-    assert re.search(expected, str(advise(caught.value)))
-    assert "reward" not in str(caught.value)
-
-
 def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it(
     supervised: tuple[Any, Record],
 ) -> None:
@@ -431,20 +400,6 @@ def test_a_reward_that_is_too_large_is_reported(
     assert re.search(f"^3 updates in a row.*{re.escape(said)}", str(advise(caught.value)))
 
 
-def test_the_count_survives_a_checkpoint(supervised: tuple[Any, Record]) -> None:
-    module, batch = supervised
-    fit(module, [batch] * 2, [Spoiled({0, 1})])
-    assert module.guard.nonfinite == 2
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
-    module.on_save_checkpoint(checkpoint)
-    checkpoint["learner"]["microbatch_size"] = 1  # as if memory had run out
-    fit(module, [batch])
-    assert (module.guard.nonfinite, module.iteration) == (0, 3)
-    module.on_load_checkpoint(checkpoint)
-    assert (module.guard.nonfinite, module.guard.microbatch.rows) == (2, 1)
-    assert module.iteration == 2
-
-
 def test_ppo_goes_on_from_the_count_and_the_size_of_a_checkpoint(make_ppo: Make) -> None:
     module, resumed = make_ppo(), make_ppo()
     fit(module, [prompts()])
@@ -456,11 +411,8 @@ def test_ppo_goes_on_from_the_count_and_the_size_of_a_checkpoint(make_ppo: Make)
     assert (resumed.guard.nonfinite, resumed.guard.microbatch.rows) == (2, 1)
 
 
-@pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
-@pytest.mark.parametrize(("what", "value"), [
-    ("advantages", math.nan), ("old_logprobs", math.nan), ("old_logprobs", -1e3),
-    ("returns", math.nan),
-])  # fmt: skip
+@pytest.mark.parametrize("limits", [{}, {"max_ratio": 1e3}])
+@pytest.mark.parametrize(("what", "value"), [("returns", math.nan), ("old_logprobs", -1e3)])
 def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
     make_ppo: Make, what: str, value: float, limits: dict[str, float]
 ) -> None:
@@ -485,7 +437,7 @@ def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
     assert all(math.isfinite(value) for value in metrics.values())
 
 
-@pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}, {"max_ratio": 1e3}])
+@pytest.mark.parametrize("limits", [{}, {"target_kl": 1e3}])
 @pytest.mark.parametrize(("what", "value"), [("advantages", math.nan), ("old_logprobs", -1e3)])
 def test_ppo_ends_where_no_minibatch_is_finite(
     make_ppo: Make, what: str, value: float, limits: dict[str, float]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.best_of import best_of_kl
+from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.report.comparison import best_of
 
 

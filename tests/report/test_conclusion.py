@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude, heading_of
+from lightning_rlhf.core.metrics import heading_of
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 
 REWARD, GOLD, KL = "eval/reward_mean", "eval/judge/gold", "eval/kl"
 

@@ -6,13 +6,12 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from lightning_rlhf.callbacks.names import METRICS, check_names
+from lightning_rlhf.core.metrics import METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, ppo_panels
 from lightning_rlhf.report.figures import draw_axis, draw_curves, read_curves
-from lightning_rlhf.stages.registry import STAGES
-from lightning_rlhf.stages.stage import Stage
+from lightning_rlhf.stages.stage import STAGES, Stage, find_stage
 
-TRAINED = [stage for stage in STAGES.values() if stage.trains]
+TRAINED = [stage for stage in map(find_stage, STAGES) if stage is not None and stage.trains]
 
 
 @pytest.mark.parametrize("stage", TRAINED, ids=lambda stage: stage.name)

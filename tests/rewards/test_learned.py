@@ -43,12 +43,6 @@ def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
     assert reward(decoded()).tolist() == [0.5, 0.5, -2.0]
 
 
-def test_no_gradient_is_kept() -> None:
-    weight = torch.ones(3, 1, requires_grad=True)
-    reward = LearnedReward(lambda tokens, mask: weight * 2, 0.0, 1.0, 0.0, MicrobatchSize("k", 3))
-    assert not reward(decoded()).requires_grad
-
-
 def test_too_little_memory_halves_what_is_read_at_once() -> None:
     sizes = []
 

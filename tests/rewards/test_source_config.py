@@ -10,7 +10,12 @@ import yaml
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.rewards.config import ComponentConfig, FunctionConfig, HTTPConfig, ModelConfig
+from lightning_rlhf.rewards.config import (
+    ComponentConfig,
+    FunctionConfig,
+    HTTPConfig,
+    TextModelConfig,
+)
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
 GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
@@ -29,45 +34,26 @@ def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
     return config
 
 
-@pytest.mark.parametrize("kind", GIVEN)
-def test_a_preset_is_allowed_once_its_source_is_given(kind: str) -> None:
-    config = make(kind, weight=-2.5, clip=5)
-    assert (config.kind, config.weight, config.normalization) == (kind, -2.5, "none")
-    config.check("reward.components.a")
-
-
-@pytest.mark.parametrize("key", ["reward", "reward.components.length"])
 @pytest.mark.parametrize(
     ("kind", "changes", "message"),
     [
-        ("function", {"path": None}, "path is None; allowed: path/to/file.py:name, pack"),
-        ("function", {"path": "rules.py"}, "path is 'rules.py'; allowed: "),
-        ("function", {"arguments": None}, "arguments is None; allowed: a mapping of names to val"),
-        ("function", {"arguments": {1: 2}}, "arguments is {1: 2}; allowed: "),
-        ("function", {"weight": "1"}, "weight is '1'; allowed: a number"),
+        ("function", {"path": "rules.py"}, "path is 'rules.py'; allowed: path/to/file.py:name, p"),
+        ("function", {"arguments": {1: 2}}, "arguments is {1: 2}; allowed: a mapping of names to"),
         ("function", {"weight": float("nan")}, "weight is nan; allowed: a number"),
+        ("function", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, run"),
         ("http", {"normalization": "batch"},
          "normalization is 'batch'; allowed: none, stored, running"),
-        ("http", {"clip": 0}, "clip is 0; allowed: a number and > 0"),
-        ("http", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, runni"),
-        ("function", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, run"),
         ("http", {"url": None}, "url is None; allowed: http://HOST:PORT/PATH or https://..."),
         ("http", {"url": "ftp://me:word@h"}, "url is 'ftp://***@h'; allowed: http://HOST"),
-        ("http", {"batch_size": 0}, "batch_size is 0; allowed: a whole number and >= 1"),
-        ("http", {"timeout_s": 0}, "timeout_s is 0; allowed: a number and > 0"),
         ("http", {"timeout_s": 1e300}, "timeout_s is 1e+300; allowed: a number and > 0 and <= 8"),
-        ("http", {"backoff_s": 1e300}, "backoff_s is 1e+300; allowed: a number and >= 0 and <= "),
-        ("http", {"weight": -1e300}, "weight is -1e+300; allowed: a number and >= -1e+30"),
-        ("http", {"clip": 1e300}, "clip is 1e+300; allowed: a number and > 0 and <= 1e+30"),
         ("http", {"retries": 1.5}, "retries is 1.5; allowed: a whole number and >= 0"),
-        ("http", {"backoff_s": -1}, "backoff_s is -1; allowed: a number and >= 0"),
-        ("http", {"cache_size": -1}, "cache_size is -1; allowed: a whole number and >= 0"),
         ("http", {"token_env": " "}, "token_env is ' '; allowed: the name of an environment var"),
     ],
 )  # fmt: skip
 def test_a_value_out_of_bounds_is_named_with_its_key(
-    key: str, kind: str, changes: dict[str, Any], message: str
+    kind: str, changes: dict[str, Any], message: str
 ) -> None:
+    key = "reward.components.length"
     with pytest.raises(ConfigError) as found:
         make(kind, key, **changes)
     assert str(found.value).startswith(f"{key}.{message}")
@@ -80,10 +66,10 @@ def test_the_label_of_a_classifier_is_a_name_or_a_number(found: Any, is_allowed:
     preset = yaml.safe_load((CONF / "model.yaml").read_text())
     given = preset | {"name_or_path": "a/b", "label": found}
     if is_allowed:
-        assert build(ModelConfig, given, "reward").label == found
+        assert build(TextModelConfig, given, "reward").label == found
         return
     with pytest.raises(ConfigError) as error:
-        build(ModelConfig, given, "reward")
+        build(TextModelConfig, given, "reward")
     assert str(error.value) == (
         f"reward.label is {found!r}; allowed: a number, the name of an output, or null"
     )

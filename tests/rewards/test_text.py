@@ -87,11 +87,6 @@ def test_heads_that_disagree_cost_their_deviation() -> None:
     assert found.tolist() == [(1.5 * (n + ord(">")) - 100) / 2 for n in sums]
 
 
-def test_rows_and_responses_must_be_as_many() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        reward(Letters()).score(REPLIES.rows, ["one"])
-
-
 def test_a_long_dialogue_loses_its_beginning_and_that_is_said_once() -> None:
     letters = Letters()
     model = reward(letters, max_tokens=5, batch_size=MicrobatchSize("k", 3))
@@ -124,12 +119,3 @@ def test_start_tokens_stay_where_some_models_read() -> None:
     with pytest.warns(UserWarning, match="max_tokens=4"):
         assert reward(letters, model=starts, max_tokens=4).rendered(row, "!") == "[C>!"
     assert reward(letters, model=starts, max_tokens=9).rendered(row, "!") == "[CLS]ab>!"
-
-
-def test_what_it_reads_is_shown() -> None:
-    row = make_replies(("p", "")).rows[0]
-    assert reward(Letters()).rendered(row, "é!") == "p>é!"
-    assert reward(Letters()).problems(row, "!") == ["it starts with p"]
-    letters = Letters()
-    silent = TextModel(letters.encode, letters.read, letters.show)
-    assert reward(letters, model=silent).problems(row, "!") == []

@@ -47,9 +47,9 @@ def test_numbers_come_in_many_forms(numbers: Any) -> None:
     [
         ([1.0, math.nan, 2.0], "nan"),
         ([1.0, math.inf, 2.0], "inf"),
-        ([1.0, -math.inf, math.nan], "-inf"),
         ([1.0, None, 2.0], "None"),
         ([1.0, "2", 2.0], "'2'"),
+        ([1.0, torch.ones(2), 2.0], "tensor([1., 1.])"),
         (torch.tensor([1.0, math.nan, 2.0]), "nan"),
     ],
 )
@@ -63,19 +63,7 @@ def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str
         reward(decoded())
 
 
-@pytest.mark.parametrize("numbers", [[1.0, 2.0], torch.ones(4), []])
+@pytest.mark.parametrize("numbers", [[1.0, 2.0], torch.ones(4), None, "abc", {}, torch.ones(())])
 def test_one_number_for_each_response(numbers: Any) -> None:
-    with pytest.raises(RewardError, match=r"gave \d numbers for 3 responses; allowed: one"):
+    with pytest.raises(RewardError, match=r"gave .* for 3 responses; allowed: a list of one numb"):
         Reward.of(lambda found: numbers)(decoded())
-
-
-def test_a_tensor_of_another_shape_is_refused() -> None:
-    with pytest.raises(RewardError, match=r"gave a tensor \[3, 2\]"):
-        Reward.of(lambda found: torch.ones(3, 2))(decoded())
-
-
-def test_long_texts_are_cut_in_the_message() -> None:
-    with pytest.raises(RewardError) as caught:
-        Reward.of(lambda found: [math.nan] * 3)(decoded(["x" * 1000, "", ""]))
-    assert "xxx...xxx" in str(caught.value)
-    assert "x" * 300 not in str(caught.value)

@@ -81,6 +81,7 @@ GAP = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.boo
     GOOD,
     replace(GOOD, logprobs=None, values=None),
     replace(GOOD, logprobs=GOOD.logprobs.double()),
+    changed("logprobs", 2, 1, to=0.0009),  # rounding
     changed("logprobs", 1, 2, to=float("nan")),  # padding
     with_response_mask(lengths(3, 1, 2, 3, columns=5)),  # more padding than needed
 ])  # fmt: skip
@@ -90,45 +91,28 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
 
 @pytest.mark.parametrize(("answer", "found", "allowed"), [
     (None, "an object of type NoneType", "SampledResponses"),
-    ({"tokens": GOOD.tokens}, "an object of type dict", "SampledResponses"),
-    (replace(GOOD, tokens=[[1]]), "tokens of type list", "a tensor"),
-    (replace(GOOD, ended=None), "ended of type NoneType", "a tensor"),
-    (GOOD.select(slice(3)), "response_mask of shape [3, 3]",
-     "[4, 3], for 4 responses to 2 prompt tokens"),
-    (replace(GOOD, response_mask=RESPONSE_MASK[0]), "response_mask of shape [3]", "[4, T], for"),
-    (replace(GOOD, tokens=GOOD.tokens[:, 1:]), "tokens of shape [4, 4]", "[4, 5], for"),
-    (replace(GOOD, mask=RESPONSE_MASK), "mask of shape [4, 3]", "[4, 5], for"),
-    (replace(GOOD, ended=GOOD.ended[:, None]), "ended of shape [4, 1]", "[4], for"),
-    (replace(GOOD, index=PROMPTS.index), "index of shape [2]", "[4], for"),
-    (replace(GOOD, logprobs=torch.zeros(4, 5)), "logprobs of shape [4, 5]", "[4, 3], for"),
-    (replace(GOOD, values=torch.zeros(4)), "values of shape [4]", "[4, 3], for"),
-    (replace(GOOD, tokens=GOOD.tokens.float()), "tokens of torch.float32", "torch.int64"),
-    (replace(GOOD, mask=GOOD.mask.long()), "mask of torch.int64", "torch.bool"),
-    (replace(GOOD, index=GOOD.index.float()), "index of torch.float32", "torch.int64"),
-    (replace(GOOD, values=torch.zeros(4, 3, dtype=torch.int64)), "values of torch.int64",
-     "a floating-point type"),
-    (replace(GOOD, ended=GOOD.ended.to("meta")), "ended on meta", "cpu, the device of the prompts"),
-    (with_response_mask(lengths(3, 0, 2, 3)), "0 tokens for response 1", "at least one"),
-    (with_response_mask(lengths(0, 0, 0, 0, columns=0)), "0 tokens for response 0", "at least one"),
-    (with_response_mask(lengths(3, 1, 4, 3, columns=4)), "4 tokens for response 2",
-     "at most ppo.max_response_tokens=3"),
+    (replace(GOOD, ended=None), "ended of type NoneType", "torch.bool [4] on cpu"),
+    (GOOD.select(slice(3)), "response_mask of torch.bool [3, 3] on cpu",
+     "torch.bool [4, 3] on cpu, for 2 prompt tokens"),
+    (replace(GOOD, tokens=GOOD.tokens[:, 1:]), "tokens of torch.int64 [4, 4] on cpu",
+     "torch.int64 [4, 5] on cpu"),
+    (replace(GOOD, values=torch.zeros(4)), "values of torch.float32 [4] on cpu", "a floating"),
+    (replace(GOOD, mask=GOOD.mask.long()), "mask of torch.int64 [4, 5] on cpu", "torch.bool"),
+    (replace(GOOD, ended=GOOD.ended.to("meta")), "ended of torch.bool [4] on meta", "torch.bool"),
+    (with_response_mask(lengths(3, 0, 2, 3)), "another number of tokens for response 1",
+     "1 to ppo.max_response_tokens=3, the end token"),
+    (with_response_mask(lengths(3, 1, 4, 3, columns=4)), "another number of tokens for response 2",
+     "1 to ppo.max_response_tokens=3, the end token"),
     (with_response_mask(GAP), "a response_mask with a gap for response 1", "True from its first"),
-    (with_response_mask(~lengths(0, 0, 0, 1)), "a response_mask with a gap for response 3",
-     "True from its first"),
     (changed("mask", 2, 4, to=True), "another mask for response 2", "the prompt's mask, then"),
-    (changed("mask", 1, 0, to=True), "another mask for response 1", "the prompt's mask, then"),
     (changed("tokens", 3, 1, to=7), "tokens of another prompt for response 3", "the prompt's"),
-    (GOOD.select(torch.tensor([0, 2, 1, 3])), "another mask for response 1", "the prompt's mask"),
     (replace(GOOD, index=PROMPTS.index.repeat(2)), "another index for response 1", "that of its"),
-    (changed("tokens", 3, 4, to=10), "token id 10 for response 3", "0 to 9"),
-    (changed("tokens", 1, 4, to=-1), "token id -1 for response 1", "0 to 9, on padding too"),
+    (changed("tokens", 1, 4, to=-1), "a token id outside of the vocabulary for response 1",
+     "0 to 9, on padding too"),
     (changed("logprobs", 2, 1, to=float("-inf")), "logprobs that are not finite for response 2",
      "finite numbers"),
     (changed("logprobs", 2, 1, to=0.002), "logprobs above 0 for response 2",
      "logarithms of probabilities, at most 0"),
-    (replace(GOOD, tokens=GOOD.tokens.to_sparse()), "tokens of torch.sparse_coo", "a dense tensor"),
-    (replace(GOOD, logprobs=torch.zeros(4, 3, requires_grad=True)), "logprobs with a gradient",
-     "one made in torch"),
     (changed("values", 0, 2, to=float("nan")), "values that are not finite for response 0",
      "finite numbers"),
 ])  # fmt: skip
@@ -144,7 +128,6 @@ def test_what_does_not_fit_is_one_line(answer: Any, found: str, allowed: str) ->
 @pytest.mark.parametrize(("error", "shown"), [
     (ConnectionError("http://gpu:8000 refused\nthe connection"),
      "ConnectionError: http://gpu:8000 refused the connection"),
-    (AttributeError("no attribute 'generate'"), "AttributeError: no attribute 'generate'"),
     (SystemExit(0), "SystemExit: 0"),
 ])  # fmt: skip
 def test_an_exception_in_a_sampler_is_named(error: BaseException, shown: str) -> None:
@@ -175,32 +158,3 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     own = build_sampler(NAME, roles, params, None, key="own.rollout")
     with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
         own.sample(PROMPTS, 1, torch.Generator())
-
-
-def test_rounding_above_0_is_taken() -> None:
-    answer = changed("logprobs", 2, 1, to=0.0009)
-    assert sample(answer) is answer
-
-
-class Says(Server):
-    is_exact = "no"  # type: ignore[assignment]
-
-
-class Raises(Server):
-    @property
-    def is_exact(self) -> bool:  # type: ignore[override]
-        raise OSError("no answer")
-
-
-@pytest.mark.parametrize(("kind", "told"), [
-    (Says, "ppo.rollout is 'server.py:Server', whose is_exact is 'no'; allowed: True or False"),
-    (Raises, "ppo.rollout is 'server.py:Server', which cannot be built: OSError('no answer')"),
-])  # fmt: skip
-def test_an_is_exact_that_is_no_bool_is_refused(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Server], told: str
-) -> None:
-    monkeypatch.setattr(building, "load_sampler", lambda *_: lambda roles, params: kind(None))
-    params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
-    with pytest.raises(RLHFError) as caught:
-        build_sampler(NAME, MagicMock(vocab_size=10), params, None)
-    assert str(caught.value) == told

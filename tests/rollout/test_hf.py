@@ -13,7 +13,7 @@ from transformers import StoppingCriteria
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Rollout
-from lightning_rlhf.models.config import POLICY, VALUE
+from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.hf import HFSampler, _Finite
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -65,37 +65,6 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     assert roles.causal_lm.generation_config.top_k == 2
 
 
-def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompts) -> None:
-    prompts = prompts.repeat(3)
-    rollout = roll_out(roles, prompts, max_response_tokens=6)
-    width = rollout.response_mask.shape[1]
-    assert rollout.ended.any()
-    assert not rollout.ended.all()
-    for i in range(len(prompts)):
-        said = rollout.responses[i].tolist()
-        ends = [t for t, token in enumerate(said) if token in END]
-        length = ends[0] + 1 if ends else width
-        assert rollout.response_mask[i].tolist() == [t < length for t in range(width)]
-        assert rollout.ended[i].item() == bool(ends)
-        assert not rollout.logprobs[i, length:].any()
-        assert not rollout.values[i, length:].any()
-    assert torch.equal(rollout.mask[:, -width:], rollout.response_mask)
-    assert torch.equal(rollout.index, prompts.index)
-
-
-def test_values_are_those_of_each_row_alone(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts)
-    for i in range(len(prompts)):
-        n = int(rollout.response_mask[i].sum())
-        row = rollout.tokens[i][rollout.mask[i]][None]
-        with torch.no_grad(), roles.use_role(POLICY):
-            model = roles.causal_lm
-            hidden = model(row, output_hidden_states=True).hidden_states[-1][0, -n - 1 : -1]
-        expected = roles.heads[VALUE](hidden)
-        torch.testing.assert_close(rollout.values[i, :n], expected, atol=1e-5, rtol=0)
-        assert expected.detach().abs().max() > 1e-3
-
-
 def test_it_is_a_function_of_its_generator_and_leaves_the_others_alone(
     roles: Roles, prompts: Prompts
 ) -> None:
@@ -106,13 +75,6 @@ def test_it_is_a_function_of_its_generator_and_leaves_the_others_alone(
     assert torch.equal(first.logprobs, second.logprobs)
     assert first.tokens.shape != other.tokens.shape or not torch.equal(first.tokens, other.tokens)
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-def test_samples_of_one_prompt_stand_together(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts, samples_per_prompt=2)
-    assert rollout.index.tolist() == prompts.index.repeat_interleave(2).tolist()
-    width = prompts.tokens.shape[1]
-    assert torch.equal(rollout.tokens[:, :width], prompts.tokens.repeat_interleave(2, dim=0))
 
 
 class Even(StoppingCriteria):

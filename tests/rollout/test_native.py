@@ -17,13 +17,13 @@ from lightning_rlhf.kernels import products
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import DecodeStep
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
+from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout import native
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler, position_ids
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+from lightning_rlhf.rollout.score import response_hidden
 
 from .conftest import END, sample
 
@@ -43,21 +43,6 @@ def alone(roles: Roles, tokens: Tensor, mask: Tensor) -> Tensor:
         return model(tokens[mask][None], output_hidden_states=True).hidden_states[-1][0]
 
 
-def test_what_was_recorded_is_what_a_whole_forward_pass_says(
-    roles: Roles, prompts: Prompts
-) -> None:
-    rollout = roll_out(roles, prompts)
-    lengths = rollout.response_mask.sum(1)
-    assert lengths.min() < lengths.max()  # of uneven length, or this shows little
-    with roles.use_role(POLICY), torch.no_grad():
-        hidden = response_hidden(roles, rollout)
-        logprobs, _ = response_logprobs(roles, hidden, rollout, 0.7)
-        values = roles.heads[VALUE](hidden)
-    mask = rollout.response_mask
-    torch.testing.assert_close(rollout.logprobs[mask], logprobs, atol=1e-5, rtol=0)
-    torch.testing.assert_close(rollout.values[mask], values, atol=1e-5, rtol=0)
-
-
 @pytest.mark.parametrize("longest", [1, 24])
 def test_what_was_recorded_is_what_each_row_gives_alone(
     roles: Roles, prompts: Prompts, longest: int
@@ -73,14 +58,6 @@ def test_what_was_recorded_is_what_each_row_gives_alone(
         torch.testing.assert_close(
             rollout.values[i, :n], roles.heads[VALUE](hidden), atol=1e-5, rtol=0
         )
-
-
-def test_the_record_is_of_the_acting_role(roles: Roles, prompts: Prompts) -> None:
-    as_policy = roll_out(roles, prompts)
-    roles.set_role(POLICY)
-    with roles.use_role(REFERENCE):
-        as_reference = sample(roles, prompts)
-    assert (as_policy.logprobs[:, 0] - as_reference.logprobs[:, 0]).abs().max() > 1e-3
 
 
 def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompts) -> None:
@@ -103,41 +80,21 @@ def test_a_response_goes_up_to_its_first_end_token(roles: Roles, prompts: Prompt
 
 
 def test_the_prompt_stays_as_it_was(roles: Roles, prompts: Prompts) -> None:
-    before = prompts.tokens.clone(), prompts.mask.clone()
     rollout = roll_out(roles, prompts)
     p = prompts.tokens.shape[1]
-    assert torch.equal(rollout.tokens[:, :p], before[0])
-    assert torch.equal(rollout.mask[:, :p], before[1])
-    assert torch.equal(rollout.mask[:, p:], rollout.response_mask)
-    assert torch.equal(prompts.tokens, before[0])
-    assert torch.equal(prompts.mask, before[1])
+    assert torch.equal(rollout.tokens[:, :p], prompts.tokens)
+    assert torch.equal(rollout.mask, torch.cat([prompts.mask, rollout.response_mask], dim=1))
     assert torch.equal(rollout.index, prompts.index)
-    assert rollout.mask.dtype == rollout.response_mask.dtype == rollout.ended.dtype == torch.bool
-
-
-def test_it_stops_when_every_row_has_ended(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts, max_response_tokens=100)
-    assert rollout.ended.all()
-    width = rollout.response_mask.shape[1]
-    assert width < 100
-    assert width == rollout.response_mask.sum(1).max()
 
 
 def test_all_numbers_are_drawn_beforehand(roles: Roles, prompts: Prompts) -> None:
     """What a generator gives after a rollout does not depend on how long the responses were."""
     generator, other = (torch.Generator().manual_seed(3) for _ in range(2))
     rollout = roll_out(roles, prompts, max_response_tokens=100, generator=generator)
-    assert rollout.response_mask.shape[1] < 100
+    assert rollout.ended.all()
+    assert 100 > rollout.response_mask.shape[1] == rollout.response_mask.sum(1).max()
     torch.rand(len(prompts), 100, generator=other)
     assert torch.equal(generator.get_state(), other.get_state())
-
-
-def test_the_same_generator_gives_the_same_rollout(roles: Roles, prompts: Prompts) -> None:
-    first, second = roll_out(roles, prompts), roll_out(roles, prompts)
-    other = roll_out(roles, prompts, generator=torch.Generator().manual_seed(4))
-    assert torch.equal(first.tokens, second.tokens)
-    assert torch.equal(first.logprobs, second.logprobs)
-    assert first.tokens.shape != other.tokens.shape or not torch.equal(first.tokens, other.tokens)
 
 
 def test_a_response_does_not_depend_on_its_batch_nor_on_its_padding(
@@ -183,15 +140,6 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     assert found.max() > 1.2 * n / 61  # the model has preferences
 
 
-def test_one_token_responses(roles: Roles, prompts: Prompts) -> None:
-    prompts = prompts.repeat(4)
-    rollout = roll_out(roles, prompts, max_response_tokens=1, end_token_ids=range(0, 61, 2))
-    assert rollout.response_mask.tolist() == [[True]] * len(prompts)
-    assert rollout.ended.tolist() == (rollout.responses[:, 0] % 2 == 0).tolist()
-    assert len(set(rollout.ended.tolist())) == 2
-    assert rollout.logprobs.shape == rollout.values.shape == (len(prompts), 1)
-
-
 def test_samples_of_one_prompt_are_those_of_the_prompt_repeated(
     roles: Roles, prompts: Prompts
 ) -> None:
@@ -205,7 +153,7 @@ def test_samples_of_one_prompt_are_those_of_the_prompt_repeated(
     assert len({tuple(row) for row in shared.responses[:3].tolist()}) == 3
 
 
-@pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("kept", [0.0, 1.0])
 def test_rows_that_ended_may_leave_the_batch_at_any_time(
     roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch, kept: float
 ) -> None:
@@ -223,7 +171,7 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
 
 @pytest.mark.parametrize(
     ("dtype", "autocast"),
-    [(torch.bfloat16, False), (torch.float32, True), (torch.float32, False)],
+    [(torch.bfloat16, False), (torch.float32, True)],
 )
 def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_few(
     roles: Roles,
@@ -291,27 +239,9 @@ def test_fp32_weights_under_autocast_are_rounded_once_with_the_same_tokens(
     assert all(torch.equal(roles.state_dict()[name], x) for name, x in weights.items())
 
 
-def test_a_cold_policy_is_greedy(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts, temperature=1e-5, max_response_tokens=6)
-    for i in range(len(prompts)):
-        n = int(rollout.response_mask[i].sum())
-        hidden = alone(roles, rollout.tokens[i], rollout.mask[i])[-n - 1 : -1]
-        assert roles.head(hidden).argmax(-1).tolist() == rollout.responses[i, :n].tolist()
-    assert rollout.logprobs.abs().max() < 1e-3
-
-
 def test_positions_count_real_tokens() -> None:
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]).bool()
     assert position_ids(mask).tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 2, 2], [0, 1, 2, 3, 4]]
-
-
-def test_generation_leaves_the_model_as_it_was(roles: Roles, prompts: Prompts) -> None:
-    state = {name: tensor.clone() for name, tensor in roles.state_dict().items()}
-    rollout = roll_out(roles, prompts)
-    assert all(torch.equal(roles.state_dict()[name], state[name]) for name in state)
-    assert not rollout.logprobs.requires_grad
-    assert not rollout.values.requires_grad
-    assert any(p.requires_grad for p in roles.parameters())
 
 
 @pytest.mark.parametrize("sampler", [NativeSampler, HFSampler])

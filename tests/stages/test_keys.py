@@ -10,14 +10,14 @@ import pytest
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.models.checkpoint import Final
-from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.policies import other_decoding, other_sft
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.select import metric_of
+from lightning_rlhf.stages.stage import find_stage
 
 
 def of_reward(*components: str) -> Any:
     return SimpleNamespace(
-        stage="ppo", definition=STAGES["ppo"], data=SimpleNamespace(judge=None),
+        stage="ppo", definition=find_stage("ppo"), data=SimpleNamespace(judge=None),
         reward=dict.fromkeys(components),
     )  # fmt: skip
 

@@ -11,9 +11,8 @@ import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.report.conclusion import Evaluated
-from lightning_rlhf.stages import sft
 from lightning_rlhf.stages.measured import RunFiles
-from lightning_rlhf.stages.rank import STAGE
+from lightning_rlhf.stages.rank import Rank
 from lightning_rlhf.stages.run_report import (
     amount,
     leave_report,
@@ -21,6 +20,7 @@ from lightning_rlhf.stages.run_report import (
     reward_verdicts,
     single_numbers,
 )
+from lightning_rlhf.stages.sft import SFT
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_numbers_of_ranked_responses(tmp_path: Path) -> None:
         "eval/judge/gold": ([0], [0.3]), "time/x": ([0], [1.0]), "update/lr": ([1, 2], [1.0, 2.0]),
     }  # fmt: skip
     run = RunFiles(folder=tmp_path, tree={"stage": "rank", "model": {"name": "m"}},
-                   definition=STAGE, curves=curves, manifest=None)  # fmt: skip
+                   definition=Rank(), curves=curves, manifest=None)  # fmt: skip
     evaluated = [Evaluated(metric="eval/judge/gold", value=0.3)]
     (table,) = single_numbers(run, evaluated)
     assert table.rows == [
@@ -75,5 +75,5 @@ def test_the_end_of_a_run_leaves_what_another_command_is_writing(tmp_path: Path)
     export = tmp_path / ".0123.lightning-rlhf.tmp"
     for path in (export, tmp_path / "failed.txt"):
         path.touch()
-    leave_report(tmp_path, sft.STAGE)
+    leave_report(tmp_path, SFT())
     assert list(tmp_path.iterdir()) == [export]

@@ -1,14 +1,12 @@
 """A device that is not the CPU, for tests of what a GPU would show.
 
 Its tensors hold real data of the CPU, on which every operation is computed. The device refuses
-operands of mixed devices, counts synchronisations, operations and bytes, and on demand refuses
-float64 or runs out of memory. It takes every branch of the package for devices that are no CPU.
+operands of mixed devices, counts synchronisations and operations, and on demand refuses float64. It
+takes every branch of the package for devices that are no CPU.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -47,12 +45,12 @@ class StandInTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
-    def __new__(cls, raw: Tensor, life: object) -> StandInTensor:
+    def __new__(cls, raw: Tensor) -> StandInTensor:
         wrapper = Tensor._make_wrapper_subclass(
             cls, raw.size(), strides=raw.stride(), storage_offset=raw.storage_offset(),
             dtype=raw.dtype, device=torch.device(NAME, 0),
         )  # fmt: skip
-        wrapper.raw, wrapper.life = raw, life
+        wrapper.raw = raw
         return wrapper
 
     @classmethod
@@ -67,44 +65,17 @@ class StandInTensor(Tensor):
         return f"standin({self.raw!r})"
 
 
-class Life:
-    """The memory of a tensor, which counts until the last tensor on it is gone."""
-
-    def __init__(self, device: Device, raw: Tensor) -> None:
-        self.device, storage = device, raw.untyped_storage()
-        self.place, self.size = storage.data_ptr(), storage.nbytes()
-        if self.place not in device.tensors:
-            device.bytes_alive += self.size
-            device.peak = max(device.peak, device.bytes_alive)
-        device.tensors[self.place] += 1
-
-    def __del__(self) -> None:
-        self.device.tensors[self.place] -= 1
-        if not self.device.tensors[self.place]:
-            del self.device.tensors[self.place]
-            self.device.bytes_alive -= self.size
-
-
 class Device(TorchDispatchMode):
     """The device, present inside its `with` block."""
 
     present: Device | None = None
 
-    def __init__(self, *, float64: bool = True, room: int | None = None) -> None:
-        """float64: False refuses it, as MPS does; room: bytes of memory, None for no limit."""
+    def __init__(self, *, float64: bool = True) -> None:
+        """float64: False refuses it, as MPS does."""
         super().__init__()
         self.float64 = float64
-        self.room = room
-        self.fails_in: int | None = None
-        """Number of operations until the memory runs out once; None for never."""
-        self.pending: Exception | None = None
-        """Error of a backward pass that has not ended."""
         self.operations: Counter[Any] = Counter()
         self.synchronisations: Counter[str] = Counter()
-        self.places: Counter[tuple[str, str]] = Counter()
-        """Kind of synchronisation and line of the package -> how often it was made there."""
-        self.tensors: Counter[int] = Counter()
-        self.bytes_alive = self.peak = 0
 
     def __enter__(self) -> Device:
         future = torch.__future__
@@ -136,7 +107,6 @@ class Device(TorchDispatchMode):
 
     def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the data of the CPU."""
-        self.fail(self.pending)
         given = tensors(args, kwargs)
         here = [x for x in given if isinstance(x, StandInTensor)]
         away = [x for x in given if not isinstance(x, StandInTensor)]
@@ -144,8 +114,11 @@ class Device(TorchDispatchMode):
         uploads = is_here(target) if target is not None else isinstance(args[0], StandInTensor)
         if op not in COPIES and any(x.ndim for x in away) and here:
             shapes = [(str(x.device), tuple(x.shape)) for x in given]
-            self.fail(RuntimeError(f"{op} of tensors on mixed devices: {shapes}"))
-        self.count(op, args, kwargs, here=bool(here), away=bool(away), uploads=uploads)
+            raise RuntimeError(f"{op} of tensors on mixed devices: {shapes}")
+        self.operations[op] += 1
+        kind = waits_for(op, args, here=bool(here), away=bool(away), uploads=uploads)
+        if kind is not None and not (uploads and kwargs.get("non_blocking")):
+            self.synchronisations[kind] += 1
         if op is aten._fused_sdp_choice.default:
             return 0  # attention by its formula, as fused ones are a device's own
         kept = {id(x.raw): x for x in here}
@@ -163,53 +136,19 @@ class Device(TorchDispatchMode):
 
         return mapped(wrapped, found)
 
-    def fail(self, error: Exception | None) -> None:
-        """Raise an error; one of a backward pass is raised by the first operation after it.
-
-        torch cannot pass on an exception of a device that is written in Python from there.
-        """
-        if error is not None and torch._C._current_graph_task_id() == -1:
-            self.pending = None
-            raise error
-        self.pending = self.pending or error
-
-    def wrap(self, raw: Tensor, op: Any = None) -> StandInTensor:
-        """Return a tensor of the device; raises torch.OutOfMemoryError where there is no room."""
+    def wrap(self, raw: Tensor, op: Any) -> StandInTensor:
+        """Return a tensor of the device."""
         if raw.dtype == torch.float64 and not self.float64:
-            self.fail(TypeError(f"{op} makes float64, which the device does not support"))
-        storage = raw.untyped_storage()
-        wanted = 0 if storage.data_ptr() in self.tensors else storage.nbytes()
-        if self.room is not None and self.bytes_alive + wanted > self.room:
-            alive = f"{self.bytes_alive} of {self.room} bytes are taken"
-            self.fail(torch.OutOfMemoryError(f"{op} wants {wanted} bytes, and {alive}"))
-        return StandInTensor(raw, Life(self, raw))
-
-    def count(
-        self, op: Any, args: Any, kwargs: Any, *, here: bool, away: bool, uploads: bool
-    ) -> None:
-        """Count an operation, and what it waits for."""
-        self.operations[op] += 1
-        kind = waits_for(op, args, here=here, away=away, uploads=uploads)
-        if kind == "copy from the host" and kwargs.get("non_blocking"):
-            kind = None
-        if kind is not None:
-            self.synchronisations[kind] += 1
-            self.places[kind, place()] += 1
-        if self.fails_in is not None:
-            self.fails_in -= 1
-            if self.fails_in == 0:
-                self.fails_in = None
-                self.fail(torch.OutOfMemoryError(f"{op}: as demanded"))
+            raise TypeError(f"{op} makes float64, which the device does not support")
+        return StandInTensor(raw)
 
     @contextmanager
     def counted(self) -> Iterator[Counts]:
         """Count what happens inside the block."""
         before = self.operations.copy(), self.synchronisations.copy()
-        found, self.peak = Counts(), self.bytes_alive
-        yield found
+        yield (found := Counts())
         found.operations = self.operations - before[0]
         found.synchronisations = self.synchronisations - before[1]
-        found.peak = self.peak
 
 
 def waits_for(op: Any, args: Any, *, here: bool, away: bool, uploads: bool) -> str | None:
@@ -222,23 +161,11 @@ def waits_for(op: Any, args: Any, *, here: bool, away: bool, uploads: bool) -> s
     return READS.get(op)
 
 
-def place() -> str:
-    """Return the line of the package that is computed, `file:line`; "" outside of it."""
-    frame = sys._getframe(2)
-    while frame is not None:
-        if f"{os.sep}lightning_rlhf{os.sep}" in frame.f_code.co_filename:
-            path = frame.f_code.co_filename.rpartition(f"lightning_rlhf{os.sep}")[2]
-            return f"{path}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return ""
-
-
 class Counts:
-    """Operations, synchronisations by kind, and the most bytes alive, of a block."""
+    """Operations and synchronisations by kind of a block."""
 
     operations: Counter[Any]
     synchronisations: Counter[str]
-    peak: int
 
 
 def is_here(device: Any) -> bool:

@@ -1,8 +1,7 @@
-"""How often the processor waits for the device, how much it launches, and what stays in memory."""
+"""How often the processor waits for the device, and how much it launches."""
 
 from __future__ import annotations
 
-import gc
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from lightning_rlhf.core.records import counted
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.decode_state import ASKED
 
-from ..modules.conftest import Outputs, fit, prompts, within_fit
+from ..modules.conftest import prompts, within_fit
 from ..modules.experiences import learn, on_policy
 from .conftest import Make, on_device
 from .device import NAME, Counts, Device
@@ -87,10 +86,9 @@ def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernel
     assert four.synchronisations - two.synchronisations == of_trunk + of_trunk
     operations = (four.operations.total() - two.operations.total()) / 2
     assert operations <= BY_MICROBATCH.get((architecture, kernels), operations)
-    assert four.peak < two.peak  # shorter micro-batches need less
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter", "model"])
+@pytest.mark.parametrize("critic", ["head", "model"])
 def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str) -> None:
     """The lengths are read once; then, once an update, loss, gradient and what limits compare."""
     limits = {"target_kl": 1e9, "max_ratio": 1e9}
@@ -104,24 +102,6 @@ def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str
 
     found = within_fit(module, work, **on_device())
     assert found.synchronisations == {"copy to the host": 1 + 2}
-
-
-def test_an_iteration_leaves_nothing_behind(make_ppo: Make, device: Device) -> None:
-    """After each iteration the memory holds the same: models, optimizer, its latest batch."""
-    two = {"rollout_batch_size": 2, "minibatch_size": 2, "ppo_epochs": 1, "max_response_tokens": 2}
-    module = make_ppo(**two)
-    sampler = module.collector.sampler
-    sampler.params = replace(sampler.params, end_token_ids=NEVER)
-    alive: list[int] = []
-
-    class Alive(Outputs):
-        def on_train_batch_end(self, *args: Any) -> None:
-            gc.collect()
-            alive.append(device.bytes_alive)
-
-    fit(module, [prompts(2)] * 3, [Alive()], **on_device())
-    assert alive[1] == alive[2]
-    assert device.peak > alive[2]
 
 
 @pytest.mark.parametrize("stage", SUPERVISED)

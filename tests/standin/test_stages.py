@@ -15,7 +15,6 @@ from lightning_rlhf.core.records import Record
 from lightning_rlhf.models.config import POLICY, SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule
-from lightning_rlhf.modules.ppo import EVALUATION
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 
@@ -37,7 +36,7 @@ from ..modules.test_dpo import preferences as dpo_pairs
 from ..modules.test_reward import preferences
 from ..modules.test_sft import demonstrations
 from .conftest import Make, on_device
-from .device import NAME, Device, register
+from .device import Device, register
 
 SHORT = {"rollout_batch_size": 4, "minibatch_size": 4, "ppo_epochs": 1, "max_response_tokens": 5}
 NO_CRITIC = {"advantage": "grpo", "samples_per_prompt": 2, "whiten_advantages": "none"}
@@ -104,18 +103,10 @@ def test_ppo(make_ppo: Make, kind: str) -> None:
         assert (weight.cpu() - expected_weight).abs().max() < 2.1e-2, name
 
 
-def test_ppo_on_linear_attention(make_ppo: Make) -> None:
-    modules = [make_ppo("qwen3_5", spread=0.05, **SHORT) for _ in range(2)]
-    expected = trained(modules[0], prompts(4))
-    found = trained(modules[1], prompts(4), **on_device())
-    close(found.experience, expected.experience, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("critic", "rollout", "kernels"),
-    [("head", "native", "fast"), ("adapter", "native", "plain"), ("model", "native", "fast"),
-     ("head", "hf", "plain"), ("adapter", "hf", "fast"), ("model", "hf", "plain")],
-)  # fmt: skip
+    [("head", "native", "fast"), ("adapter", "native", "plain"), ("model", "hf", "plain")],
+)
 def test_unchanged_weights_have_ratio_1_in_16_bits(
     make_ppo: Make, critic: str, rollout: str, kernels: str
 ) -> None:
@@ -154,13 +145,3 @@ def test_supervised_stages(stage: str, precision: str) -> None:
     torch.testing.assert_close(
         found.grad_norm.cpu(), expected.grad_norm, rtol=1e-5 if exact else 0.2, atol=1e-6
     )
-
-
-def test_evaluation(make_ppo: Make) -> None:
-    """An evaluation samples held-out prompts."""
-    of_device, of_cpu = make_ppo(**SHORT).to(NAME), make_ppo(**SHORT)
-    rollouts = [
-        module.collector.roll_out(prompts(4).to(module.device), module.generator(EVALUATION, 0))
-        for module in (of_device, of_cpu)
-    ]
-    assert rollouts[0].tokens.shape[0] == rollouts[1].tokens.shape[0]

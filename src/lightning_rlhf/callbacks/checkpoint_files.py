@@ -62,16 +62,10 @@ def keep_newest(folder: Path, count: int, step: int | None = None) -> None:
             path.unlink()
 
 
-def link_best(folder: Path, step: int) -> None:
-    """Link `best.ckpt` to the checkpoint of `step`."""
-    source, best = path_of(folder, step), folder / f"{BEST}{SUFFIX}"
-    if best.exists() and best.samefile(source):
-        return  # renaming one link of a file over another has no effect
-    link(source, best)
-
-
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
+    if target.exists() and target.samefile(source):
+        return  # renaming one link of a file over another has no effect
     with written_whole(target, source.stat().st_size) as beside:
         beside.unlink()
         try:
@@ -91,7 +85,10 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
     later = f"later than step {step}"
     gone = {path: later for path in numbered(folder) if step_named(path) > step}
     if best.exists():
-        best_step = step_of(best) if is_readable(best) else None
+        try:
+            best_step = step_of(best)
+        except CheckpointError:
+            best_step = None
         if best_step == step and not path_of(folder, step).exists():
             link(best, path_of(folder, step))
         if best_step is None or best_step > step:
@@ -99,15 +96,6 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
     for path in (*gone, *folder.glob(f"*{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
-
-
-def is_readable(path: Path) -> bool:
-    """Return True if `path` is a readable checkpoint of a run."""
-    try:
-        read_run(path)
-    except CheckpointError:
-        return False
-    return True
 
 
 def step_of(path: Path) -> int:
@@ -125,10 +113,10 @@ def read_run(path: Path) -> dict[str, Any]:
 
     Raises CheckpointError where the file cannot be read, or was written by another program.
     """
-    return run_of(path, load(path))
+    return run_of(path, load_checkpoint(path))
 
 
-def load(path: Path) -> Any:
+def load_checkpoint(path: Path) -> Any:
     """Return the contents of a checkpoint; tensors are memory-mapped, and read on first use.
 
     Raises CheckpointError where the file cannot be read.
@@ -165,7 +153,7 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
-    content = load(path)
+    content = load_checkpoint(path)
     found = run_of(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:
@@ -184,18 +172,16 @@ def outline(checkpoint: Mapping[str, Any]) -> str:
     It changes when a file is edited and saved again. Damaged tensor data is detected by the
     checksums that torch.save writes.
     """
-    rest = {key: value for key, value in checkpoint.items() if key != OUTLINE}
-    return hashlib.sha256(repr(described(rest)).encode()).hexdigest()
-
-
-def described(tree: Any) -> Any:
-    """Return nested dictionaries and lists with each tensor replaced by its shape and type."""
     import torch
 
-    if isinstance(tree, torch.Tensor):
-        return tuple(tree.shape), tree.dtype
-    if isinstance(tree, dict):
-        return [(key, described(value)) for key, value in tree.items()]
-    if isinstance(tree, list | tuple):
-        return [described(value) for value in tree]
-    return tree
+    def described(tree: Any) -> Any:
+        if isinstance(tree, torch.Tensor):
+            return tuple(tree.shape), tree.dtype
+        if isinstance(tree, dict):
+            return [(key, described(value)) for key, value in tree.items()]
+        if isinstance(tree, list | tuple):
+            return [described(value) for value in tree]
+        return tree
+
+    rest = {key: value for key, value in checkpoint.items() if key != OUTLINE}
+    return hashlib.sha256(repr(described(rest)).encode()).hexdigest()

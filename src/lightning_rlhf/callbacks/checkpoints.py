@@ -7,8 +7,7 @@ read with torch.load(weights_only=True), which refuses objects of other classes.
 from __future__ import annotations
 
 import io
-from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -18,6 +17,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks.checkpoint_files import (
     BEST,
@@ -27,20 +27,19 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     Origin,
     go_back,
     keep_newest,
-    link_best,
+    link,
     outline,
     path_of,
     stamp,
 )
 from lightning_rlhf.callbacks.contract import is_evaluation, position, require_finite_metrics
-from lightning_rlhf.callbacks.names import Goal, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, StorageError
+from lightning_rlhf.core.errors import CheckpointError, StorageError, first_line
+from lightning_rlhf.core.metrics import Goal, require_metrics, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
-from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
@@ -52,90 +51,35 @@ class WholeFiles(TorchCheckpointIO):
     ) -> None:
         target = Path(path)
         make_folder(target.parent)
-        needed = sum(tensor.nbytes for tensor in tensors(checkpoint))
-        with written_whole(target, needed) as beside, beside.open("wb") as file:
+        with written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {OUTLINE: outline(checkpoint)}, file)
 
 
-def tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield every tensor in nested dictionaries and lists."""
-    if isinstance(tree, torch.Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from tensors(part)
+LARGE = ("state_dict", "optimizer_states", "callbacks", "averaged_weights")
+"""Checkpoint keys of tensors alone, and of the callbacks' states, which are checked by callback."""
 
 
-PLAIN = (bool, int, float, str, bytes, type(None), torch.Tensor, torch.nn.Parameter)
-"""Types that every checkpoint may hold."""
-CALLBACKS = "callbacks"
-"""Checkpoint key of the states of callbacks, by the callback's `state_key`."""
-
-
-def check_states(callbacks: Iterable[Callback]) -> None:
-    """Raise CheckpointError where the state of a callback cannot be loaded again."""
-    for callback in callbacks:
-        try:
-            state = state_of(callback)
-        except CheckpointError:  # a state that exists only after the start is saved later
-            continue
-        require_loadable(f"{type(callback).__name__}.state_dict()", state)
-
-
-def state_of(callback: Callback) -> dict[str, Any]:
-    """Return the state of a callback; raises CheckpointError where its `state_dict` fails."""
-    try:
-        return callback.state_dict()
-    except FAULTS as error:
-        shown = " ".join(f"{type(error).__name__}: {error}".split())
-        raise CheckpointError(
-            f"{type(callback).__name__}.state_dict() raised {shown}, so that no checkpoint can be "
-            "written; allowed: a dictionary of tensors, numbers, texts, None, and dictionaries and "
-            "lists of them"
-        ) from error
-
-
-def check_contents(checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
-    """Raise CheckpointError where the contents of a checkpoint cannot be loaded again.
+def require_loadable(checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
+    """Raise CheckpointError where a part of a checkpoint cannot be loaded again.
 
     callbacks: those of the run, which the error names by class.
     """
-    states = checkpoint[CALLBACKS]
-    for callback in callbacks:
-        if callback.state_key in states:
-            require_loadable(f"{type(callback).__name__}.state_dict()", states[callback.state_key])
-    for key, value in checkpoint.items():
-        require_loadable(f"checkpoint[{key!r}]", value)
-
-
-def require_loadable(where: str, tree: Any) -> None:
-    """Raise CheckpointError naming the first item of `tree` that cannot be loaded again."""
-    if type(tree) in PLAIN:
-        return
-    if type(tree) in (dict, OrderedDict):
-        for key, value in tree.items():
-            require_loadable(f"key {key!r} of {where}", key)
-            require_loadable(f"{where}[{key!r}]", value)
-    elif type(tree) in (list, tuple):
-        for index, value in enumerate(tree):
-            require_loadable(f"{where}[{index}]", value)
-    elif not is_loadable(tree):
-        raise CheckpointError(
-            f"{where} is an object of type {type(tree).__name__}, from which no run can be "
-            "resumed; allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
-        )
-
-
-def is_loadable(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) reads what torch.save writes of the value."""
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except Exception:  # a class of the user's own may raise anything
-        return False
-    return True
+    states = checkpoint["callbacks"]
+    parts = [(f"{type(x).__name__}.state_dict()", states.get(x.state_key)) for x in callbacks]
+    parts += [(f"checkpoint[{key!r}]", x) for key, x in checkpoint.items() if key not in LARGE]
+    for where, part in parts:
+        file = io.BytesIO()
+        try:
+            torch.save(part, file)
+            file.seek(0)
+            refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
+        except Exception as error:  # pickling calls code of the user's own
+            refused = first_line(error)
+        if refused:
+            raise CheckpointError(
+                f"{where} holds objects from which no run can be resumed: {refused}; allowed: "
+                "tensors, numbers, texts, None, and dictionaries and lists of them"
+            )
 
 
 class Checkpoints(Callback):
@@ -200,14 +144,12 @@ class Checkpoints(Callback):
         return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.best = state_dict["best"]
-        self.best_step = state_dict["best_step"]
-        self.evaluated = state_dict["evaluated"]
+        vars(self).update(state_dict)
 
     def on_save_checkpoint(
         self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        check_contents(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
+        require_loadable(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
         checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
     def on_load_checkpoint(
@@ -216,7 +158,6 @@ class Checkpoints(Callback):
         self._first = checkpoint[RUN]["step"]
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        check_states(trainer.callbacks)  # type: ignore[attr-defined]
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is None or not self.replicas.is_first:
@@ -228,7 +169,8 @@ class Checkpoints(Callback):
         keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.listen()
+        if self.replicas.size > 1:
+            self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
         step = trained(trainer)
         self._finished = progress(trainer, pl_module)
         if trainer.ckpt_path is None:
@@ -246,7 +188,9 @@ class Checkpoints(Callback):
         self._finished = progress(trainer, pl_module)
         if self.is_due(trainer):
             self.save(trainer)
-        self.agree(trainer)
+        # The run ends in every process where a signal or a callback ends it in one of them.
+        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
+        self.stop.obey(self.replicas)
 
     def is_due(self, trainer: L.Trainer) -> bool:
         """Return True if a checkpoint of the finished step is due."""
@@ -258,20 +202,8 @@ class Checkpoints(Callback):
         return is_late or step == trainer.num_training_batches or trainer.should_stop
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.listen()
-
-    def listen(self) -> None:
-        """Receive signals in place of Lightning, whose handler waits for the other processes.
-
-        It may interrupt another collective operation, which then never ends.
-        """
         if self.replicas.size > 1:
             self.stop.listen()
-
-    def agree(self, trainer: L.Trainer) -> None:
-        """End the run in every process where a signal or a callback ends it in one of them."""
-        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
-        self.stop.obey(self.replicas)
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.stop.obey(self.replicas)
@@ -291,7 +223,7 @@ class Checkpoints(Callback):
         if self.goal and (self.best is None or self.signed(found) > self.signed(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
-                link_best(self.folder, step)
+                link(path_of(self.folder, step), self.folder / f"{BEST}{SUFFIX}")
 
     def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
@@ -325,8 +257,6 @@ class Checkpoints(Callback):
             self._saved = step, self.evaluated
             return
         path = path_of(self.folder, step)
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            state_of(callback)  # Lightning's own call would raise what the callback raises
         trainer.save_checkpoint(path)
         keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
         self._saved, self._since = (step, self.evaluated), monotonic()

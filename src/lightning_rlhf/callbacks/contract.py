@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import lightning as L
@@ -11,26 +11,13 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
-from lightning_rlhf.core.config import Stage, Term
+from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import ConfigError, DivergedError
+from lightning_rlhf.core.metrics import JUDGE
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments
-from lightning_rlhf.rewards.format_check import JUDGE
-
-
-class Chat(Protocol):
-    """A decoder of responses."""
-
-    def decode_response(self, tokens: list[int]) -> str: ...
-
-    def show(self, tokens: Sequence[int]) -> str: ...
-
-
-class Reward(Protocol):
-    """The reward that the policy is trained on."""
-
-    @property
-    def terms(self) -> Sequence[Term]: ...
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.rewards.weighted import Reward
 
 
 class PPOView(Protocol):
@@ -40,7 +27,7 @@ class PPOView(Protocol):
     """Number of finished iterations, over all resumes."""
     experience: Experience | None
     """Experience of the current iteration, or of the latest one between iterations."""
-    chat: Chat
+    chat: ChatFormat
     """Decoder of responses."""
     reward: Reward
     """Reward that the policy is trained on."""
@@ -89,7 +76,8 @@ def require_finite_metrics(
     ]
     if found:
         raise DivergedError(
-            f"{stage} has diverged: after step {step}, {' and '.join(found)}. {advice(stage, made)}"
+            f"{stage} has diverged: after step {step}, {' and '.join(found)}. "
+            f"{divergence_advice(stage, made)}"
         )
 
 
@@ -102,11 +90,12 @@ def require_finite_weights(
     if found:
         raise DivergedError(
             f"{stage} has diverged: after step {step}, {len(found)} of {len(weights)} trained "
-            f"parameters are NaN or infinite (the first: {found[0]}). {advice(stage, made)}"
+            f"parameters are NaN or infinite (the first: {found[0]}). "
+            f"{divergence_advice(stage, made)}"
         )
 
 
-def advice(stage: str, made: int) -> str:
+def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
     if made == 0:
         reward = ", or a reward of enormous size" * (stage == "ppo")
@@ -122,21 +111,14 @@ def advice(stage: str, made: int) -> str:
     )
 
 
-def require_logged(what: str, name: str, logged: Collection[str]) -> None:
-    """Raise ConfigError unless the metric is among those that were logged.
-
-    what: description of the setting that names the metric.
-    """
-    if name not in logged:
-        allowed = ", ".join(sorted(logged)) or "none, as no metric was logged"
-        raise ConfigError(f"{what} is {name!r}, which was not logged; allowed: {allowed}")
-
-
 class CheckMonitors(Callback):
     """Callback that checks the metric of every EarlyStopping. Place it before them."""
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        logged = trainer.callback_metrics
         for callback in trainer.early_stopping_callbacks:
-            if callback is not None and callback.strict:
-                what = f"the metric that {type(callback).__name__} monitors"
-                require_logged(what, callback.monitor, trainer.callback_metrics)
+            if callback is not None and callback.strict and callback.monitor not in logged:
+                raise ConfigError(
+                    f"the metric that {type(callback).__name__} monitors is {callback.monitor!r}, "
+                    f"which was not logged; allowed: {', '.join(sorted(logged)) or 'none'}"
+                )

@@ -18,7 +18,8 @@ from rich.text import Text
 from lightning_rlhf.callbacks.contract import PPOView, is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.results import RESULT, EvaluationResult
 from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
@@ -32,8 +33,7 @@ from lightning_rlhf.io.storage import (
     make_folder,
     written_whole,
 )
-from lightning_rlhf.io.user_code import FAULTS, load_function, number
-from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE
+from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:
     import wandb
@@ -88,7 +88,9 @@ class Samples(Callback):
         samples = training_samples(ppo_view(pl_module), experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
-        self._append(samples)
+        make_folder(self._path.parent)
+        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
                 logger.log_metrics({"samples": self._extended_table(samples)}, step=iteration)
@@ -102,11 +104,6 @@ class Samples(Callback):
         if trainer.is_global_zero and self._path.exists():
             flush(self._path)
             flush_entry(self._path.parent)
-
-    def _append(self, samples: Sequence[Sample]) -> None:
-        make_folder(self._path.parent)
-        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
-            file.writelines(json_line(sample) + "\n" for sample in samples)
 
     def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
         """Return one table for the whole run, of which W&B uploads only the rows that are new."""
@@ -135,39 +132,28 @@ def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
     the reference in nats and its `advantage`, rounded to DECIMALS.
     """
-    mask = experience.response_mask
-    prompts = module.prompt_rows("train")
-    kl = torch.where(mask, experience.kl, 0.0).sum(dim=1)
-    numbers = {"kl": experience.kl, "advantage": experience.advantages}
-    columns = {
-        name: [
-            [round(number, DECIMALS) for number in row[real].tolist()]
-            for row, real in zip(found, mask, strict=True)
-        ]
-        for name, found in numbers.items()
-    }
-    return [
-        {
-            "iteration": module.iteration,
-            "prompt": prompts[index]["prompt"],
-            "response": module.chat.decode_response(response),
-            "score": score,
-            "kl": kl_sum,
-            "ended": ended,
-            "per_token": {"text": [module.chat.show([token]) for token in response]}
-            | {name: rows[row] for name, rows in columns.items()},
-        }
-        for row, (response, index, score, kl_sum, ended) in enumerate(
-            zip(
-                real_tokens(experience.responses, mask),
-                experience.index.tolist(),
-                experience.score.tolist(),
-                kl.tolist(),
-                experience.ended.tolist(),
-                strict=True,
-            )
+    prompts, samples = module.prompt_rows("train"), []
+    kl_sums = torch.where(experience.response_mask, experience.kl, 0.0).sum(dim=1).tolist()
+    for row, index in enumerate(experience.index.tolist()):
+        real = experience.response_mask[row]
+        kl, advantages = experience.kl[row][real], experience.advantages[row][real]
+        response = experience.responses[row][real].tolist()
+        samples.append(
+            {
+                "iteration": module.iteration,
+                "prompt": prompts[index]["prompt"],
+                "response": module.chat.decode_response(response),
+                "score": experience.score[row].item(),
+                "kl": kl_sums[row],
+                "ended": experience.ended[row].item(),
+                "per_token": {
+                    "text": [module.chat.show([token]) for token in response],
+                    "kl": [round(x, DECIMALS) for x in kl.tolist()],
+                    "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
+                },
+            }
         )
-    ]
+    return samples
 
 
 def console_table(samples: Sequence[Sample], characters: int) -> Table:
@@ -175,13 +161,13 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
     table.add_column("prompt", ratio=2)
     table.add_column("response", ratio=3)
-    table.add_column("score", justify="right")
-    table.add_column("kl, nats", justify="right")
-    table.add_column("ended", justify="right")
+    for name in ("score", "kl, nats", "ended"):
+        table.add_column(name, justify="right")
     for sample in samples:
+        whole = (sample["prompt"], sample["response"])
+        texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]
         table.add_row(
-            Text(visible(_cut(sample["prompt"], characters))),
-            Text(visible(_cut(sample["response"], characters))),
+            *(Text(visible(text)) for text in texts),
             f"{sample['score']:z.2f}",
             f"{sample['kl']:z.2f}",
             "yes" if sample["ended"] else "no",
@@ -192,7 +178,9 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
 def markdown(samples: Sequence[Sample]) -> str:
     """Return the samples as a Markdown table, which TensorBoard renders."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
-    lines += [f"| {' | '.join(_cell(sample[c]) for c in COLUMNS)} |" for sample in samples]
+    for sample in samples:
+        cells = (str(sample[column]).replace("|", "\\|") for column in COLUMNS)
+        lines.append(f"| {' | '.join(cells)} |".replace("\n", " "))
     return "\n".join(lines)
 
 
@@ -217,14 +205,6 @@ def read_samples(path: Path) -> list[tuple[str, int]]:
     return found
 
 
-def _cut(text: str, characters: int) -> str:
-    return text if len(text) <= characters else text[: characters - 1] + "…"
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
-
-
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
 
@@ -247,8 +227,7 @@ class Evaluation(Callback):
         """Delete the samples of later policies, which a resumed run evaluates again."""
         for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
-            is_later = found is not None and int(found[1]) > ppo_view(pl_module).iteration
-            if is_later:
+            if found is not None and int(found[1]) > ppo_view(pl_module).iteration:
                 path.unlink()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -264,7 +243,7 @@ class Evaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         names = [term.name for term in ppo_view(pl_module).reward.terms]
-        samples = evaluated(outputs, names, self._judge)
+        samples = judged_samples(outputs, names, self._judge)
         self._samples.extend(samples)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -296,11 +275,9 @@ class Evaluation(Callback):
             self._sft = samples
         elif self._sft is None and (path := eval_samples(self._run_dir, 0)).is_file():
             self._sft = [found for _, found in json_lines(path)]
-        found = self._sft
-        is_paired = found is not None and [s["index"] for s in found] == [
-            s["index"] for s in samples
-        ]
-        return found if is_paired else None
+        indices = [sample["index"] for sample in samples]
+        is_paired = self._sft is not None and [s["index"] for s in self._sft] == indices
+        return self._sft if is_paired else None
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -309,7 +286,7 @@ class Evaluation(Callback):
         self.first, self.last = state_dict["first"], state_dict["last"]
 
 
-def evaluated(
+def judged_samples(
     result: EvaluationResult, components: Sequence[str], judge: Judge | None
 ) -> list[dict[str, Any]]:
     """Return one sample a response.
@@ -321,30 +298,31 @@ def evaluated(
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
-    ref_logprob = scores.ref_logprobs.float().sum(dim=1)
-    numbers = torch.stack([rollout.index, rollout.ended, mask.sum(dim=1)], dim=1).tolist()
-    facts = torch.stack([scores.score.float(), kl, ref_logprob], dim=1).tolist()
+    columns = {
+        "index": rollout.index,
+        "ended": rollout.ended,
+        "tokens": mask.sum(dim=1),
+        "score": scores.score.float(),
+        "kl": kl,
+        "ref_logprob": scores.ref_logprobs.float().sum(dim=1),
+        "parts": scores.component_scores,
+    }
+    cells = zip(*(column.tolist() for column in columns.values()), strict=True)
     samples = []
-    for row, response, parts, (index, ended, length), (score, kl_sum, ref_sum) in zip(
-        decoded.rows,
-        decoded.responses,
-        scores.component_scores.tolist(),
-        numbers,
-        facts,
-        strict=True,
-    ):
-        verdict = {} if judge is None else dict(judge(row, response, bool(ended)))
+    for row, response, numbers in zip(decoded.rows, decoded.responses, cells, strict=True):
+        sample = dict(zip(columns, numbers, strict=True))
+        verdict = {} if judge is None else dict(judge(row, response, sample["ended"]))
         samples.append(
             {
-                "index": index,
+                "index": sample["index"],
                 "prompt": row["prompt"],
                 "response": response,
-                "ended": bool(ended),
-                "tokens": length,
-                "score": score,
-                "parts": dict(zip(components, parts, strict=True)),
-                "kl": kl_sum,
-                "ref_logprob": ref_sum,
+                "ended": sample["ended"],
+                "tokens": sample["tokens"],
+                "score": sample["score"],
+                "parts": dict(zip(components, sample["parts"], strict=True)),
+                "kl": sample["kl"],
+                "ref_logprob": sample["ref_logprob"],
                 "judge": verdict,
             }
         )
@@ -358,7 +336,7 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """
     tokens = sum(s["tokens"] for s in samples)
     metrics = {
-        "eval/reward_mean": fmean(s["score"] for s in samples),
+        REWARD: fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),
@@ -383,24 +361,19 @@ def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str,
 
 
 def load_judge(source: str) -> Judge:
-    """Return the function `name` of the file in `path.py:name`.
+    """Return the function `name` of the file in `path.py:name`; its faults are errors that name it.
 
-    Raises:
-        ConfigError: where `source` does not lead to a function.
+    Raises ConfigError where `source` does not lead to a function.
     """
     if not source.rpartition(":")[0].endswith(".py"):
         raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
-    return _checked(load_function(source, "data.judge"), source)
-
-
-def _checked(judge: Judge, source: str) -> Judge:
-    """Return the judge with its faults turned into errors that name it."""
+    judge = load_function(source, "data.judge")
 
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
             return {
-                visible_line(str(part)): x if x is None else number(x)
+                visible_line(str(part)): x if x is None else user_number(x)
                 for part, x in verdict.items()
             }
         except FAULTS as error:

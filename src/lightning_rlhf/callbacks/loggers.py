@@ -30,8 +30,8 @@ from lightning_rlhf.callbacks.logger_config import (
     wandb_key_present,
     wandb_mode,
 )
-from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import flush, full_disk_told, read_text, written_whole
 
@@ -193,26 +193,20 @@ def read_rows(path: Path) -> dict[int, Row]:
         )
     rows: dict[int, Row] = {}
     for number, cells in enumerate(lines, start=2):
-        if len(cells) != len(header) or not is_row(cells):
+        try:
+            step = int(cells[0])
+            row = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
+            [float(x) for x in row.values()]
+            if step <= max(rows, default=-1):
+                raise ValueError
+        except (ValueError, IndexError):
             raise CheckpointError(
                 f"{path}, line {number}, is damaged: found {','.join(cells)[:60]!r}; allowed: a "
-                f"step and {len(header) - 1} numbers or empty cells. Delete that line, or mend it"
-            )
-        if rows and int(cells[0]) <= (last := max(rows)):
-            raise CheckpointError(
-                f"{path}, line {number}, is damaged: step {int(cells[0])} stands behind step {last}"
-            )
-        rows[int(cells[0])] = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
+                f"step larger than those before it, and {len(header) - 1} numbers or empty cells. "
+                "Delete that line, or mend it"
+            ) from None
+        rows[step] = row
     return rows
-
-
-def is_row(cells: Sequence[str]) -> bool:
-    """Return True if the first cell is a step >= 0, and the others are numbers or empty."""
-    try:
-        numbers = [int(cells[0]), *(float(cell) for cell in cells[1:] if cell)]
-    except ValueError:
-        return False
-    return numbers[0] >= 0
 
 
 def _columns(rows: Mapping[int, Row]) -> list[str]:

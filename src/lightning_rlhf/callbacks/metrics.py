@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.compute import CountedRows, iteration_totals, peak_memory, step_totals
 from lightning_rlhf.callbacks.contract import is_evaluation, position, ppo_view
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.callbacks.step_metrics import (
     Phase,
     dpo_metrics,
@@ -31,10 +30,10 @@ from lightning_rlhf.callbacks.step_metrics import (
     update_metrics,
     update_rows,
 )
+from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.results import RESULT, DPOStep, IterationResult, RewardStep, SFTStep
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.rewards.format_check import PART
 
 
 def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:

@@ -9,15 +9,14 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
-from lightning.pytorch.trainer.states import TrainerFn
 from rich import get_console
 from rich.console import RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
 from rich.progress import Progress as RichProgress
 from rich.text import Text
 
-from lightning_rlhf.callbacks.contract import is_evaluation, position
-from lightning_rlhf.io.console import Pace, Working, clock_text, left_text
+from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.io.console import Working, clock_text
 
 LINES = 10
 """Number of plain lines with metrics per run, besides the first one. Lines without metrics are
@@ -29,7 +28,8 @@ class Progress(ProgressBar):
 
     It counts iterations of PPO and optimizer steps of the other stages, starting at the step of a
     resumed run. Place it after the callbacks that log the metrics, since it shows those in
-    `trainer.callback_metrics`.
+    `trainer.callback_metrics`. Lightning's RichProgressBar prints nothing without a terminal, and
+    counts the batches of this process alone.
     """
 
     def __init__(self, stage: str, headlines: Sequence[str]) -> None:
@@ -41,15 +41,7 @@ class Progress(ProgressBar):
         self._bar: _Bar | None = None
         self._working: Working | None = None
         """Printer of the plain lines of training or evaluation where there is no bar."""
-        self._pace = Pace()
-        self._total = 0
-        """Number of steps of the run; 0 before training starts, as in an evaluation that is due
-        when a run resumes."""
-        self._mark = monotonic()
-        """End of the latest iteration, in seconds of the monotonic clock, moved by the duration of
-        evaluations."""
-        self._evaluations = 0
-        """Number of evaluations left."""
+        self._is_training = False
 
     def disable(self) -> None:
         self._enabled = False
@@ -63,124 +55,81 @@ class Progress(ProgressBar):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._total = int(trainer.estimated_stepping_batches)
         self._done = self._first = position(trainer, pl_module)
-        self._evaluations = evaluations_left(trainer, self._done, self._total)
-        self._start = self._mark = monotonic()
+        self._start = monotonic()
+        self._is_training = True
         if self._enabled and get_console().is_terminal:
             self._bar = _Bar(self._stage, self._done, self._total)
             self._bar.start()
-        self._tell_training()
+        self._begin(Working(self._stage, line=self._line))
 
     def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        done = position(trainer, pl_module)
-        if done == self._done:
+        before, self._done = self._done, position(trainer, pl_module)
+        if self._done == before:
             return
-        now = monotonic()
-        self._pace.add_iteration(now - self._mark)
-        self._done, self._mark = done, now
-        self._show(trainer)
+        if self._bar is not None:
+            self._bar.headlines = headline_text(trainer.callback_metrics, self._shown)
+            self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
+            return
+        tenth = self._done * LINES // self._total
+        is_due = self._done == self._first + 1 or tenth > (self._done - 1) * LINES // self._total
+        if self._enabled and is_due:
+            headlines = headline_text(trainer.callback_metrics, self._shown)
+            print(f"{self._line()}  {headlines}", flush=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._evaluation_start = monotonic()
         if self._bar is not None:
-            self._bar.describe(f"{self._stage} eval")
-        elif self._enabled:
-            sanity = trainer.sanity_checking
-            batches = trainer.num_sanity_val_batches if sanity else trainer.num_val_batches
-            total = sum(batches)
-            known = int(total) if math.isfinite(total) else None
-            self._work(Working(f"{self._stage} evaluation, batches", known))
+            self._bar.update(self._bar.task_ids[0], description=f"{self._stage} eval", refresh=True)
+        is_check = trainer.sanity_checking
+        total = sum(trainer.num_sanity_val_batches if is_check else trainer.num_val_batches)
+        known = int(total) if math.isfinite(total) else None
+        self._begin(Working(f"{self._stage} evaluation, batches", known))
 
-    def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._working is not None:
             self._working.advance()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end_work()
-        if not is_evaluation(trainer):
-            return
-        seconds = monotonic() - self._evaluation_start
-        self._pace.add_evaluation(seconds)
-        self._mark += seconds
-        self._evaluations = max(0, self._evaluations - 1)
-        if self._total and trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._tell_training()
+        self._end()
         if self._bar is not None:
-            self._bar.describe(self._stage)
-            self._show(trainer)
+            self._bar.update(self._bar.task_ids[0], description=self._stage, refresh=True)
+        if self._is_training:
+            self._begin(Working(self._stage, line=self._line))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop()
-
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        self._stop()
-
-    def _tell_training(self) -> None:
-        if self._enabled and self._bar is None:
-            self._work(Working(self._stage, line=self._line))
-
-    def _work(self, working: Working) -> None:
-        self._end_work()
-        self._working = working
-        working.start()
-
-    def _line(self) -> str:
-        return f"{self._stage} {self._done}/{self._total}  {self._times()}"
-
-    def _end_work(self) -> None:
-        if self._working is not None:
-            self._working.stop()
-            self._working = None
-
-    def _stop(self) -> None:
-        self._end_work()
+        self._is_training = False
+        self._end()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _show(self, trainer: Trainer) -> None:
-        if self._bar is None and not (self._enabled and self._is_line_due()):
-            return
-        times = self._times()
-        headlines = headline_text(trainer.callback_metrics, self._shown)
-        if self._bar is None:
-            print(f"{self._line()}  {headlines}", flush=True)
-        else:
-            self._bar.show(self._done, times, headlines)
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    def _begin(self, working: Working) -> None:
+        self._end()
+        if self._enabled and self._bar is None:
+            self._working = working
+            working.start()
+
+    def _end(self) -> None:
+        if self._working is not None:
+            self._working.stop()
+            self._working = None
+
+    def _line(self) -> str:
+        return f"{self._stage} {self._done}/{self._total}  {self._times()}"
 
     def _times(self) -> str:
-        left = self._pace.left(self._total - self._done, self._evaluations)
-        return f"{clock_text(monotonic() - self._start)} elapsed, {left_text(left)}"
-
-    def _is_line_due(self) -> bool:
-        is_first = self._done == self._first + 1
-        before = (self._done - 1) * LINES // self._total
-        return is_first or self._done * LINES // self._total > before
-
-
-def evaluations_left(trainer: Trainer, done: int, total: int) -> int:
-    """Return the number of evaluations between step `done` and step `total`."""
-    every = trainer.val_check_batch
-    if not trainer.enable_validation or every is None or every == float("inf"):
-        return 0
-    batches = trainer.accumulate_grad_batches
-    return int(total * batches // every - done * batches // every)
+        """Return the elapsed time, and that of the steps left at the mean pace of this process."""
+        elapsed, made = monotonic() - self._start, self._done - self._first
+        left = "time left unknown"
+        if made:
+            left = f"{clock_text(elapsed / made * (self._total - self._done))} left"
+        return f"{clock_text(elapsed)} elapsed, {left}"
 
 
 def headline_text(metrics: Mapping[str, Any], names: Sequence[str]) -> str:
@@ -201,8 +150,9 @@ def number_text(x: float) -> str:
 class _Bar(RichProgress):
     """A progress bar with a line of metrics below it."""
 
+    headlines = ""
+
     def __init__(self, stage: str, done: int, total: int) -> None:
-        self._headlines = ""
         super().__init__(
             SpinnerColumn(),
             TextColumn("[bold]{task.description}"),
@@ -211,15 +161,8 @@ class _Bar(RichProgress):
             TextColumn("{task.fields[times]}"),
             console=get_console(),
         )
-        self._task = self.add_task(stage, completed=done, total=total, times=left_text(None))
+        self.add_task(stage, completed=done, total=total, times="")
 
     def get_renderables(self) -> Iterator[RenderableType]:
         yield self.make_tasks_table(self.tasks)
-        yield Text(self._headlines, style="cyan")
-
-    def show(self, done: int, times: str, headlines: str) -> None:
-        self._headlines = headlines
-        self.update(self._task, completed=done, times=times)
-
-    def describe(self, description: str) -> None:
-        self.update(self._task, description=description, refresh=True)
+        yield Text(self.headlines, style="cyan")

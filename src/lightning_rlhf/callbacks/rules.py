@@ -1,14 +1,18 @@
-"""Rules of the diagnosis over data, reward, samples and outcome, and the history that they read."""
+"""Rules of the diagnosis, in the order of precedence, and the history of a run that they read.
+
+The order is that of data, reward, sampling, policy update, critic, outcome: a fault of one kind
+shows in the metrics of the kinds behind it, seldom the other way round.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
+from statistics import fmean, median, stdev
 
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
-from lightning_rlhf.rewards.format_check import JUDGE
 
 IN_A_ROW = 3
 """Consecutive iterations in which a metric of a batch must be bad: a single one may be chance."""
@@ -32,18 +36,19 @@ class History:
 
     def last(self, name: str, count: int) -> list[float]:
         """Return a metric in the last `count` iterations; [] unless all of them have it."""
-        return column(self.rows[-count:], name, count)
+        found = [row[name] for row in self.rows[-count:] if name in row]
+        return found if len(found) == count else []
 
     def lasts(self, name: str, is_bad: Callable[[float], bool], count: int) -> bool:
         """Return whether a metric is bad in each of the last `count` iterations."""
         found = self.last(name, count)
         return bool(found) and all(map(is_bad, found))
 
-
-def column(rows: Sequence[Row], name: str, count: int) -> list[float]:
-    """Return a metric of `count` rows; [] unless there are as many and all of them have it."""
-    found = [row[name] for row in rows if name in row]
-    return found if len(found) == count else []
+    def streak(self, name: str, is_bad: Callable[[float], bool], words: str) -> str | None:
+        """Return words, with the latest value for "{}", on a metric that is bad IN_A_ROW times."""
+        if not self.lasts(name, is_bad, IN_A_ROW):
+            return None
+        return f"{words.format(self.rows[-1][name])} {IN_A_ROW} iterations in a row"
 
 
 Find = Callable[[History], str | None]
@@ -68,93 +73,7 @@ class Rule:
 
 def rule(*, when: str, cause: str, remedy: str) -> Callable[[Find], Rule]:
     """Return a decorator that makes a rule of a function, under the function's name."""
-
-    def decorate(find: Find) -> Rule:
-        return Rule(find.__name__, when, cause, remedy, find)
-
-    return decorate
-
-
-FLAT_AFTER, GAIN = 40, 0.1
-"""Iterations before the reward can be flat, and the least gain, in standard deviations of the
-score."""
-FALL = 0.1
-"""Fall of the gold score in two evaluations, as a share of its range so far."""
-PERPLEXITY = 10.0
-"""Factor on the perplexity of the first evaluation: 2.3 nats a token."""
-
-
-@rule(
-    when=f"after {FLAT_AFTER} to 100 iterations, reward_mean of the last third is, with 2 standard "
-    f"errors, less than {GAIN:g} standard deviations of the score above that of the first third",
-    cause="the policy does not learn what the reward pays for: the steps are too small, kl_coef is "
-    "too large, or the reward is noise",
-    remedy="a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise; "
-    "stage=eval_reward tells whether the reward is fit to be maximised",
-)
-def reward_flat(history: History) -> str | None:
-    rows = [row for row in history.rows if row["step"] > history.config.critic_warmup]
-    if len(rows) < FLAT_AFTER or rows[0]["step"] > history.config.critic_warmup + 1:
-        return None  # too few for a judgement, or the first ones are no longer kept
-    third = len(rows) // 3
-    first, last = ([row["reward_mean"] for row in part] for part in (rows[:third], rows[-third:]))
-    gain = fmean(last) - fmean(first)
-    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / third)
-    spread = fmean(row["rollout/reward_std"] for row in rows)
-    if spread == 0.0 or gain + 2 * error >= GAIN * spread:
-        return None
-    return (
-        f"reward_mean gained {gain:.3g} in {len(rows)} iterations, with a standard error of "
-        f"{error:.2g}; the standard deviation of the scores is {spread:.3g}"
-    )
-
-
-@rule(
-    when="eval/reward_mean rises and eval/judge/gold falls in two evaluations in a row, together "
-    f"by more than {FALL:.0%} of the range of gold so far",
-    cause="the policy exploits the reward: what it pays for is no longer what is wanted",
-    remedy="take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer "
-    "ppo.iterations, a better reward; compare samples/eval_*.jsonl",
-)
-def reward_against_gold(history: History) -> str | None:
-    name = f"{JUDGE}gold"
-    rows = [row for row in history.evaluations if name in row]
-    if len(rows) < 3:
-        return None
-    a, b, c = rows[-3:]
-    gold = [row[name] for row in rows]
-    opposite = all(
-        x["eval/reward_mean"] < y["eval/reward_mean"] and x[name] > y[name]
-        for x, y in ((a, b), (b, c))
-    )
-    if not opposite or a[name] - c[name] <= FALL * (max(gold) - min(gold)):
-        return None
-    return (
-        f"from iteration {a['step']:.0f} to {c['step']:.0f} eval/reward_mean rose from "
-        f"{a['eval/reward_mean']:.3g} to {c['eval/reward_mean']:.3g}, while {name} fell from "
-        f"{a[name]:.3g} to {c[name]:.3g}"
-    )
-
-
-@rule(
-    when=f"eval/response_perplexity is more than {PERPLEXITY:g} times that of the first "
-    "evaluation, while eval/reward_mean is higher",
-    cause="the policy has left the language of the data for what the reward pays",
-    remedy="look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations",
-)
-def reward_against_perplexity(history: History) -> str | None:
-    name = "eval/response_perplexity"
-    rows = [row for row in history.evaluations if name in row]
-    if not rows:
-        return None
-    first, now = rows[0], rows[-1]
-    is_up = now["eval/reward_mean"] > first["eval/reward_mean"]
-    if not is_up or not now[name] > PERPLEXITY * first[name]:
-        return None
-    return (
-        f"{name} rose from {first[name]:.3g} to {now[name]:.3g}, while eval/reward_mean rose from "
-        f"{first['eval/reward_mean']:.3g} to {now['eval/reward_mean']:.3g}"
-    )
+    return lambda find: Rule(find.__name__, when, cause, remedy, find)
 
 
 CUT = 0.1
@@ -169,11 +88,36 @@ SIGMAS = 4.0
 """Standard errors below 0 of a KL that cannot be chance: 1 in 30,000 iterations if normal."""
 LEAST_KL = 0.01
 """Nats a response: rounding alone gives about 1e-6 (fp32) to 1e-2 (bf16)."""
+ENTROPY = 0.01
+"""Nats a token: the most likely token then has a probability above 0.998 on average."""
+RATIO = 10.0
+"""Probability ratio of a token, as `update/ratio_max` in METRICS; clipping does not bound the
+gradient of tokens with a negative advantage."""
+CLIPPED, CLIPPED_FOR = 0.4, 5
+"""Share of tokens outside ppo.clip_range, mean over so many iterations; healthy is below 0.3."""
+UNMOVED_FOR = 10
+"""Consecutive iterations without one clipped token."""
+UNMOVED_TOKENS = 3000
+"""Tokens of all epochs of these iterations, at least: of a clipped share above 0.1%, so many tokens
+show one with 95% probability (3 / n, Hanley and Lippman-Hand 1983)."""
 SAME = 0.5
 """Share of responses that are the most common response of the batch."""
 REPEATED = 0.3
 """Share of repeated 4-grams; 0.005 in human text, 0.44 in greedy text of a language model (Welleck
 et al. 2019, https://arxiv.org/abs/1908.04319)."""
+CRITIC_FOR, CRITIC_ERRORS = 20, 2.0
+"""Iterations over which the explained variance is averaged, and standard errors below 0."""
+CRITIC_AT_MOST = -0.1
+"""Mean explained variance: a tenth more squared error than a constant. A new critic is near 0."""
+RISE, RISE_FOR = 3.0, 10
+"""Factor between the medians of the value loss in so many iterations and in as many before."""
+FLAT_AFTER, GAIN = 40, 0.1
+"""Iterations before the reward can be flat, and the least gain, in standard deviations of the
+score."""
+FALL = 0.1
+"""Fall of the gold score in two evaluations, as a share of its range so far."""
+PERPLEXITY = 10.0
+"""Factor on the perplexity of the first evaluation: 2.3 nats a token."""
 
 
 @rule(
@@ -199,13 +143,10 @@ def prompts_cut(history: History) -> str | None:
     "a larger ppo.samples_per_prompt or ppo.temperature",
 )
 def groups_alike(history: History) -> str | None:
-    name = "rollout/groups_alike"
-    compares = history.config.advantage in GROUPED
-    if not compares or not history.lasts(name, lambda x: x >= ALIKE, IN_A_ROW):
+    if history.config.advantage not in GROUPED:
         return None
-    return (
-        f"{name} is {history.rows[-1][name]:.3g}, at least {ALIKE} {IN_A_ROW} iterations in a row"
-    )
+    name = "rollout/groups_alike"
+    return history.streak(name, lambda x: x >= ALIKE, f"{name} is {{:.3g}}, at least {ALIKE}")
 
 
 @rule(
@@ -215,14 +156,13 @@ def groups_alike(history: History) -> str | None:
     remedy="Look at the reward, and at samples/; reward.clip must not cut all scores to one",
 )
 def reward_constant(history: History) -> str | None:
-    same = history.config.rollout_batch_size > 1 and (
-        all(is_constant(row) for row in history.rows[-IN_A_ROW:]) and len(history.rows) >= IN_A_ROW
-    )
-    if not same:
+    rows = history.rows[-IN_A_ROW:]
+    few = history.config.rollout_batch_size == 1 or len(rows) < IN_A_ROW
+    if few or not all(map(is_constant, rows)):
         return None
     return (
         f"all responses of an iteration got the same reward, {IN_A_ROW} iterations in a row (the "
-        f"last time {history.rows[-1]['rollout/reward_max']:g})"
+        f"last time {rows[-1]['rollout/reward_max']:g})"
     )
 
 
@@ -244,13 +184,11 @@ def is_constant(row: Row) -> bool:
     "SFT teaches no end; ppo.missing_eos=none where responses need no end",
 )
 def nothing_ends(history: History) -> str | None:
-    name = "rollout/ended"
-    if not history.lasts(name, lambda x: x < ENDED, IN_A_ROW):
-        return None
-    return (
-        f"{history.rows[-1][name]:.1%} of the responses end within ppo.max_response_tokens="
-        f"{history.config.max_response_tokens}, below {ENDED:.0%} {IN_A_ROW} iterations in a row"
+    limit = history.config.max_response_tokens
+    words = (
+        f"{{:.1%}} of the responses end within ppo.max_response_tokens={limit}, below {ENDED:.0%}"
     )
+    return history.streak("rollout/ended", lambda x: x < ENDED, words)
 
 
 @rule(
@@ -262,15 +200,11 @@ def nothing_ends(history: History) -> str | None:
 )
 def length_extreme(history: History) -> str | None:
     name, limit = "rollout/response_tokens", history.config.max_response_tokens
-    if history.lasts(name, lambda x: x >= FULL * limit, IN_A_ROW):
-        where = f"at the limit of ppo.max_response_tokens={limit}"
-    elif history.lasts(name, lambda x: x <= EMPTY, IN_A_ROW):
-        where = "hardly more than an end token"
-    else:
-        return None
-    return (
-        f"responses have {history.rows[-1][name]:.3g} tokens on average, {where}, {IN_A_ROW} "
-        "iterations in a row"
+    words = "responses have {:.3g} tokens on average, "
+    full = words + f"at the limit of ppo.max_response_tokens={limit},"
+    empty = words + "hardly more than an end token,"
+    return history.streak(name, lambda x: x >= FULL * limit, full) or history.streak(
+        name, lambda x: x <= EMPTY, empty
     )
 
 
@@ -283,7 +217,7 @@ def length_extreme(history: History) -> str | None:
     "ppo.rollout=hf",
 )
 def kl_negative(history: History) -> str | None:
-    found = history.last("kl_divergence", IN_A_ROW)
+    found = history.last(KL, IN_A_ROW)
     deviations = history.last("rollout/kl_std", IN_A_ROW)
     if not found or not deviations:
         return None
@@ -299,19 +233,93 @@ def kl_negative(history: History) -> str | None:
 
 
 @rule(
+    when="kl_divergence > ppo.kl_warning",
+    cause="so far from the SFT model a reward says little",
+    remedy="Look at samples/; a smaller ppo.lr, or a larger ppo.kl_coef, keeps the policy near",
+)
+def kl_exploding(history: History) -> str | None:
+    limit, kl = history.config.kl_warning, history.last(KL, 1)
+    if limit is None or not kl or not kl[0] > limit:
+        return None
+    return (
+        f"kl_divergence is {kl[0]:.4g} nats a response in iteration "
+        f"{history.rows[-1]['step']:.0f}, above ppo.kl_warning={limit:g}"
+    )
+
+
+@rule(
+    when=f"entropy < {ENTROPY:g} nats a token in {IN_A_ROW} iterations in a row",
+    cause="the policy nearly always picks the same token, so that nothing new is tried: the steps "
+    "are too large, or the temperature too low",
+    remedy="a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature",
+)
+def entropy_collapse(history: History) -> str | None:
+    words = f"entropy is {{:.3g}} nats a token, below {ENTROPY:g}"
+    return history.streak("entropy", lambda x: x < ENTROPY, words)
+
+
+@rule(
+    when=f"update/ratio_max > {RATIO:g} in {IN_A_ROW} iterations in a row",
+    cause="single tokens became many times as likely within an iteration: the steps are too large, "
+    "or sampling and training compute different log-probabilities",
+    remedy="a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3",
+)
+def ratio_outliers(history: History) -> str | None:
+    name = "update/ratio_max"
+    return history.streak(name, lambda x: x > RATIO, f"{name} is {{:.3g}}, above {RATIO:g}")
+
+
+@rule(
+    when=f"update/clip_fraction > {CLIPPED:g} on average over {CLIPPED_FOR} iterations",
+    cause="the policy moves further in an iteration than the clipped loss can follow",
+    remedy="a smaller ppo.lr or ppo.ppo_epochs, a larger ppo.minibatch_size, ppo.target_kl=0.02",
+)
+def clip_fraction_high(history: History) -> str | None:
+    found = history.last("update/clip_fraction", CLIPPED_FOR)
+    if not found or not fmean(found) > CLIPPED:
+        return None
+    return (
+        f"update/clip_fraction is {fmean(found):.3g} on average over {CLIPPED_FOR} iterations, "
+        f"above {CLIPPED:g}"
+    )
+
+
+@rule(
+    when=f"update/clip_fraction is 0 in {UNMOVED_FOR} iterations in a row, in which the policy "
+    f"learns from {UNMOVED_TOKENS} tokens or more, in several steps and at half of ppo.lr or more",
+    cause="the policy hardly moves: the steps are too small, or the clip range is so wide that "
+    "nothing is clipped",
+    remedy="a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs",
+)
+def clip_fraction_zero(history: History) -> str | None:
+    config, rows = history.config, history.rows[-UNMOVED_FOR:]
+    still = (
+        history.lasts("update/clip_fraction", lambda x: x == 0.0, UNMOVED_FOR)
+        and history.lasts("update/steps", lambda x: x > 1.0, UNMOVED_FOR)
+        and history.lasts("update/lr", lambda x: x >= config.lr / 2, UNMOVED_FOR)
+    )
+    if not still or rows[0]["step"] <= config.critic_warmup:
+        return None
+    lengths = history.last("rollout/response_tokens", UNMOVED_FOR)
+    if sum(lengths) * config.rollout_batch_size * config.ppo_epochs < UNMOVED_TOKENS:
+        return None
+    return (
+        f"update/clip_fraction is 0 {UNMOVED_FOR} iterations in a row (ppo.clip_range="
+        f"{config.clip_range:g}, update/lr={rows[-1]['update/lr']:.3g})"
+    )
+
+
+@rule(
     when=f"rollout/most_common >= {SAME:g} in {IN_A_ROW} iterations in a row, of 4 prompts or more",
     cause="the policy gives the same response whatever the prompt is: the reward does not depend "
     "on the prompt, or the policy has collapsed",
     remedy="look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr",
 )
 def responses_identical(history: History) -> str | None:
-    name, prompts = "rollout/most_common", history.config.prompts_per_iteration
-    if prompts < 4 or not history.lasts(name, lambda x: x >= SAME, IN_A_ROW):
+    if history.config.prompts_per_iteration < 4:
         return None
-    return (
-        f"{history.rows[-1][name]:.0%} of the responses are the same, at least {SAME:.0%} "
-        f"{IN_A_ROW} iterations in a row"
-    )
+    words = f"{{:.0%}} of the responses are the same, at least {SAME:.0%}"
+    return history.streak("rollout/most_common", lambda x: x >= SAME, words)
 
 
 @rule(
@@ -321,10 +329,117 @@ def responses_identical(history: History) -> str | None:
     "ppo.temperature, a reward that sees repetition",
 )
 def responses_repeat(history: History) -> str | None:
-    name = "rollout/repetition"
-    if not history.lasts(name, lambda x: x > REPEATED, IN_A_ROW):
+    words = f"{{:.0%}} of the 4-grams of the responses are repeated, above {REPEATED:.0%}"
+    return history.streak("rollout/repetition", lambda x: x > REPEATED, words)
+
+
+@rule(
+    when=f"rollout/explained_variance over {CRITIC_FOR} iterations is below {CRITIC_AT_MOST:g} on "
+    f"average, and below 0 by more than {CRITIC_ERRORS:g} standard errors",
+    cause="the critic predicts returns worse than their mean would, so that it adds noise to the "
+    "advantages: its learning rate is too high, or its targets move too fast",
+    remedy="a smaller ppo.value_lr_factor, ppo.critic_warmup, ppo.advantage=rloo without a critic",
+)
+def critic_worse(history: History) -> str | None:
+    found = history.last("rollout/explained_variance", CRITIC_FOR)
+    found = [x for x in found if math.isfinite(x)]
+    if len(found) < CRITIC_FOR:
+        return None
+    mean, error = fmean(found), stdev(found) / math.sqrt(len(found))
+    if mean >= CRITIC_AT_MOST or mean + CRITIC_ERRORS * error >= 0.0:
         return None
     return (
-        f"{history.rows[-1][name]:.0%} of the 4-grams of the responses are repeated, above "
-        f"{REPEATED:.0%} {IN_A_ROW} iterations in a row"
+        f"rollout/explained_variance is {mean:.3g} on average over {CRITIC_FOR} iterations, with a "
+        f"standard error of {error:.2g}"
     )
+
+
+@rule(
+    when=f"the median of update/value_loss over {RISE_FOR} iterations is above {RISE:g} times that "
+    f"of the {RISE_FOR} before, and each of them is above it",
+    cause="the critic diverges, or returns grow faster than ppo.clip_range_vf lets it follow",
+    remedy="a smaller ppo.value_lr_factor or ppo.vf_coef, ppo.score_normalization=running, "
+    "ppo.clip_range_vf=null",
+)
+def value_loss_rising(history: History) -> str | None:
+    found = history.last("update/value_loss", 2 * RISE_FOR)
+    if not found or history.config.advantage != "gae":
+        return None
+    before, now = median(found[:RISE_FOR]), median(found[RISE_FOR:])
+    if not (now > RISE * before and min(found[RISE_FOR:]) > before):
+        return None
+    return (
+        f"update/value_loss rose from {before:.3g} to {now:.3g} (medians of {RISE_FOR} iterations)"
+    )
+
+
+@rule(
+    when=f"after {FLAT_AFTER} to 100 iterations, reward_mean of the last third is, with 2 standard "
+    f"errors, less than {GAIN:g} standard deviations of the score above that of the first third",
+    cause="the policy does not learn what the reward pays for: the steps are too small, kl_coef is "
+    "too large, or the reward is noise",
+    remedy="a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise; "
+    "stage=eval_reward tells whether the reward is fit to be maximised",
+)
+def reward_flat(history: History) -> str | None:
+    rows = [row for row in history.rows if row["step"] > history.config.critic_warmup]
+    if len(rows) < FLAT_AFTER or rows[0]["step"] > history.config.critic_warmup + 1:
+        return None  # too few for a judgement, or the first ones are no longer kept
+    third = len(rows) // 3
+    first, last = ([row[REWARD] for row in part] for part in (rows[:third], rows[-third:]))
+    gain = fmean(last) - fmean(first)
+    error = math.sqrt((stdev(first) ** 2 + stdev(last) ** 2) / third)
+    spread = fmean(row["rollout/reward_std"] for row in rows)
+    if spread == 0.0 or gain + 2 * error >= GAIN * spread:
+        return None
+    return (
+        f"reward_mean gained {gain:.3g} in {len(rows)} iterations, with a standard error of "
+        f"{error:.2g}; the standard deviation of the scores is {spread:.3g}"
+    )
+
+
+@rule(
+    when=f"{HELD_OUT} rises and {GOLD} falls in two evaluations in a row, together "
+    f"by more than {FALL:.0%} of the range of gold so far",
+    cause="the policy exploits the reward: what it pays for is no longer what is wanted",
+    remedy="take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer "
+    "ppo.iterations, a better reward; compare samples/eval_*.jsonl",
+)
+def reward_against_gold(history: History) -> str | None:
+    rows = [row for row in history.evaluations if GOLD in row]
+    if len(rows) < 3:
+        return None
+    reward, gold = ([row[name] for row in rows] for name in (HELD_OUT, GOLD))
+    opposite = reward[-3] < reward[-2] < reward[-1] and gold[-3] > gold[-2] > gold[-1]
+    if not opposite or gold[-3] - gold[-1] <= FALL * (max(gold) - min(gold)):
+        return None
+    return (
+        f"from iteration {rows[-3]['step']:.0f} to {rows[-1]['step']:.0f} {HELD_OUT} rose from "
+        f"{reward[-3]:.3g} to {reward[-1]:.3g}, while {GOLD} fell from {gold[-3]:.3g} to "
+        f"{gold[-1]:.3g}"
+    )
+
+
+@rule(
+    when=f"eval/response_perplexity is more than {PERPLEXITY:g} times that of the first "
+    f"evaluation, while {HELD_OUT} is higher",
+    cause="the policy has left the language of the data for what the reward pays",
+    remedy="look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations",
+)
+def reward_against_perplexity(history: History) -> str | None:
+    name = "eval/response_perplexity"
+    rows = [row for row in history.evaluations if name in row]
+    if not rows:
+        return None
+    first, now = rows[0], rows[-1]
+    is_up = now[HELD_OUT] > first[HELD_OUT]
+    if not is_up or not now[name] > PERPLEXITY * first[name]:
+        return None
+    return (
+        f"{name} rose from {first[name]:.3g} to {now[name]:.3g}, while {HELD_OUT} rose from "
+        f"{first[HELD_OUT]:.3g} to {now[HELD_OUT]:.3g}"
+    )
+
+
+RULES = tuple(each for each in list(vars().values()) if isinstance(each, Rule))
+"""All rules above, in their order."""

@@ -15,11 +15,11 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_rlhf.callbacks.checkpoints import trained
 from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.callbacks.names import SIGNS, require_metrics, signed
 from lightning_rlhf.callbacks.progress import number_text
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, StopConfig
 from lightning_rlhf.core.errors import counted, require
+from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
 from lightning_rlhf.core.ppo_config import PPOStopConfig
 
 
@@ -73,11 +73,11 @@ class EarlyStop(Callback):
         largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
         if largest is None:
             return
-        kl = float(trainer.callback_metrics["kl_divergence"])
+        kl = float(trainer.callback_metrics[KL])
         if kl > largest:
             self.end(
                 trainer,
-                f"kl_divergence is {number_text(kl)} nats a response, above "
+                f"{KL} is {number_text(kl)} nats a response, above "
                 f"{self.section}.stop.max_kl={largest:g}",
             )
 

@@ -11,10 +11,9 @@ from rich import get_console
 from rich.tree import Tree
 
 from lightning_rlhf.callbacks.loggers import AXIS
-from lightning_rlhf.callbacks.metric_definitions import Phase
-from lightning_rlhf.callbacks.names import METRICS
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import HEADLINES, KL, METRICS, REWARD, Phase
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
 
@@ -151,8 +150,6 @@ def outline(workspace: Workspace) -> Tree:
     return tree
 
 
-HEADLINE = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
-"""Metrics of the first section, which is open."""
 SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Rollout": ("ppo", ["rollout"]),
     "Update": ("ppo", ["update"]),
@@ -170,7 +167,7 @@ TABLES = {"samples": "prompts, responses and scores"}
 """Key of a W&B table -> title of its panel."""
 SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 """Configuration keys on the axes of the parallel coordinates, unless others are given."""
-COMPARED = ("kl_divergence", "reward_mean")
+COMPARED = (KL, REWARD)
 """Metrics that end the parallel coordinates, and x and y of the scatter plot over runs."""
 
 
@@ -195,7 +192,7 @@ def build_workspace(
         name=name,
         settings=WorkspaceSettings(x_axis=AXIS, smoothing_type="none"),
         sections=[
-            section("Headline", map(line, HEADLINE), is_open=True),
+            section("Headline", map(line, HEADLINES), is_open=True),
             section("Runs compared", compared(swept), is_open=True),
             *(section(title, map(line, names(*what))) for title, what in SECTIONS.items()),
             section("Samples", tables),
@@ -206,7 +203,7 @@ def build_workspace(
 def names(stage: Stage, phases: Sequence[Phase]) -> Iterator[str]:
     """Yield the metrics of a stage and its phases that are not in the headline."""
     for name, metric in METRICS.items():
-        if stage in metric.stages and metric.phase in phases and name not in HEADLINE:
+        if stage in metric.stages and metric.phase in phases and name not in HEADLINES:
             yield name
 
 

@@ -53,10 +53,8 @@ from lightning_rlhf.stages.folder.folders import (
     state_of,
 )
 from lightning_rlhf.stages.process import IN_RECIPE
-from lightning_rlhf.stages.registry import STAGES, stage_names
 from lightning_rlhf.stages.settings import folder_names, plain, read_settings
-from lightning_rlhf.stages.stage import AUTO, Settings
-from lightning_rlhf.stages.start import check_run, complete, plan_run, run_stage
+from lightning_rlhf.stages.stage import AUTO, STAGES, Settings, stage_names
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -272,16 +270,18 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             ) from error
         return
     settings = stage_settings(cfg, in_sweep)
+    from lightning_rlhf.stages import fit  # torch and Lightning take ten seconds of a processor
+
     if settings.preflight == "plan":
-        plan_run(settings)
+        fit.plan(settings)
         return
     if settings.preflight == "only":
-        check_run(settings)
+        fit.check(settings)
         return
     if in_sweep and not settings.overwrite:
         state = state_of(settings)
         if state == "done":
-            complete(settings)
+            fit.complete(settings)
             return
         resume = (settings.resume or AUTO) if state == "cut off" else False
         settings = replace(settings, resume=resume, overwrite=state == "outdated")
@@ -290,8 +290,10 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
     if trainer.processes > 1 and world().size == 1 and is_startable:
         run_processes(settings, overrides)
+    elif definition.trains:
+        fit.fit(settings)
     else:
-        run_stage(settings)
+        fit.measure(settings)
     is_alone = not in_sweep and IN_RECIPE not in os.environ
     if is_alone and definition.hands_over == "model":
         print_line(f"next: {next_command(settings, overrides)}")

@@ -9,16 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
-from lightning_rlhf.models.adapter import attention_of_the_hub
+from lightning_rlhf.models.adapter import attention_of_the_hub, check_weights, is_folder
+from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.stages import fit
+from lightning_rlhf.stages.console import quiet_libraries
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
-from lightning_rlhf.stages.registry import stage_names
+from lightning_rlhf.stages.folder.resume import saved
+from lightning_rlhf.stages.merge import write_merged
+from lightning_rlhf.stages.select import export_of
 from lightning_rlhf.stages.settings import read_tree
-from lightning_rlhf.stages.stage import Settings, TrainerConfig
+from lightning_rlhf.stages.stage import Settings, TrainerConfig, stage_names
 
 
 def export(arguments: Sequence[str]) -> None:
@@ -43,12 +49,8 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
         CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
     """
-    from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
-    from lightning_rlhf.stages.folder.resume import saved
-
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
-    write = settings.definition.export
-    if write is None:
+    if not settings.definition.trains:
         raise ConfigError(f"{folder} is a run of stage={settings.stage}, which exports none")
     kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
     if step not in kept:
@@ -61,16 +63,7 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
             f"{folder} cannot be exported: the models that it was started from are others now"
         )
 
-    # The slow imports come after the checks of names and folders.
-    from lightning_rlhf.stages.accelerator import check_accelerator
-    from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.run import computing
-    from lightning_rlhf.stages.select import export_of
-
-    quiet_libraries()
-    check_accelerator(settings)
-    with computing(settings):
-        return write(settings, settings.config, export_of(folder, settings, kept[step], step, out))
+    return fit.export(settings, export_of(folder, settings, kept[step], step, out))
 
 
 @code_of_command()
@@ -148,9 +141,6 @@ def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: boo
         ConfigError: the folder holds no model of a stage, or `out` exists.
         CheckpointError: it is damaged, or its base weights are others now.
     """
-    from lightning_rlhf.models.adapter import check_weights, is_folder
-    from lightning_rlhf.models.checkpoint import find
-
     final = find(source, "FINAL")
     check_weights(final.adapter)
     if final.manifest is None:
@@ -162,9 +152,6 @@ def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: boo
         here = final.path if final.path.name not in ("", "..") else final.path.resolve()
         out = here.with_name(f"{here.name}_merged")
     refuse_existing(out)
-
-    from lightning_rlhf.stages.console import quiet_libraries
-    from lightning_rlhf.stages.merge import write_merged
 
     quiet_libraries()
     return write_merged(final, out, dtype or "float32")

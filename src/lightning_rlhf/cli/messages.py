@@ -99,7 +99,7 @@ def _reason(error: Exception, given: Namespace) -> str:
 
 def _not_parsed(error: OverrideParseException, words: Sequence[str]) -> str:
     """Return why an override does not parse; for an address without Hydra's text."""
-    from lightning_rlhf.stages.registry import STAGES
+    from lightning_rlhf.stages.stage import STAGES
 
     given, wanted = error.override, "KEY=VALUE"
     if address_at(given) is not None:

@@ -42,10 +42,8 @@ from lightning_rlhf.stages.folder.folders import (
 from lightning_rlhf.stages.folder.resume import held
 from lightning_rlhf.stages.process import IN_RECIPE, run_command
 from lightning_rlhf.stages.promises import ANY, Promise, are_made, check_promises, promise_rows
-from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import Settings
-from lightning_rlhf.stages.start import complete
+from lightning_rlhf.stages.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -309,6 +307,7 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     """
     from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
     from lightning_rlhf.stages.diminishing import repeat_conclusion
+    from lightning_rlhf.stages.fit import complete
     from lightning_rlhf.stages.measured import evaluation_files, metrics_of
 
     folders = {stage: folder_of(settings) for stage, settings in stages.items()}

@@ -28,22 +28,22 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.checkpoints import trained
 from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.callbacks.names import METRICS, require_metrics
 from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import NEUTRAL, ODD, JobResult, folder_name
 from lightning_rlhf.cli.sweep_hook import SweepHook
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.metrics import METRICS, require_metrics
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
-from lightning_rlhf.stages.final import metric_of
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.measured import metrics_of
 from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.select import metric_of
 from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import find_stage
 
 KEY = "hydra.sweeper"
 Direction = Literal["maximize", "minimize"]
@@ -275,7 +275,7 @@ class Trials:
         complete = [trial.params for trial in trials if trial.state == TrialState.COMPLETE]
         for trial in trials:
             result = JobResult(**trial.user_attrs[RESULT])
-            final, stage = Path(result.folder or "") / FINAL, STAGES.get(result.stage or "")
+            final, stage = Path(result.folder or "") / FINAL, find_stage(result.stage or "")
             if trial.state == TrialState.FAIL and trial.params in complete:
                 continue
             if trial.state == TrialState.FAIL and stage and result.folder and final.is_dir():

@@ -23,16 +23,16 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.names import signed
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.messages import program_name
 from lightning_rlhf.cli.overrides import TRIAL, key_of, parse_overrides, stage_of, without_secrets
 from lightning_rlhf.cli.recipe import own_configs, read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
+from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.stages import console, ppo
+from lightning_rlhf.stages import console
 from lightning_rlhf.stages.console import print_error
 from lightning_rlhf.stages.folder.changes import changes
 from lightning_rlhf.stages.folder.folders import (
@@ -46,8 +46,8 @@ from lightning_rlhf.stages.folder.folders import (
     run_folder,
 )
 from lightning_rlhf.stages.process import IN_SWEEP, STOPPED, run_command
-from lightning_rlhf.stages.registry import STAGES, chosen_stage
 from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.stages.stage import STAGES, chosen_stage, find_stage
 
 IN_PATH = ("stage", "model", "run", "outputs", "recipe")
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
@@ -178,7 +178,7 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
     For a whole recipe they are those of its last step; one that is a program, or that is not known,
     has the stage `ppo`.
     """
-    stage, inner = cfg.stage or ppo.STAGE.name, None
+    stage, inner = cfg.stage or "ppo", None
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
@@ -262,7 +262,7 @@ def result_of(job_return: JobReturn) -> JobResult:
         require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
         name, folder = job_place(cfg)
         tree: Any = OmegaConf.to_container(cfg)
-        stage = chosen_stage(tree | {"stage": name})
+        stage = chosen_stage(tree | {"stage": name})[2]()
         result = replace(
             result, folder=str(folder), stage=name, summary=list(stage.summary),
             command=alone(cfg, overrides),
@@ -382,8 +382,9 @@ def compare(
 
             stage = "ppo" if "ppo" in [r.stage for r in begun] else str(begun[0].stage)
             found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)
-            known = STAGES[stage].goal if stage in STAGES else ()
-            table = jobs_table(results, goal or next(iter(known), None))
+            known = find_stage(stage)
+            best = None if known is None else next(iter(known.goal), None)
+            table = jobs_table(results, goal or best)
             for path in pages:
                 with full_disk_told(), written_whole(path, kind="page") as beside:
                     found.write(beside, title, table)

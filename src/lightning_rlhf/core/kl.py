@@ -1,4 +1,4 @@
-"""Estimators of the KL between two policies, and controllers of its coefficient.
+"""Estimators of the KL between two policies, that of best-of-n, and controllers of its coefficient.
 
 Estimates of KL(p || q) from the log-probabilities of tokens drawn from p. Source for k1, k2, k3:
 Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
@@ -6,7 +6,9 @@ Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from jaxtyping import Float
@@ -95,3 +97,32 @@ def next_kl_coef(
                 horizon=config.kl_horizon,
                 episodes=len(kl),
             )
+
+
+def best_of_kl_bound(n: int) -> float:
+    """Return the largest KL of best-of-n to the policy that it samples from, nats.
+
+        KL <= log n - (n - 1) / n, equal where no two responses have the same score
+
+    Source: Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix G.3
+    """
+    return math.log(n) - (n - 1) / n
+
+
+def best_of_kl(scores: Sequence[float], n: int) -> float:
+    """Return an estimate of the KL of best-of-n from scores of the policy's responses, nats.
+
+        KL = sum_s w_s log(w_s / p_s), with w_s = P(x <= s)^n - P(x < s)^n
+
+    over the different scores s, with p_s their shares among `scores`. It counts responses of one
+    score as one, so that it is at most the bound, and below it by less the more scores there are.
+    """
+    shares, total, below = Counter(scores), len(scores), 0
+    kl = 0.0
+    for score in sorted(shares):
+        count = shares[score]
+        weight = ((below + count) / total) ** n - (below / total) ** n
+        if weight > 0:  # below the smallest float where n is large
+            kl += weight * math.log(weight * total / count)
+        below += count
+    return kl

@@ -26,12 +26,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, Record
-from lightning_rlhf.data.lengths import (
-    DemonstrationTokens,
-    DialogueTokens,
-    PreferenceTokens,
-    PromptTokens,
-)
+from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 
 _EPOCH, _POOL = 0, 1  # two independent streams of random numbers
 
@@ -51,22 +46,12 @@ class Schedule(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        *,
-        lengths: Sequence[int],
-        batch_size: int,
-        batches: int,
-        seed: int,
-        pool_batches: int,
+        self, *, lengths: Sequence[int], batch_size: int, batches: int, seed: int, pool_batches: int
     ) -> None:
         """Set up the schedule to start with batch 0.
 
-        Args:
-            lengths: length of each example, tokens.
-            batch_size: number of examples in a batch.
-            batches: number of batches in the whole run.
-            seed: seed of the orders, >= 0.
-            pool_batches: number of consecutive batches in a pool, >= 1.
+        lengths: tokens of each example. batches: number of batches in the whole run. seed: >= 0.
+        pool_batches: number of consecutive batches in a pool, >= 1.
         """
         self.lengths = np.asarray(lengths)
         self.batch_size = batch_size
@@ -95,8 +80,8 @@ class Schedule(Sampler[list[int]]):
         for epoch in range(first // size, -(-end // size)):
             if self._latest is None or self._latest[0] != epoch:
                 self._latest = epoch, self._order(epoch)
-            order = self._latest[1]
-            found += order[max(0, first - epoch * size) : end - epoch * size].tolist()
+            start = epoch * size
+            found += self._latest[1][max(0, first - start) : end - start].tolist()
         return found
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
@@ -141,17 +126,9 @@ class StageData(LightningDataModule):
     ) -> None:
         """Store the examples and set up the schedule of the training batches.
 
-        Args:
-            train: examples to train on, with their `length` in tokens.
-            val: examples to validate on.
-            columns: rows with the values that rewards and judges read besides the tokens; empty if
-                there are none.
-            collate: function that combines a list of examples into a batch.
-            batch_size: number of examples in a training batch.
-            val_batch_size: number of examples in a validation batch.
-            batches: number of training batches in the whole run.
-            seed: seed of the order of the training examples.
-            pool_batches: number of batches among which examples are sorted by length, see Schedule.
+        train, val: examples with their `length` in tokens. columns: rows with the values that
+        rewards and judges read besides the tokens. collate: function from a list of examples to a
+        batch. batches, seed, pool_batches: of the training batches, see Schedule.
         """
         super().__init__()
         self.train = train
@@ -197,45 +174,34 @@ class StageData(LightningDataModule):
         progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
         return {
             "batches_trained": progress.processed,  # type: ignore[attr-defined]
-            "order": self._order(),
-            "digests": self._digests,
+            "digests": self._facts,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the schedule to start after the batches that were trained on.
 
         Raises:
-            CheckpointError: the checkpoint lacks an entry, or the data or the order of the batches
-                differ from those of the interrupted run.
+            CheckpointError: the data or the order of the batches differ from those of the
+                interrupted run.
         """
-        missing = sorted({"batches_trained", "order", "digests"} - state_dict.keys())
-        if missing:
+        before = state_dict["digests"]
+        if changed := [key for key, value in self._facts.items() if before.get(key) != value]:
+            told = "; ".join(f"{k} was {before.get(k)}, is {self._facts[k]}" for k in changed)
             raise CheckpointError(
-                f"cannot resume: the checkpoint does not say which data it is of ({missing} not in "
-                "it); another version wrote it. Give overwrite=true to start over"
+                f"cannot resume: {told}. The batches depend on it; resume with the data, the "
+                "tokenizer, the template and the order that the run started with, or start a "
+                "new run"
             )
-        for part, now in (("order", self._order()), ("digests", self._digests)):
-            before = state_dict[part]
-            if changed := [key for key, value in now.items() if before.get(key) != value]:
-                told = "; ".join(f"{key} was {before.get(key)}, is {now[key]}" for key in changed)
-                raise CheckpointError(
-                    f"cannot resume: {told}. The batches depend on it; resume with the data, the "
-                    "tokenizer, the template and the order that the run started with, or start a "
-                    "new run"
-                )
         self.schedule.start = state_dict["batches_trained"]
 
-    def _order(self) -> dict[str, int]:
+    @cached_property
+    def _facts(self) -> dict[str, int | str]:
+        """Return what the batches and their order depend on."""
         return {
             "training examples": len(self.train),
             "batch size": self.schedule.batch_size,
             "seed": self.schedule.seed,
             "pool_batches": self.schedule.pool_batches,
-        }
-
-    @cached_property
-    def _digests(self) -> dict[str, str]:
-        return {
             "digest of the training examples": digest(self.train),
             "digest of the validation examples": digest(self.val),
             "digest of the columns that a reward reads": digest_columns(self.columns),
@@ -261,13 +227,10 @@ def digest_columns(rows: Sequence[Mapping[str, Any]]) -> str:
     A value that JSON cannot represent, such as a date or an image, enters as its `repr` without
     memory addresses.
     """
-
-    def printed(value: Any) -> str:
-        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-
     found = hashlib.sha256()
     for row in rows:
-        found.update(json.dumps(row, default=printed).encode() + b"\n")
+        text = json.dumps(row, default=lambda value: re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)))
+        found.update(text.encode() + b"\n")
     return found.hexdigest()[:16]
 
 
@@ -280,8 +243,7 @@ def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int)
     prompt_mask = _lengths_mask([len(e.prompt) for e in examples], tokens.shape[1])
     target_mask = mask & ~prompt_mask
     for row, example in enumerate(examples):
-        if isinstance(example, DialogueTokens):
-            target_mask[row, list(example.learned)] = True
+        target_mask[row, list(example.learned)] = True
     return Demonstrations(tokens=tokens, mask=mask, target_mask=target_mask)
 
 

@@ -76,11 +76,9 @@ class ChatFormat:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer
         self.template_kwargs = dict(template_kwargs)
-        end_token_id, end_marker = self._find_end_token()
-        self.end_token_id = end_token_id
-        """Last token of every response: the template's end-of-turn marker, else the eos token."""
-        self.end_marker = end_marker
-        """Text of the template's end-of-turn marker; None if it has none."""
+        self.end_token_id, self.end_marker = self._find_end_token()
+        """Last token of every response, which is the template's end-of-turn marker, else the eos
+        token; and the text of the marker, None if the template has none."""
         eos = tokenizer.eos_token_id
         self.end_token_ids = tuple(
             dict.fromkeys(token for token in (self.end_token_id, eos) if token is not None)
@@ -98,7 +96,6 @@ class ChatFormat:
 
         Raises:
             DataError: the chat template rejects these messages, or leaves out calls of tools.
-            ConfigError: the chat template takes more time or memory than it may.
         """
         if not prompt:
             bos = self.tokenizer.bos_token_id
@@ -127,23 +124,24 @@ class ChatFormat:
         return text
 
     def stop_at(self, texts: Sequence[str]) -> StoppingCriteria | None:
-        """Return a criterion that stops rows ending with one of `texts`; None if `texts` is
-        empty."""
+        """Return a criterion that stops rows ending with one of `texts`; None if there is none."""
         return StopStringCriteria(self.tokenizer, list(texts)) if texts else None
 
-    def render(self, messages: str | Messages) -> str:
+    def render(self, messages: str | Messages, **form: bool) -> str:
         """Return the dialogue as the chat template renders it, without a generation prompt.
 
+        form: further arguments of `apply_chat_template`.
         Raises whatever exception a chat template that rejects these messages raises.
         """
-        return self._written(messages)
+        text: str = self.tokenizer.apply_chat_template(
+            _as_dicts(messages), tokenize=False, **form, **self.template_kwargs
+        )
+        return text
 
     def opened(self, prompt: str | Messages) -> str:
         """Return the prompt as the template renders it, with the opening of the next turn."""
         try:
-            text = self._written(prompt, add_generation_prompt=True)
-        except ConfigError:
-            raise
+            text = self.render(prompt, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
             roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
             raise DataError(
@@ -159,12 +157,6 @@ class ChatFormat:
                 )
         return text
 
-    def _written(self, messages: str | Messages, **form: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=False, **form, **self.template_kwargs
-        )
-        return text
-
     def _encode(self, text: str) -> list[int]:
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
         return tokens
@@ -176,8 +168,6 @@ class ChatFormat:
         question, answer = (message.content for message in _SENTINELS)
         try:
             _, found_question, rest = self.render(_SENTINELS).partition(question)
-        except ConfigError:
-            raise
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "

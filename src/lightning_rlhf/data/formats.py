@@ -334,10 +334,8 @@ class Format:
 
     def is_answered(self, row: Row) -> bool:
         """Return whether a row holds more than a prompt; several rows may then share the prompt."""
-        own = {"response", "completion", "chosen", "messages"}
-        is_own = self.function is native or self.prompt_columns == ("prompt",)
-        names = own if is_own else {*self.columns} - {*self.prompt_columns}
-        return any(has(row, name) for name in names)
+        names = {"response", "completion", "chosen", "messages", *self.columns}
+        return any(has(row, name) for name in names - {"prompt", *self.prompt_columns})
 
 
 FORMATS: tuple[Format, ...] = (
@@ -420,23 +418,17 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
 def hint(columns: Collection[str], kind: Kind) -> str:
     """Return what columns were found and what is allowed, for a source that fits no format."""
     found = f"; its columns are {', '.join(map(repr, columns))[:200]}"
-    if form := fitting(columns, AUTO, kind):
-        return f"{found}; its rows are of {form.title}"
-    for other in _ALL:
+    for other in (kind, *_ALL):
         form = fitting(columns, AUTO, other)
         if form and not (len(columns) > 1 and {*form.columns} <= {"prompt", "chosen"}):
-            return (
-                f"{found}; its rows are of {form.title}, which holds {' and '.join(form.kinds)}, "
-                f"no {kind}; {kind} are in data.format={', '.join(serving(kind))}"
-            )
-    small = {name.lower() for name in columns}
-
-    def farness(form: Format) -> tuple[int, bool, bool, int]:
-        """Return the key by which the nearest forms come first, those of plain text among them."""
-        needed = {*form.needed(kind)}
-        is_other = bool(needed & {"messages", "chosen"})
-        return -len(needed & small), form.name != "native", is_other, len(needed)
-
-    forms = sorted(formats_of(AUTO, kind), key=farness)
+            holds = "" if other == kind else f", which holds {' and '.join(form.kinds)}, no {kind}"
+            names = ", ".join(serving(kind))
+            rest = "" if other == kind else f"; {kind} are in data.format={names}"
+            return f"{found}; its rows are of {form.title}{holds}{rest}"
+    # The nearest forms first: those that lack the fewest columns, the package's own among them.
+    forms = sorted(
+        formats_of(AUTO, kind),
+        key=lambda form: (len({*form.needed(kind)} - {*columns}), form.name != "native"),
+    )
     listed = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     return f"{found}; {kind} have {listed}; data.columns.COLUMN=NAME reads one of another name"

@@ -37,29 +37,13 @@ class DemonstrationTokens:
 
     prompt: Sequence[int]
     response: Sequence[int]
+    learned: Sequence[int] = ()
+    """Positions of the tokens of the prompt to imitate as well, ascending."""
 
     @property
     def length(self) -> int:
         """Return the number of tokens of the whole sequence."""
         return len(self.prompt) + len(self.response)
-
-    @property
-    def imitated(self) -> Sequence[int]:
-        """Return the tokens to imitate."""
-        return self.response
-
-    @property
-    def targets(self) -> int:
-        """Return the number of tokens to imitate."""
-        return len(self.imitated)
-
-
-@dataclass(frozen=True, slots=True)
-class DialogueTokens(DemonstrationTokens):
-    """Tokens of a prompt in which the assistant's earlier turns are imitated as well."""
-
-    learned: Sequence[int]
-    """Positions of the tokens of the prompt to imitate, ascending."""
 
     @property
     def imitated(self) -> Sequence[int]:
@@ -123,23 +107,27 @@ class _Dropped(Exception):
 def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
     """Return the tokens of demonstrations, of preferences or of prompts.
 
-    Demonstrations become DialogueTokens if data.train_on is "all"; pairs whose two responses have
-    the same tokens are dropped; prompts keep their positions in `rows`.
+    With data.train_on=all the earlier turns of the assistant are learned too; pairs whose two
+    responses have the same tokens are dropped; prompts keep their positions in `rows`.
 
     Raises:
         DataError: no row is left.
     """
-    found: Tokenised[Any] = Tokenised((), Counter(), Counter(), ())
+    dropped: Counter[str] = Counter()
+    cuts: Counter[str] = Counter()
+    examples: list[Any] = []
+    numbers: list[int] = []
 
+    # Arrays hold a token in four bytes; a list of Python integers takes forty.
     @cache  # many rows often share a prompt
     def fit(prompt: Messages) -> tuple[Messages, array[int], set[str]]:
         tokens = chat.prompt_tokens(prompt)
         if len(tokens) <= config.max_prompt_tokens:
-            return prompt, _compact(tokens), set()
+            return prompt, array("i", tokens), set()
         if config.long_prompts == "drop":
             raise _Dropped("prompt too long")
         fitting = _cut_prompt(prompt, chat, config.max_prompt_tokens)
-        return fitting, _compact(chat.prompt_tokens(fitting)), {"prompt cut"}
+        return fitting, array("i", chat.prompt_tokens(fitting)), {"prompt cut"}
 
     def response(text: str, cut: set[str]) -> array[int]:
         tokens = chat.response_tokens(text)
@@ -147,7 +135,7 @@ def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised
             if config.long_responses == "drop":
                 raise _Dropped("response too long")
             cut.add("response cut")
-        return _compact(tokens[: config.max_response_tokens])
+        return array("i", tokens[: config.max_response_tokens])
 
     def example(index: int, row: Demonstration | Preference | Prompt, cut: set[str]) -> Any:
         messages, prompt, prompt_cut = fit(row.prompt)
@@ -160,28 +148,26 @@ def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised
                 raise _Dropped("chosen and rejected are the same tokens")
             return PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
         answer = response(row.response, cut)
-        if config.train_on == "last":
-            return DemonstrationTokens(prompt, answer)
-        return DialogueTokens(prompt, answer, _compact(turn_targets(chat, messages)))
+        learned = turn_targets(chat, messages) if config.train_on == "all" else ()
+        return DemonstrationTokens(prompt, answer, array("i", learned))
 
-    examples, numbers = [], []
     for index, row in enumerate(rows.rows):
         cut: set[str] = set()
         try:
             examples.append(example(index, row, cut))
         except _Dropped as reason:
-            found.dropped[str(reason)] += 1
+            dropped[str(reason)] += 1
         else:
             numbers.append(rows.numbers[index])
-            found.cut.update(cut)
+            cuts.update(cut)
     if not examples:
         raise DataError(
-            f"no row of {rows.source} is left: {counts_text(found.dropped)}; raise "
+            f"no row of {rows.source} is left: {counts_text(dropped)}; raise "
             f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
             f"({config.max_response_tokens}), or set data.long_prompts=cut, "
             "data.long_responses=cut"
         )
-    return replace(found, examples=tuple(examples), numbers=tuple(numbers))
+    return Tokenised(tuple(examples), dropped, cuts, tuple(numbers))
 
 
 def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
@@ -198,19 +184,13 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     def last_characters(count: int) -> Messages:
         return (*system, Message("user", text[-count:].lstrip()))
 
-    fits = bisect_right(
-        range(1, len(text)),
-        limit,
-        key=lambda count: len(chat.prompt_tokens(last_characters(count))),
-    )
+    def tokens(count: int) -> int:
+        return len(chat.prompt_tokens(last_characters(count)))
+
+    fits = bisect_right(range(1, len(text)), limit, key=tokens)
     if not fits:
         raise _Dropped("prompt too long to cut: the chat template alone exceeds the limit")
     return last_characters(fits)
-
-
-def _compact(tokens: Sequence[int]) -> array[int]:
-    """Return the tokens at four bytes each; a list of Python integers takes forty."""
-    return array("i", tokens)
 
 
 def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lightning_rlhf.core.errors import percent
@@ -109,22 +109,9 @@ class Problems:
         found = (self.identical, self.duplicates, self.contradictions, self.one_for_many)
         return found if self.leaks is None else (*found, self.leaks)
 
-    @property
-    def lines(self) -> tuple[str, ...]:
-        """Return one line for each problem, found or not, and one for the length."""
-        return (*(problem.line for problem in self.counted), self.length.line)
 
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Position of a pair in the data."""
-
-    side: str
-    row: int
-    pair: Preference
-
-    def __str__(self) -> str:
-        return f"{self.side} row {self.row}"
+_Place = tuple[str, Preference]
+"""A pair, and where in the data it stands: "held-out row 3"."""
 
 
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
@@ -136,21 +123,29 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
     """
     sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
     places = [
-        _Place(side, row, pair)
+        (f"{side} row {number}", pair)
         for side, rows in sides.items()
-        for row, pair in enumerate(rows.rows, start=1)
+        for number, pair in enumerate(rows.rows, start=1)
     ]
     left_out = sum(rows.left_out[IDENTICAL] for rows in sides.values())
     read = len(places) + sum(rows.left_out.total() for rows in sides.values())
+    leaks = None
+    if train is not None:
+        first: dict[Messages, str] = {}
+        for place, pair in places[len(train) :]:
+            first.setdefault(pair.prompt, place)
+        trained_on = {pair.prompt for pair in train.rows}
+        leaked = [f"{first[p]}: {prompt_text(p)}" for p in first if p in trained_on]
+        what = "held-out prompts that are trained on as well"
+        leaks = Problem(what, len(leaked), len(first), "prompts", tuple(leaked[:EXAMPLES]))
+    what = "left out, its two responses being identical"
     return Problems(
-        identical=Problem(
-            "left out, its two responses being identical", left_out, read, "rows", ()
-        ),
-        duplicates=_repeats("duplicates of an earlier pair", places, _same),
-        contradictions=_repeats("contradictions of an earlier pair", places, _swapped),
+        identical=Problem(what, left_out, read, "rows", ()),
+        duplicates=_repeats("duplicates", places, swapped=False),
+        contradictions=_repeats("contradictions", places, swapped=True),
         one_for_many=_one_for_many(places),
-        leaks=None if train is None else _leaks(held_out.rows, train.rows),
-        length=length_share([place.pair for place in places]),
+        leaks=leaks,
+        length=length_share([pair for _, pair in places]),
     )
 
 
@@ -175,58 +170,30 @@ def length_share(pairs: Iterable[Preference]) -> LengthShare:
     return LengthShare(longer, shorter, same, share, (low, high))
 
 
-_Key = tuple[Messages, str, str]
-
-
-def _same(pair: Preference) -> _Key:
-    return pair.prompt, pair.chosen.strip(), pair.rejected.strip()
-
-
-def _swapped(pair: Preference) -> _Key:
-    return pair.prompt, pair.rejected.strip(), pair.chosen.strip()
-
-
-def _repeats(what: str, places: Sequence[_Place], key: Callable[[Preference], _Key]) -> Problem:
-    """Return the pairs whose `key` equals `_same` of an earlier pair."""
-    first: dict[_Key, _Place] = {}
-    found: list[tuple[_Place, _Place]] = []
-    for place in places:
-        if key(place.pair) in first:
-            found.append((place, first[key(place.pair)]))
-        first.setdefault(_same(place.pair), place)
-    examples = (
-        f"{later} and {earlier}: {prompt_text(later.pair.prompt)}"
-        for later, earlier in found[:EXAMPLES]
-    )
-    return Problem(what, len(found), len(places), "pairs", tuple(examples))
+def _repeats(what: str, places: Sequence[_Place], *, swapped: bool) -> Problem:
+    """Return the pairs that repeat an earlier pair, or with its responses swapped."""
+    first: dict[tuple[Messages, str, str], str] = {}
+    found: list[str] = []
+    for place, pair in places:
+        sides = pair.chosen.strip(), pair.rejected.strip()
+        key = (pair.prompt, *(sides[::-1] if swapped else sides))
+        if key in first:
+            found.append(f"{place} and {first[key]}: {prompt_text(pair.prompt)}")
+        first.setdefault((pair.prompt, *sides), place)
+    examples = tuple(found[:EXAMPLES])
+    return Problem(f"{what} of an earlier pair", len(found), len(places), "pairs", examples)
 
 
 def _one_for_many(places: Sequence[_Place]) -> Problem:
     by_response: dict[str, list[_Place]] = {}
     for place in places:
-        by_response.setdefault(place.pair.chosen.strip(), []).append(place)
-    many = {
-        response: (len(chosen_at), prompts)
-        for response, chosen_at in by_response.items()
-        if (prompts := len({place.pair.prompt for place in chosen_at})) >= MANY_PROMPTS
-    }
-    most = sorted(many, key=lambda response: -many[response][1])[:EXAMPLES]
-    what = f"response chosen for {MANY_PROMPTS} different prompts or more"
+        by_response.setdefault(place[1].chosen.strip(), []).append(place)
+    prompts = {r: len({pair.prompt for _, pair in found}) for r, found in by_response.items()}
+    many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
     examples = (
-        f"chosen for {many[response][1]} prompts, first in {by_response[response][0]}: {response}"
-        for response in most
+        f"chosen for {prompts[r]} prompts, first in {by_response[r][0][0]}: {r}"
+        for r in many[:EXAMPLES]
     )
-    return Problem(
-        what, sum(count for count, _ in many.values()), len(places), "pairs", tuple(examples)
-    )
-
-
-def _leaks(held_out: Sequence[Preference], train: Sequence[Preference]) -> Problem:
-    trained_on = {pair.prompt for pair in train}
-    first: dict[Messages, int] = {}
-    for row, pair in enumerate(held_out, start=1):
-        first.setdefault(pair.prompt, row)
-    leaked = [prompt for prompt in first if prompt in trained_on]
-    examples = (f"held-out row {first[p]}: {prompt_text(p)}" for p in leaked[:EXAMPLES])
-    what = "held-out prompts that are trained on as well"
-    return Problem(what, len(leaked), len(first), "prompts", tuple(examples))
+    what = f"response chosen for {MANY_PROMPTS} different prompts or more"
+    count = sum(len(by_response[r]) for r in many)
+    return Problem(what, count, len(places), "pairs", tuple(examples))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any, Literal
 
-from lightning_rlhf.data.formats import native
+from lightning_rlhf.data.formats import Kind, native
 from lightning_rlhf.data.rows import BadRow
 
 Row = dict[str, Any]
@@ -30,12 +30,9 @@ class RankedRows:
 
 
 def rank(
-    samples: Sequence[Mapping[str, Any]],
-    *,
-    pairs: Pairs,
-    min_margin: float,
-    accept_above: float | None,
-) -> RankedRows:
+    samples: Sequence[Mapping[str, Any]], *,
+    pairs: Pairs, min_margin: float, accept_above: float | None,
+) -> RankedRows:  # fmt: skip
     """Return the rows from samples with the keys index, messages, response, ended and score.
 
     Responses that did not end, and such as the readers of the data refuse, are left out; so are
@@ -49,64 +46,42 @@ def rank(
     """
     rows = RankedRows()
     for _, group in groupby(samples, key=lambda sample: sample["index"]):
-        usable = sorted(_usable(group, rows.left_out), key=lambda s: s["score"], reverse=True)
-        if not usable:
-            continue
-        rows.demonstrations.append(_demonstration(usable[0]))
+        usable, seen = [], set()
+        for sample in group:
+            # The text of a single user turn, or all turns.
+            turns = sample["messages"]
+            is_text = len(turns) == 1 and turns[0]["role"] == "user"
+            prompt, response = turns[0]["content"] if is_text else turns, sample["response"]
+            row = {"prompt": prompt, "response": response, "score": sample["score"]}
+            reason = None if sample["ended"] else "cut at max_response_tokens"
+            reason = reason or ("repeated response" if response in seen else None)
+            seen |= {response} if sample["ended"] else set()
+            if reason := reason or _refusal(row, "demonstrations"):
+                rows.left_out[reason] += 1
+            else:
+                usable.append(row)
+        usable.sort(key=lambda row: -row["score"])
+        rows.demonstrations.extend(usable[:1])
         if accept_above is not None:
-            rows.accepted.extend(_demonstration(s) for s in usable if s["score"] >= accept_above)
-        two = combinations(usable, 2) if pairs == "all" else [(usable[0], usable[-1])]
-        for better, worse in two:
+            rows.accepted.extend(row for row in usable if row["score"] >= accept_above)
+        best_worst = [(usable[0], usable[-1])] if usable else []
+        for better, worse in combinations(usable, 2) if pairs == "all" else best_worst:
             margin = better["score"] - worse["score"]
-            if margin > 0 and margin >= min_margin:
-                row = _preference(better, worse, margin)
-                try:
-                    native(row, "preferences")
-                except BadRow as bad:  # they differ in white space alone
-                    rows.left_out[bad.reason] += 1
-                else:
-                    rows.preferences.append(row)
+            if margin <= 0 or margin < min_margin:
+                continue
+            sides = {"chosen": better["response"], "rejected": worse["response"]}
+            row = {"prompt": better["prompt"], **sides, "margin": margin}
+            if reason := _refusal(row, "preferences"):  # they differ in white space alone
+                rows.left_out[reason] += 1
+            else:
+                rows.preferences.append(row)
     return rows
 
 
-def _usable(
-    group: Iterator[Mapping[str, Any]], left_out: Counter[str]
-) -> Iterator[Mapping[str, Any]]:
-    """Yield the samples that a row may have, each response once; count the others."""
-    seen = set()
-    for sample in group:
-        if not sample["ended"]:
-            left_out["cut at max_response_tokens"] += 1
-        elif sample["response"] in seen:
-            left_out["repeated response"] += 1
-        else:
-            seen.add(sample["response"])
-            try:
-                native(_demonstration(sample), "demonstrations")
-            except BadRow as bad:
-                left_out[bad.reason] += 1
-            else:
-                yield sample
-
-
-def _demonstration(sample: Mapping[str, Any]) -> Row:
-    return {
-        "prompt": _prompt(sample),
-        "response": sample["response"],
-        "score": sample["score"],
-    }
-
-
-def _preference(better: Mapping[str, Any], worse: Mapping[str, Any], margin: float) -> Row:
-    return {
-        "prompt": _prompt(better),
-        "chosen": better["response"],
-        "rejected": worse["response"],
-        "margin": margin,
-    }
-
-
-def _prompt(sample: Mapping[str, Any]) -> str | list[dict[str, str]]:
-    """Return the prompt: the text of a single user turn, or all turns."""
-    (first, *others) = turns = sample["messages"]
-    return turns if others or first["role"] != "user" else first["content"]
+def _refusal(row: Row, kind: Kind) -> str | None:
+    """Return why the readers of the data refuse a row; None if they read it."""
+    try:
+        native(row, kind)
+    except BadRow as bad:
+        return bad.reason
+    return None

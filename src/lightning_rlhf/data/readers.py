@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain, combinations, islice
 from typing import Any, Generic, Literal, Self, TypeVar
 
@@ -35,26 +34,17 @@ from lightning_rlhf.data.rows import (
     Row,
     Scored,
     UnusedRow,
-    has,
 )
-from lightning_rlhf.data.sources import (
-    MAX_LINE_BYTES,
-    NumberedRows,
-    Raw,
-    Source,
-    Unit,
-    decode_row,
-    open_source,
-)
+from lightning_rlhf.data.sources import Numbered, Unit, file_of, open_source
 from lightning_rlhf.io.user_code import FAULTS, check_file, load_function
 
-OnBadRow = Literal["stop", "skip"]
-T = TypeVar("T")
-S = TypeVar("S", Demonstration, Preference, Prompt)
 FIRST_ROWS = 100
 """Number of rows by whose columns the format of a source is found."""
 UNPAIRED = "no other response to the prompt has another score"
 """Reason for leaving out a scored response."""
+OnBadRow = Literal["stop", "skip"]
+T = TypeVar("T")
+S = TypeVar("S", Demonstration, Preference, Prompt)
 
 
 @dataclass(frozen=True)
@@ -102,9 +92,21 @@ def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     """
     train, val = check_sources(config, kind)
     rows = read(kind, train, config.on_bad_row, config.format, config.columns)
-    if val is None:
-        return _hold_out(rows, config.val_fraction, seed)
-    return TrainVal(rows, read(kind, val, config.on_bad_row, config.format, config.columns))
+    if val is not None:
+        return TrainVal(rows, read(kind, val, config.on_bad_row, config.format, config.columns))
+    # Texts have no prompt; each is held out by itself.
+    keys = [getattr(row, "response", "") if not row.prompt else row.prompt for row in rows.rows]
+    prompts = list(dict.fromkeys(keys))
+    if len(prompts) == 1:
+        raise DataError(
+            f"{rows.source} has one prompt only, so none can be held out for validation; "
+            "name a validation file under data, or give more prompts"
+        )
+    count = min(max(1, round(config.val_fraction * len(prompts))), len(prompts) - 1)
+    held_out = set(random.Random(seed).sample(prompts, count))
+    sides = ([i for i, k in enumerate(keys) if (k in held_out) == side] for side in (False, True))
+    trained, kept = (rows.only(positions) for positions in sides)
+    return TrainVal(trained, replace(kept, left_out=Counter()))  # counted in `trained`
 
 
 def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
@@ -122,7 +124,7 @@ def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     for part, source in (("train", split.train), ("val", split.val)):
         try:
             if source is not None:
-                open_source(source)
+                file_of(source)
         except DataError as error:
             raise DataError(f"{key}.{part}: {error}") from error
     return split.train, split.val
@@ -135,24 +137,6 @@ def sample(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
     kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
     left_out = rows.left_out + Counter({"over data.max_val_rows": len(rows) - limit})
     return replace(rows.only(kept), left_out=left_out)
-
-
-def _hold_out(rows: Rows[S], fraction: float, seed: int) -> TrainVal[S]:
-    # Texts have no prompt; each is held out by itself.
-    keys = [getattr(row, "response", "") if not row.prompt else row.prompt for row in rows.rows]
-    prompts = list(dict.fromkeys(keys))
-    if len(prompts) == 1:
-        raise DataError(
-            f"{rows.source} has one prompt only, so none can be held out for validation; "
-            "name a validation file under data, or give more prompts"
-        )
-    count = min(max(1, round(fraction * len(prompts))), len(prompts) - 1)
-    held_out = set(random.Random(seed).sample(prompts, count))
-    train, val = (
-        rows.only([i for i, key in enumerate(keys) if (key in held_out) == side])
-        for side in (False, True)
-    )
-    return TrainVal(train, replace(val, left_out=Counter()))  # counted in `train`
 
 
 def counts_text(counts: Counter[str]) -> str:
@@ -182,102 +166,43 @@ def read(
             while `on_bad_row` is "stop"; names file, line and reason.
         HubError: the Hub dataset cannot be loaded.
     """
-    opened = open_source(source)
-    reading, raw_rows = _begin(source, opened, kind, format, columns or {})
+    columns = columns or {}
+    own = load_function(format, "data.format") if ":" in format else None
+    unit, form, advice, raw_rows = _open(source, kind, format, columns)
     rows: list[Any] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()
     prompts: set[Messages] = set()
     for number, raw in raw_rows:
         try:
-            row = reading.row(raw)
-            record = reading.format.read(row, kind)
+            row = renamed(raw, columns)
+            row = row if own is None else own_row(own, row)
+            record = form.read(row, kind)
             if kind == "prompts":
-                if record.prompt in prompts and reading.format.is_answered(row):
+                if record.prompt in prompts and form.is_answered(row):
                     raise UnusedRow("repeated prompt")
                 prompts.add(record.prompt)
         except BadRow as bad:
             if on_bad_row == "stop" and not isinstance(bad, UnusedRow):
-                advice = ". With data.on_bad_row=skip such rows are left out and counted"
-                where = f"{source}, {opened.unit} {number}"
-                raise DataError(f"{where}: {bad}{reading.hint or advice}") from bad
+                skip = ". With data.on_bad_row=skip such rows are left out and counted"
+                raise DataError(f"{source}, {unit} {number}: {bad}{advice or skip}") from bad
             left_out[bad.reason] += 1
         else:
             rows.append(record)
             numbers.append(number)
     if not rows:
         reasons = f": {counts_text(left_out)}" if left_out else ", it is empty"
-        raise DataError(f"{source} holds no row that can be used{reasons}{reading.hint}")
-    reading.check_names(source, [c for c in reading.format.also if kind != "demonstrations"])
-    found = Rows(source, tuple(rows), left_out, opened.unit, tuple(numbers))
+        raise DataError(f"{source} holds no row that can be used{reasons}{advice}")
+    found = Rows(source, tuple(rows), left_out, unit, tuple(numbers))
     return _paired(found) if isinstance(rows[0], Scored) else found
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """Conversion of the rows of a source into what the format reads."""
-
-    columns: Mapping[str, str]
-    """Column of the format -> column of the source that is read as it."""
-    own: Callable[..., Any] | None
-    """Function of the user from a row to one of the package's own form."""
-    format: Format
-    seen: dict[str, None] = field(default_factory=dict)
-    """Columns of the source, or of its rows so far."""
-    hint: str = ""
-    """Text on what was found and what is allowed, where the columns fit no format."""
-
-    def row(self, raw: Raw) -> Row:
-        """Return a row with the columns that the format reads, besides its own."""
-        row = decode_row(raw)
-        if self.columns:
-            self.seen.update(dict.fromkeys(row))
-            names = self.columns.items()
-            row = {**row, **{c: row.get(name) for c, name in names if name in row or c in row}}
-        return row if self.own is None else own_row(self.own, row)
-
-    def check_names(self, source: str, columns: Collection[str]) -> None:
-        """Raise DataError if one of these columns is to be read from one that the source lacks."""
-        for ours, name in self.columns.items():
-            if ours in columns and name not in self.seen:
-                there = f"its columns are {', '.join(map(repr, self.seen))[:200]}"
-                raise DataError(
-                    f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}"
-                )
-
-
-def _begin(
-    source: str, opened: Source, kind: Kind, format: str, columns: Mapping[str, str]
-) -> tuple[_Reading, NumberedRows]:
-    """Return how the rows of a source are read, and the rows.
-
-    The format is found by the columns of a table, else by those with a value in the first rows.
-
-    Raises DataError if `columns` replaces a column of the source by one that it does not have.
-    """
-    own = load_function(format, "data.format") if ":" in format else None
-    reading = _Reading(columns, own, formats_of(format, kind)[0])
-    names = opened.names() if opened.names else ()
-    head: list[tuple[int, Raw]] = []
-    rows = opened.rows(None)
-    if own is not None:
-        return reading, rows
-    reading.seen.update(dict.fromkeys(names))
-    present = dict.fromkeys([*names, *(ours for ours, name in columns.items() if name in names)])
-    for number, raw in () if names else islice(rows, FIRST_ROWS):
-        head.append((number, raw))
-        with suppress(BadRow):
-            row = reading.row(raw)
-            present |= {name: None for name in row if has(row, name)}
-        if isinstance(raw, bytes) and len(raw) > MAX_LINE_BYTES:
-            break  # the rest of the line may be of any length
-    reading.check_names(source, [*reading.seen])
-    found = fitting(present, format, kind)
-    if found is None:
-        return replace(reading, hint=hint(present, kind) if present else ""), chain(head, rows)
-    if names and kind != "prompts":
-        rows = opened.rows({*found.reads, *(columns.get(name, name) for name in found.reads)})
-    return replace(reading, format=found), chain(head, rows)
+def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
+    """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
+    if isinstance(row, BadRow):
+        raise row
+    found = {c: row.get(name) for c, name in columns.items() if name in row or c in row}
+    return {**row, **found}
 
 
 def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
@@ -323,3 +248,38 @@ def _paired(read: Rows[Scored]) -> Rows[Preference]:
     if not pairs:
         raise DataError(f"{read.source} holds no pair of responses: {counts_text(left_out)}")
     return Rows(read.source, tuple(pairs), left_out, read.unit, tuple(numbers))
+
+
+def _open(
+    source: str, kind: Kind, format: str, columns: Mapping[str, str]
+) -> tuple[Unit, Format, str, Numbered]:
+    """Return the unit of a source's rows, their format, what to say of a bad row, and the rows.
+
+    The format is found by the columns of a table, else by those with a value in the first rows.
+
+    Raises DataError if `columns` reads a column as one that the format needs, or in place of one of
+    the source, and the source does not have it.
+    """
+    unit, names, open_rows = open_source(source)
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{source} has two columns {twice[0]!r}")
+    rows = open_rows(None)
+    head = [] if names else list(islice(rows, FIRST_ROWS))
+    seen, present = dict.fromkeys(names), dict.fromkeys(names)
+    present |= {ours: None for ours, name in columns.items() if name in names}
+    for row in (row for _, row in head if not isinstance(row, BadRow)):
+        seen |= dict.fromkeys(row)
+        present |= {
+            name: None for name, value in renamed(row, columns).items() if value is not None
+        }
+    is_own = ":" in format
+    form = None if is_own else fitting(present, format, kind)
+    read_columns = columns if form is None else (*form.needed(kind), *form.also, *seen)
+    for ours, name in columns.items():
+        if seen and name not in seen and ours in read_columns:
+            there = f"its columns are {', '.join(map(repr, seen))[:200]}"
+            raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}")
+    if names and form is not None and kind != "prompts":
+        rows = open_rows({*form.reads, *(columns.get(name, name) for name in form.reads)})
+    advice = hint(present, kind) if form is None and present and not is_own else ""
+    return unit, form or formats_of(format, kind)[0], advice, chain(head, rows)

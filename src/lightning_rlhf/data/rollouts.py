@@ -120,26 +120,13 @@ def read_recorded(path: Path) -> list[dict[str, Any]]:
     """
     try:
         table = pq.read_table(path, page_checksum_verification=True)
-        has_critic = "values" in table.column_names
-        types = {name: kind for name, kind in TYPES.items() if name != "values" or has_critic}
-        rows = table.select([*types]).cast(pa.schema(types)).to_pylist()
+        names = [name for name in TYPES if name != "values" or name in table.column_names]
+        types = pa.schema([(name, TYPES[name]) for name in names])
+        rows: list[dict[str, Any]] = table.select(names).cast(types).to_pylist()
         for row, parts in zip(rows, table["parts"].to_pylist(), strict=True):
-            row["parts"] = {str(name): float(part) for name, part in parts.items()}
-            check_row(row)
-        if not rows:
-            raise ValueError("it has no response")
-    except (
-        pa.ArrowException, OSError, AttributeError, LookupError, TypeError, ValueError
-    ) as error:  # fmt: skip
+            row["parts"] = dict(parts)
+    except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} cannot be read as an iteration: {first_line(error)}") from error
+    if not rows:
+        raise DataError(f"{path} cannot be read as an iteration: it has no response")
     return rows
-
-
-def check_row(row: Mapping[str, Any]) -> None:
-    """Raise ValueError unless each response token has its numbers and its text."""
-    for name, value in row.items():
-        entries = value if isinstance(value, list) else [value]
-        if None in entries:
-            raise ValueError(f"an entry of {name} is missing")
-        if name in (*PER_TOKEN, "token_texts") and len(entries) != len(row["response_tokens"]):
-            raise ValueError(f"{name} has not one entry for each response token")

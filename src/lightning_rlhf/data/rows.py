@@ -57,11 +57,8 @@ class Message:
         """Return the message of a mapping with "role", "content" and any further keys."""
         keys = _FURTHER.get(turn["role"], ())
         further = {key: turn[key] for key in keys if turn.get(key)}
-        return cls(
-            turn["role"],
-            turn["content"],
-            json.dumps(further, ensure_ascii=False) if further else "",
-        )
+        text = json.dumps(further, ensure_ascii=False) if further else ""
+        return cls(turn["role"], turn["content"], text)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the message as chat templates and rewards read it."""
@@ -156,9 +153,8 @@ def checked_text(text: str, field: str, place: str = "") -> str:
     if "\x00" in text:
         raise BadRow(f"field '{field}' holds a null byte", place)
     if _SURROGATE.search(text):
-        raise BadRow(
-            f"field '{field}' holds half a surrogate pair, which UTF-8 cannot express", place
-        )
+        what = "half a surrogate pair, which UTF-8 cannot express"
+        raise BadRow(f"field '{field}' holds {what}", place)
     return text
 
 
@@ -241,19 +237,19 @@ def messages_in(value: Any, field: str) -> Messages:
 
 def _message(turn: Any, field: str, place: str, *, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
-    calls = isinstance(turn, dict) and turn.get("role") == "assistant" and turn.get("tool_calls")
-    if calls:
-        calls = _tool_calls(calls, field, f"{place}.tool_calls")
-        content = turn.get("content") or (None if is_last else "")
-        turn = turn | {"content": content, "tool_calls": calls}
-    if not isinstance(turn, dict) or not {"role", "content"} <= turn.keys():
+    role = turn.get("role") if isinstance(turn, dict) else None
+    content = turn.get("content") if isinstance(turn, dict) else None
+    calls = role == "assistant" and turn.get("tool_calls")
+    if not isinstance(turn, dict) or "role" not in turn or not (calls or "content" in turn):
         names = ", ".join(map(repr, turn)) or "nothing" if isinstance(turn, dict) else ""
         found = f"has {names[:200]}" if names else f"is {type(turn).__name__}"
         raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
-    role, content = turn["role"], turn["content"]
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"
         raise BadRow(f"unknown role in '{field}'", f"found {role!r} in {place}.role; {known}")
+    if calls:
+        content = content or (None if is_last else "")
+        turn = turn | {"tool_calls": _tool_calls(calls, field, f"{place}.tool_calls")}
     if not isinstance(content, str):
         found = f"{place}.content is {type(content).__name__}"
         if isinstance(content, list):
@@ -263,10 +259,7 @@ def _message(turn: Any, field: str, place: str, *, is_last: bool) -> Message:
         raise BadRow(f"field '{field}' is not text", found)
     if content or not calls:
         checked_text(content, field, f"{place}.content")
-    try:
-        message = Message.of(turn)
-    except (TypeError, ValueError) as error:
-        raise BadRow(f"a turn of '{field}' is not JSON", f"{place}: {error}") from error
+    message = Message.of(turn | {"content": content})
     if message.further:
         checked_text(message.further, field, place)
     return message
@@ -278,9 +271,9 @@ def _tool_calls(value: Any, field: str, place: str) -> list[dict[str, Any]]:
     for i, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            allowed = '{"function": {"name", "arguments"}}'
             raise BadRow(
-                f"a call of a tool in '{field}' has no name",
-                f'{place}[{i}] is not {{"function": {{"name", "arguments"}}}}',
+                f"a call of a tool in '{field}' has no name", f"{place}[{i}] is not {allowed}"
             )
         if isinstance(function.get("arguments"), str):
             with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is

@@ -5,130 +5,138 @@ Texts are read by the standard library, so that every cell keeps its characters:
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import json
 import os
 import re
+import sys
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pyarrow import ArrowException, RecordBatch, parquet
+from pyarrow import ArrowException, parquet
 
 from lightning_rlhf.core.errors import DataError, HubError, counted, first_line
 from lightning_rlhf.data.rows import BadRow, Row
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 _OTHER_FILES = (".tsv", ".gz", ".arrow", ".zip")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 """A byte that is not UTF-8, as "surrogateescape" decodes it."""
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-Raw = bytes | Row | BadRow
-"""A line of JSON, or a row that is decoded already or cannot be."""
-NumberedRows = Iterator[tuple[int, Raw]]
-"""Rows of a source with their numbers, from 1."""
-_UNREADABLE = (ArrowException, ValueError, OverflowError)
-"""Errors of a value that Python cannot represent, such as text that is not UTF-8."""
+_BLANK = " \t\n\r\v\f"
+_UNREADABLE = (ArrowException, OSError, ValueError, OverflowError)
+"""Errors of a damaged table, and of a value that Python cannot represent."""
+_ONE_A_LINE = "allowed: one JSON object a line"
 Unit = Literal["line", "row"]
 """Unit in which the rows of a source are numbered."""
-MAX_LINE_BYTES = 16 * 2**20
-"""Maximum length of a line in bytes, line ending included."""
-ONE_A_LINE = "allowed: one JSON object a line"
-_OTHER_FORMS = (
-    (codecs.BOM_UTF16_LE, "in UTF-16 or UTF-32; allowed: UTF-8"),
-    (codecs.BOM_UTF16_BE, "in UTF-16; allowed: UTF-8"),
-    (codecs.BOM_UTF32_BE, "in UTF-32; allowed: UTF-8"),
-    (b"\x1f\x8b", "compressed; allowed: a name that ends in .jsonl.gz"),
-    (b"PAR1", "Parquet; allowed: a name that ends in .parquet"),
-)
-"""First bytes of files in other formats, and how an error describes each."""
+Numbered = Iterator[tuple[int, Row | BadRow]]
+"""Rows of a source with their numbers, from 1; one that cannot be read is the reason why."""
+_Table = tuple[Sequence[str], Callable[[list[str]], Iterable[Row]]]
+"""Columns of a table, and a function from the columns to read to the rows."""
 
 
-@dataclass(frozen=True)
-class Source:
-    """Rows of a source with their numbers. One that cannot be read is a BadRow with the reason."""
+def file_of(source: str) -> Path | None:
+    """Return the path of a file, or None for a Hub dataset `org/name` or `org/name:split`.
 
-    unit: Unit
-    rows: Callable[[Collection[str] | None], NumberedRows]
-    """Function from the columns to read of a table (None: all) to the rows."""
-    names: Callable[[], Sequence[str]] | None = None
-    """Function that returns the columns of a table; None where each row names its own."""
-
-
-def open_source(source: str) -> Source:
-    """Open a file ending in `.jsonl`, `.jsonl.gz`, `.json`, `.csv`, `.txt` or `.parquet`, or the
-    Hub dataset `org/name` or `org/name:split`.
-
-    A `.json` file holds an array of objects, or JSON lines. A line of a `.txt` file is a row with
-    the one column "text". A Hub dataset is read from its split "train" unless another is named.
-    Blank lines are skipped but counted.
-
-    Raises:
-        DataError: the file is missing, cannot be read, or has an unknown format.
-        HubError: the dataset cannot be loaded (raised while the rows are read).
+    Raises DataError if the file is missing, or the name is neither.
     """
     path = Path(os.path.expanduser(source))
     if source.endswith(ENDINGS):
         if not path.is_file():
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"data file {source} {what}")
-        if source.endswith(".parquet"):
-            return Source("row", partial(_parquet_rows, path), partial(_parquet_names, path))
-        if source.endswith(".csv"):
-            return Source("line", lambda columns: _csv_rows(path), partial(_csv_names, path))
-        if source.endswith(".json") and next(_lines(path), (0, b""))[1].lstrip()[:1] == b"[":
-            return Source("row", lambda columns: _json_rows(path))
-        read = _text_rows if source.endswith(".txt") else _lines
-        return Source("line", lambda columns: read(path))
-    name, _, split = source.partition(":")
+        return path
+    name = source.partition(":")[0]
     here = path.exists() or Path(name).exists()
     if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(name):
         raise DataError(
             f"data source {source!r} is neither a file ending in {', '.join(ENDINGS)} "
             "nor a hub data set org/name or org/name:split"
         )
-    table = cache(partial(_hub_table, name, split or "train"))
-    rows = partial(_hub_rows, table, f"data set {name}, split {split or 'train'}")
-    return Source("row", rows, lambda: list(table().column_names))
+    return None
 
 
-def decode_row(raw: Raw) -> Row:
-    """Return the row in one line of JSON; return a row that is already decoded unchanged.
+def open_source(
+    source: str,
+) -> tuple[Unit, Sequence[str], Callable[[Collection[str] | None], Numbered]]:
+    """Return the unit of a source's rows, the columns of a table, and a function to the rows.
 
-    Raises:
-        BadRow: the line is too long, not UTF-8, not JSON, or not a JSON object; or `raw` itself.
+    A `.json` file holds an array of objects, or JSON lines. A line of a `.txt` file is a row with
+    the one column "text". A Hub dataset is read from its split "train" unless another is named.
+    Blank lines are skipped but counted. The function takes the columns to read of a table.
     """
-    if isinstance(raw, BadRow):
-        raise raw
-    if not isinstance(raw, bytes):
-        return raw
-    text = _decoded(raw)
+    path = file_of(source)
+    if path is None or source.endswith(".parquet"):
+        names, open_rows = _hub_table(source) if path is None else _parquet_table(path)
+        return (
+            "row",
+            names,
+            lambda columns: _table_rows(
+                source, open_rows([name for name in names if columns is None or name in columns])
+            ),
+        )
+    if source.endswith(".csv"):
+        number, header = next(_csv_records(path), (1, []))
+        if isinstance(header, BadRow):
+            raise DataError(f"data file {path}, line {number}: {header}")
+        return "line", header, lambda columns: _csv_rows(path, header)
+    if source.endswith(".json") and next(_lines(path), (0, ""))[1].lstrip().startswith("["):
+        return "row", (), lambda columns: _array_rows(path)
+    row_of = _text_row if source.endswith(".txt") else _json_row
+    return "line", (), lambda columns: ((n, row_of(line)) for n, line in _lines(path))
+
+
+def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file with their numbers, without a byte order mark.
+
+    A byte that is not UTF-8 becomes half a surrogate pair. Blank lines are left out unless `blank`.
+    """
+    form: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
     try:
-        row = json.loads(text.rstrip("\r\n"), object_pairs_hook=_once_each)
+        with gzip.open(path, "rt", **form) if path.suffix == ".gz" else path.open(**form) as file:
+            for number, line in enumerate(file, start=1):
+                if blank or line.strip(_BLANK):
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data file {path} cannot be read: {error}") from error
+
+
+def _checked(line: str) -> str:
+    """Return a line without its end. Raises BadRow if it was not UTF-8."""
+    if found := _NO_UTF8.search(line):
+        byte = len(line[: found.start()].encode()) + 1
+        raise BadRow("not UTF-8", f"at byte {byte} of the line; allowed: UTF-8, not UTF-16 or such")
+    return line.rstrip("\r\n")
+
+
+def _text_row(line: str) -> Row | BadRow:
+    """Return the row {"text"} of a line."""
+    try:
+        return {"text": _checked(line)}
+    except BadRow as bad:
+        return bad
+
+
+def _json_row(line: str) -> Row | BadRow:
+    """Return the object in a line of JSON; a BadRow if it is not UTF-8, no JSON, or no object."""
+    try:
+        row = json.loads(_checked(line), object_pairs_hook=_once_each)
+    except BadRow as bad:
+        return bad
     except json.JSONDecodeError as error:
         where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        is_spread = raw.strip() == b"{" or raw.lstrip().startswith(b"[")
-        raise BadRow("broken JSON", ONE_A_LINE if is_spread else where) from error
+        is_spread = line.strip() == "{" or line.lstrip().startswith("[")
+        return BadRow("broken JSON", _ONE_A_LINE if is_spread else where)
     except (ValueError, RecursionError) as error:  # too many digits or levels
-        raise BadRow("broken JSON", str(error)) from error
+        return BadRow("broken JSON", str(error))
     if not isinstance(row, dict):
-        raise BadRow("not a JSON object", f"found {type(row).__name__}; {ONE_A_LINE}")
+        return BadRow("not a JSON object", f"found {type(row).__name__}; {_ONE_A_LINE}")
     return row
-
-
-def _decoded(line: bytes) -> str:
-    """Return the text of a line. Raises BadRow if it is too long or not UTF-8."""
-    if len(line) > MAX_LINE_BYTES:
-        raise BadRow("the line is too long", f"more than {MAX_LINE_BYTES:,} bytes")
-    try:
-        return line.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadRow("not UTF-8", f"at byte {error.start + 1} of the line") from error
 
 
 def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -144,78 +152,34 @@ def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines of a text file with their numbers, without a byte order mark.
-
-    A line is truncated after MAX_LINE_BYTES + 1 bytes. Blank ones are left out unless `blank`.
-    """
-    try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
-            number, line = 0, b"\n"
-            while line:
-                is_rest = not line.endswith(b"\n")  # of a truncated line
-                line = file.readline(MAX_LINE_BYTES + 1)
-                if is_rest or not line:
-                    continue
-                number += 1
-                if number == 1:
-                    for mark, form in _OTHER_FORMS:
-                        if line.startswith(mark):
-                            raise DataError(f"data file {path} is {form}")
-                    line = line.removeprefix(codecs.BOM_UTF8) or b"\n"
-                if blank or line.strip() or len(line) > MAX_LINE_BYTES:
-                    yield number, line
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"data file {path} cannot be read: {error}") from error
-
-
-def _text_rows(path: Path) -> NumberedRows:
-    """Yield a row {"text"} for each line that is not blank."""
-    for number, line in _lines(path):
-        try:
-            yield number, {"text": _decoded(line).rstrip("\r\n")}
-        except BadRow as bad:
-            yield number, bad
-
-
-def _json_rows(path: Path) -> NumberedRows:
+def _array_rows(path: Path) -> Numbered:
     """Yield the objects of a JSON array; an element that is no object is a BadRow.
 
     Raises DataError where the array is not JSON, since nothing after that can be read.
     """
+    where = f"data file {path}"
+    lines = []
+    for number, line in _lines(path, blank=True):
+        if _NO_UTF8.search(line):
+            raise DataError(f"{where}, line {number}: not UTF-8")
+        lines.append(line)
     try:
-        elements = json.loads(path.read_text("utf-8-sig"), object_pairs_hook=_once_each)
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise DataError(f"data file {path}, line {line}: not UTF-8") from error
+        elements = json.loads("".join(lines), object_pairs_hook=_once_each)
     except (ValueError, RecursionError, BadRow) as error:  # also too many digits or levels
-        where = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         why = getattr(error, "msg", str(error))
-        raise DataError(f"data file {path}{where}: broken JSON ({why})") from error
+        raise DataError(f"{where}{line}: broken JSON ({why})") from error
     for number, row in enumerate(elements, start=1):
         bad = BadRow("not a JSON object", f"found {type(row).__name__}")
         yield number, row if isinstance(row, dict) else bad
 
 
-def _csv_names(path: Path) -> list[str]:
-    """Return the columns of a CSV file. Raises DataError if it cannot be read."""
-    number, names = next(_csv_records(path), (0, []))
-    if isinstance(names, BadRow):
-        raise DataError(f"data file {path}, line {number}: {names}")
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise DataError(f"data file {path} has two columns {twice[0]!r}")
-    return names
-
-
-def _csv_rows(path: Path) -> NumberedRows:
+def _csv_rows(path: Path, names: Sequence[str]) -> Numbered:
     """Yield the rows of a CSV file, numbered by the lines in which they begin.
 
-    The first row names the columns. Every value is text, and an empty one is None.
+    Every value is text, and an empty one is None.
     """
-    names = _csv_names(path)
-    records = _csv_records(path)
-    next(records, None)
-    for number, cells in records:
+    for number, cells in islice(_csv_records(path), 1, None):
         if isinstance(cells, BadRow):
             yield number, cells
         elif len(cells) != len(names):
@@ -229,19 +193,10 @@ def _csv_rows(path: Path) -> NumberedRows:
 def _csv_records(path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
     """Yield the records of a CSV file as lists of cells, without blank lines.
 
-    Raises DataError where a quote is never closed, since nothing after it can be read, and for a
-    line that is too long.
+    Raises DataError where a quote is never closed, since nothing after it can be read.
     """
-
-    def texts() -> Iterator[str]:
-        for number, line in _lines(path, blank=True):
-            if len(line) > MAX_LINE_BYTES:
-                most = f"more than {MAX_LINE_BYTES:,} bytes"
-                raise DataError(f"data file {path}, line {number}: the line is too long ({most})")
-            yield line.decode("utf-8", "surrogateescape")
-
-    csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader(texts(), strict=True)
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader((line for _, line in _lines(path, blank=True)), strict=True)
     while True:
         number = reader.line_num + 1
         try:
@@ -262,66 +217,45 @@ def _csv_records(path: Path) -> Iterator[tuple[int, list[str] | BadRow]]:
             yield number, cells
 
 
-def _parquet_names(path: Path) -> list[str]:
-    """Return the columns of a Parquet file. Raises DataError if it cannot be read."""
+def _parquet_table(path: Path) -> _Table:
     try:
-        names: list[str] = parquet.read_schema(path).names
-    except (OSError, ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
-    return names
-
-
-def _parquet_rows(path: Path, columns: Collection[str] | None) -> NumberedRows:
-    """Yield the rows of a Parquet file. Raises DataError if it cannot be read."""
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            read = [name for name in names if columns is None or name in columns]
-            if twice := [name for name in read if names.count(name) > 1]:
-                raise DataError(f"data file {path} has two columns {twice[0]!r}")
-            batches = file.iter_batches(batch_size=1024, columns=read)
-            rows = (row for batch in batches for row in _batch_rows(batch))
-            yield from enumerate(rows, start=1)
-    except (OSError, ArrowException, UnicodeDecodeError) as error:
-        raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
-
-
-def _batch_rows(batch: RecordBatch) -> list[dict[str, Any] | BadRow]:
-    """Return a batch's rows; a row with a value that Python cannot represent is a BadRow."""
-    try:
-        return batch.to_pylist()
+        return parquet.read_schema(path).names, partial(_parquet_rows, path)
     except _UNREADABLE as error:
-        if batch.num_rows > 1:
-            return [row for i in range(batch.num_rows) for row in _batch_rows(batch.slice(i, 1))]
-        if batch.num_columns > 1:
-            cells = [_batch_rows(batch.select([name]))[0] for name in batch.schema.names]
-            return [next(cell for cell in cells if isinstance(cell, BadRow))]
-        name = batch.schema.names[0]
-        return [BadRow(f"column {name!r} cannot be read", first_line(error))]
+        raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
 
 
-def _hub_table(name: str, split: str) -> Any:
+def _parquet_rows(path: Path, columns: list[str]) -> Iterator[Row]:
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            try:
+                rows = batch.to_pylist()
+            except _UNREADABLE:  # one by one, up to the row that cannot be read
+                rows = (batch.slice(i, 1).to_pylist()[0] for i in range(batch.num_rows))
+            yield from rows
+
+
+def _hub_table(source: str) -> _Table:
     """Load a Hub dataset. Raises HubError if it cannot be loaded."""
     import datasets  # which takes a second; files do not need it
 
+    name, _, split = source.partition(":")
     try:
-        return datasets.load_dataset(name, split=split)
+        table = datasets.load_dataset(name, split=split or "train")
     except Exception as error:  # of half a dozen libraries, where the Hub is unreachable
         raise HubError(
-            f"data set {name}, split {split}, cannot be loaded: {first_line(error)}. "
+            f"data set {name}, split {split or 'train'}, cannot be loaded: {first_line(error)}. "
             f"A local file ending in {', '.join(ENDINGS)} can be given instead"
         ) from error
+    return list(table.column_names), table.select_columns
 
 
-def _hub_rows(
-    table: Callable[[], Any], title: str, columns: Collection[str] | None
-) -> NumberedRows:
-    """Yield the rows of a Hub dataset. Raises DataError if a value cannot be read."""
-    found, number = table(), 0
-    read = [column for column in found.column_names if columns is None or column in columns]
+def _table_rows(source: str, rows: Iterable[Row]) -> Numbered:
+    """Yield the rows of a table. Raises DataError at one that cannot be read."""
+    number = 0
     try:
-        for number, row in enumerate(found.select_columns(read), start=1):
+        for number, row in enumerate(rows, start=1):
             yield number, row
     except _UNREADABLE as error:
-        where = f"{title}, row {number + 1}"
-        raise DataError(f"{where} cannot be read: {first_line(error)}") from error
+        raise DataError(
+            f"{source}, row {number + 1} cannot be read: {first_line(error)}"
+        ) from error

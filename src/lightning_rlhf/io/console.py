@@ -1,4 +1,4 @@
-"""Console output: escaping of foreign text, lines, progress outside of training, remaining time.
+"""Console output: escaping of foreign text, lines, progress outside of training.
 
 A terminal obeys control characters (they move the cursor, set its title, hide later text), and
 bidirectional ones reorder a line. Here they are replaced by their escapes.
@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from statistics import median
 from threading import Event, Thread
 from time import monotonic
-from types import TracebackType
 from typing import Any, TypeVar
 
 from rich import get_console
@@ -41,7 +37,8 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(escape(c) if is_hidden(c) and c != "\n" else c for c in text)
+    hidden = {c for c in text if is_hidden(c) and c != "\n"}
+    return "".join(ascii(c)[1:-1] if c in hidden else c for c in text)
 
 
 def visible_line(text: str) -> str:
@@ -62,11 +59,6 @@ def is_hidden(character: str) -> bool:
     return unicodedata.category(character) in CATEGORIES and character not in JOINERS
 
 
-def escape(character: str) -> str:
-    r"""Return Python's escape of a character, for example \x1b or \u202e."""
-    return character.encode("unicode_escape").decode("ascii")
-
-
 def print_line(message: str, style: str = "") -> None:
     """Print a line without markup, with control characters made visible.
 
@@ -77,63 +69,11 @@ def print_line(message: str, style: str = "") -> None:
     )
 
 
-RECENT = 20
-"""Number of latest durations whose median is used: enough to be robust to a slow iteration, few
-enough to follow a trend."""
-
-
-@dataclass(frozen=True)
-class TimeLeft:
-    """An estimate of the remaining time of a run."""
-
-    seconds: float
-    """Estimated time in seconds."""
-    without_evaluations: bool
-    """True while evaluations are still to come and none has been timed."""
-
-
-class Pace:
-    """The durations, in seconds, of recent iterations without evaluation and of evaluations."""
-
-    def __init__(self) -> None:
-        self._iterations: deque[float] = deque(maxlen=RECENT)
-        self._evaluations: deque[float] = deque(maxlen=RECENT)
-
-    def add_iteration(self, seconds: float) -> None:
-        self._iterations.append(seconds)
-
-    def add_evaluation(self, seconds: float) -> None:
-        self._evaluations.append(seconds)
-
-    def left(self, iterations: int, evaluations: int) -> TimeLeft | None:
-        """Return the estimated time of the given numbers of iterations and evaluations.
-
-        It is the sum of count times median duration; None before the first iteration was timed.
-        """
-        if not self._iterations:
-            return None
-        seconds = iterations * median(self._iterations)
-        if evaluations == 0:
-            return TimeLeft(seconds, without_evaluations=False)
-        if not self._evaluations:
-            return TimeLeft(seconds, without_evaluations=True)
-        return TimeLeft(
-            seconds + evaluations * median(self._evaluations), without_evaluations=False
-        )
-
-
 def clock_text(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds: 3725 -> 1:02:05."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
-
-
-def left_text(left: TimeLeft | None) -> str:
-    """Return the estimate as text for the console."""
-    if left is None:
-        return "time left unknown"
-    return f"{clock_text(left.seconds)}{' and evaluations' * left.without_evaluations} left"
 
 
 T = TypeVar("T")
@@ -169,12 +109,7 @@ class Working:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def start(self) -> None:
@@ -193,7 +128,7 @@ class Working:
             self._task = self._bar.add_task(self._what, total=self._total)
             self._bar.start()
         else:
-            Thread(target=self.print_until, args=(self._stopped.wait,), daemon=True).start()
+            Thread(target=self._print_lines, daemon=True).start()
 
     def stop(self) -> None:
         """Stop the display; `with` blocks call it."""
@@ -201,9 +136,8 @@ class Working:
         if self._bar is not None:
             self._bar.stop()
 
-    def print_until(self, stops: Callable[[float], bool]) -> None:
-        """Print a line each time `stops(PERIOD_S)` returns False, until it returns True."""
-        while not stops(PERIOD_S):
+    def _print_lines(self) -> None:
+        while not self._stopped.wait(PERIOD_S):
             print_line(self.line)
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import re
@@ -23,6 +24,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Error numbers of a full disk, an exhausted quota and an exceeded limit of a file's size."""
 UNFINISHED = ".lightning-rlhf.tmp"
 """End of the temporary name of a file or folder until it is complete; random digits precede it."""
+OLD = ".lightning-rlhf.old"
+"""End of the name of a folder while another one takes its place."""
 MARK = b'<meta name="generator" content="lightning-rlhf">'
 """Text in the first bytes of each HTML page of this program."""
 Kind = Literal["file", "new file", "page", "folder"]
@@ -72,6 +75,42 @@ def is_marked(folder: Path) -> bool:
     return False
 
 
+def foreign_names(folder: Path) -> list[str]:
+    """Return the names in a folder of ours that its manifest does not list, as a user's notes."""
+    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
+        tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+        return sorted(set(os.listdir(folder)) - set(tree["files"]))
+    return []
+
+
+def replace_folder(beside: Path, target: Path) -> None:
+    """Put a complete folder in the place of `target`, with copies of that one's foreign names.
+
+    Two renames part the old state from the new one: after a kill between them, `restore` takes the
+    old folder back. A foreign name that the new folder has too is copied as NAME.orig.
+    """
+    for name in foreign_names(target):
+        copy = beside / (f"{name}.orig" if os.path.lexists(beside / name) else name)
+        if (target / name).is_dir() and not (target / name).is_symlink():
+            shutil.copytree(target / name, copy, symlinks=True)
+        else:
+            shutil.copy2(target / name, copy, follow_symlinks=False)
+        flush(copy)
+    old = target.with_name(f".{target.name}.{secrets.token_hex(8)}{OLD}")
+    os.replace(target, old)
+    os.replace(beside, target)
+    shutil.rmtree(old)
+
+
+def restore(target: Path) -> None:
+    """Rename a replaced folder back where a kill has left none in its place, else delete it."""
+    for old in target.parent.glob(f".{glob.escape(target.name)}.*{OLD}"):
+        if os.path.lexists(target):
+            delete(old)
+        else:
+            os.replace(old, target)
+
+
 def refuse_foreign(target: Path, kind: Kind) -> None:
     """Raise StorageError where something stands at `target` that a `kind` does not replace."""
     if decide(target, kind, there := standing(target)) == "refuse":
@@ -90,6 +129,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
     Raises StorageError where `target` cannot be written or replaced, the disk is full, or a file
     would exceed its limit.
     """
+    restore(target)
     refuse_foreign(target, kind)
     beside = target.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
@@ -103,8 +143,9 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
         flush(beside)
         refuse_foreign(target, kind)  # what stands there now
         if kind == "folder" and target.is_dir():
-            shutil.rmtree(target)
-        os.replace(beside, target)
+            replace_folder(beside, target)
+        else:
+            os.replace(beside, target)
         flush_entry(target.parent)
     except BaseException as error:
         begun = 0
@@ -181,6 +222,8 @@ def full_disk(error: BaseException | None) -> int | None:
 
 def flush(path: Path) -> None:
     """Flush a file, or a folder with everything below it, to survive a loss of power."""
+    if path.is_symlink():
+        return
     if path.is_dir():
         for inside in path.iterdir():
             flush(inside)

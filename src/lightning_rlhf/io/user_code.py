@@ -10,7 +10,7 @@ import os
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,7 +53,7 @@ def permitted(source: Any, key: str) -> Any:
     return found[0]
 
 
-def number(found: Any) -> float:
+def user_number(found: Any) -> float:
     """Return a number of a user's code; raise TypeError for a text, which float() would read."""
     if isinstance(found, str | bytes):
         raise TypeError(f"{found!r} is a text")
@@ -95,9 +95,12 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     found = vars(_file(path, lead) if is_file else _module(path, lead, what))
     if name in found and is_one(found[name]):
         return found[name]
-    there = sorted(
-        n for n, x in found.items() if is_one(x) and not _is_imported(x, found) and n[0] != "_"
-    )
+    own = {
+        n: x
+        for n, x in found.items()
+        if not callable(x) or getattr(x, "__module__", None) == found["__name__"]
+    }
+    there = sorted(n for n, x in own.items() if is_one(x) and n[0] != "_")
     shown = f"; {name} is {found[name]!r}" if name in found else ""
     raise ConfigError(f"{lead}{path} has no {what} {name!r}, it has {there}{shown}")
 
@@ -109,22 +112,17 @@ def check_file(source: str, key: str, what: str = "function") -> None:
 
     Runs no code; other errors are raised by `load_object`.
     """
-    require(isinstance(source, str), key, source, allowed(what))
+    require(isinstance(source, str), key, source, forms_of(what))
     where, _, name = source.rpartition(":")
-    require(bool(where and name), key, source, allowed(what))
+    require(bool(where and name), key, source, forms_of(what))
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
 
 
-def allowed(what: str) -> str:
+def forms_of(what: str) -> str:
     """Return how an object of this kind is named in a configuration."""
     return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
-
-
-def _is_imported(value: Any, found: dict[str, Any]) -> bool:
-    """Return whether a function or class comes from another module than `found`."""
-    return callable(value) and getattr(value, "__module__", None) != found["__name__"]
 
 
 def _file(path: str, lead: str) -> ModuleType:
@@ -152,7 +150,7 @@ def _module(name: str, lead: str, what: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
             raise ConfigError(
-                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {allowed(what)}"
+                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
             ) from error
         raise ConfigError(f"{lead}{name} fails: {error!r}") from error
 
@@ -169,26 +167,18 @@ def nearest_path(source: str) -> str:
     nothing of the path exists, or nothing is beside it.
     """
     path = Path(os.path.expanduser(source))
-    parts = path.parts
-    there = next((n for n in range(len(parts)) if not os.path.exists(Path(*parts[: n + 1]))), None)
-    if there is None:
+    missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
+    if missing is None:
         return ""
-    above, missing = Path(*parts[:there]), parts[there]
-    names = _names(above, path.suffix)
-    if close := difflib.get_close_matches(missing, names, n=1):
+    above, names = missing.parent, []
+    with suppress(OSError):  # no right to list it, or no such folder
+        beside = sorted(above.iterdir())
+        names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
+    if close := difflib.get_close_matches(missing.name, names, n=1):
         found = above / close[0]
-        whole = found.joinpath(*parts[there + 1 :])
+        whole = found / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else found}"
     if not names or above in (Path(), Path("/")):
         return ""
     more = ", ..." * (len(names) > MOST_NAMES)
     return f"; {above} holds {', '.join(names[:MOST_NAMES])}{more}"
-
-
-def _names(folder: Path, suffix: str) -> list[str]:
-    """Return the names of the folders in a folder, and of its files that end in `suffix`."""
-    try:
-        found = sorted(folder.iterdir())
-    except OSError:  # no right to list it
-        return []
-    return [path.name for path in found if path.is_dir() or path.suffix == suffix != ""]

@@ -43,12 +43,6 @@ class DecodeLayer:
         self.gate_up = JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj, dtype=dtype)
         self.down = JointLinear(layer.mlp.down_proj, dtype=dtype)
 
-    def attach(self, cache: Any, *, in_place: bool) -> None:
-        """Use another layer of a cache; in_place: as in `DecodeStep.attach`."""
-        self.mix.cache = cache
-        if isinstance(self.mix, _DeltaRule):
-            self.mix.in_place = in_place
-
     def __call__(
         self, hidden: Float[Tensor, "B d"], tables: tuple[Tensor, Tensor], bias: Tensor
     ) -> Float[Tensor, "B d"]:
@@ -104,8 +98,6 @@ class _DeltaRule:
     """
 
     cache: LinearAttentionLayer
-    in_place = False
-    """True to keep the state of the convolution in the same memory."""
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size = layer.head_k_dim
@@ -150,10 +142,7 @@ class _DeltaRule:
         """Convolve in fp32 with the previous tokens, which the cache keeps, oldest first."""
         window = self.cache.conv_states[0].permute(2, 0, 1)
         window = torch.cat([window[1:], x[None]])
-        if self.in_place:
-            self.cache.conv_states[0].copy_(window.permute(1, 2, 0))
-        else:
-            self.cache.conv_states[0] = window.permute(1, 2, 0)
+        self.cache.conv_states[0] = window.permute(1, 2, 0)
         y = (window * self.kernel).sum(0, dtype=torch.float32)
         return F.silu(y if self.bias is None else y + self.bias, inplace=True)
 
@@ -223,10 +212,10 @@ class DecodeStep:
         """Function that returns the logits of hidden states."""
         self.attach(cache)
 
-    def attach(self, cache: DynamicCache, *, in_place: bool = False) -> None:
-        """Use another cache; in_place: keep the states of linear attention in the same memory."""
+    def attach(self, cache: DynamicCache) -> None:
+        """Use another cache."""
         for layer, of_layer in zip(self.layers, cache.layers, strict=True):
-            layer.attach(of_layer, in_place=in_place)
+            layer.mix.cache = of_layer
 
     def __call__(
         self,
@@ -272,7 +261,12 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
         all(isinstance(layer, PackedDecoderLayer) for layer in trunk.layers)
         and not any(isinstance(module, AuxiliaryTrainingWrapper) for _, module in modules)
         and causal_lm.config.hidden_act == "silu"
-        and all(_is_known_cache(layer) for layer in cache.layers)
+        and all(
+            # All keys and values, or a state of linear attention, are kept.
+            (isinstance(layer, DynamicLayer) and not layer.is_sliding)
+            or type(layer) is LinearAttentionLayer
+            for layer in cache.layers
+        )
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
     )
 
@@ -305,12 +299,6 @@ def _checked(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | No
         stacklevel=2,
     )
     return None
-
-
-def _is_known_cache(layer: Any) -> bool:
-    """Return whether a cache keeps all keys and values, or a state of linear attention."""
-    whole = isinstance(layer, DynamicLayer) and not layer.is_sliding
-    return whole or type(layer) is LinearAttentionLayer
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -38,18 +38,9 @@ class FusedRMSNorm(FastLayer, nn.Module):
     """y = w x / rms(x), in fp32 and rounded once; most of the library's round x / rms(x) too."""
 
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
-        if not is_fused_norm(self, x):
+        if x.dtype not in DTYPES or x.dtype != self.get_parameter("weight").dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
         return _RMSNormFunction.apply(x, *weight_and_eps(self))  # type: ignore
-
-
-def is_fused_norm(norm: nn.Module, x: Tensor) -> bool:
-    """Return whether `norm` is a FusedRMSNorm in the dtype of x."""
-    return (
-        isinstance(norm, FusedRMSNorm)
-        and x.dtype == norm.get_parameter("weight").dtype
-        and x.dtype in DTYPES
-    )
 
 
 def is_zero_centred(norm: nn.Module) -> bool:

@@ -37,11 +37,6 @@ def has_dropout(layer: LoRALinear) -> bool:
     )
 
 
-def merging_pays(tokens: float, inputs: int, outputs: int) -> bool:
-    """Return whether adding an adapter to W takes far fewer operations than to every token."""
-    return tokens * (inputs + outputs) > MERGE_FROM * inputs * outputs
-
-
 class FusedLoRALinear(FastLayer, LoRALinear):
     """PEFT's linear layer with its active adapters added in place, or to the weight.
 
@@ -74,7 +69,10 @@ class FusedLoRALinear(FastLayer, LoRALinear):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
         scales = [self.scaling[adapter] for adapter in adapters]
-        formula = _MergedLoRA if dtype == torch.float32 and self._merges(x) else _AddedLoRA
+        # Adding an adapter to W takes far fewer operations than to each of many tokens.
+        inputs, outputs = self.in_features, self.out_features
+        merges = x.numel() // inputs * (inputs + outputs) > MERGE_FROM * inputs * outputs
+        formula = _MergedLoRA if dtype == torch.float32 and merges else _AddedLoRA
         return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
 
     def activate(self, adapters: Sequence[str]) -> None:
@@ -83,9 +81,6 @@ class FusedLoRALinear(FastLayer, LoRALinear):
         PEFT's `set_adapter` sets `requires_grad` of every matrix too.
         """
         self._active_adapter = list(adapters)
-
-    def _merges(self, x: Float[Tensor, "*n i"]) -> bool:
-        return merging_pays(x.numel() // self.in_features, self.in_features, self.out_features)
 
 
 class _MergedLoRA(torch.autograd.Function):

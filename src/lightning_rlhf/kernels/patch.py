@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from inspect import signature
 from typing import Literal, NamedTuple
 
 import torch
@@ -17,37 +15,11 @@ from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.kernels.attention import use_fast_sdpa
 from lightning_rlhf.kernels.decoder import FAMILIES, family, packed_class
-from lightning_rlhf.kernels.layers import LIBRARY, LINEAR, FastLayer, fast_class
+from lightning_rlhf.kernels.layers import LINEAR, FastLayer, fast_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.packing import Packing
 from lightning_rlhf.kernels.products import computing_dtype
 
-STRUCTURE: Mapping[str, tuple[set[str], set[str]]] = {
-    "Model": (
-        {"input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds",
-         "use_cache", "kwargs"},
-        {"embed_tokens", "layers", "norm", "rotary_emb"},
-    ),
-    "DecoderLayer": (
-        {"hidden_states", "position_embeddings", "attention_mask", "position_ids",
-         "past_key_values", "use_cache", "kwargs"},
-        {"self_attn", "linear_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
-    ),
-    "Attention": (
-        {"hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs"},
-        {"q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"},
-    ),
-    "GatedDeltaNet": (
-        {"hidden_states", "cache_params", "attention_mask", "kwargs"},
-        {"conv1d", "norm", "out_proj", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"},
-    ),
-    "MLP": ({"x"}, {"gate_proj", "up_proj", "down_proj", "act_fn"}),
-    "RMSNorm": ({"x", "hidden_states"}, set()),
-    "RMSNormGated": ({"hidden_states", "gate"}, set()),
-    "RotaryEmbedding": ({"x", "position_ids"}, set()),
-}  # fmt: skip
-"""End of a class name -> arguments of its forward and names of its layers that the fast layers
-expect."""
 LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
 """Attributes of PEFT's linear layer that the fast one reads."""
 
@@ -73,10 +45,10 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
     unpatch(model)
-    kernels = choose(choice, model)
+    kernels = choose_kernels(choice, model)
     if kernels.kind == "plain":
         return kernels
-    fault = structure_fault(model) or patch_fault(model)
+    fault = patch_fault(model)
     if fault is None:
         return kernels
     unpatch(model)
@@ -87,7 +59,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("plain", reason)
 
 
-def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
+def choose_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     """Return the kernels for a model on the device of its weights.
 
     Raises ConfigError where the choice is fast and the model is of another family, or sharded.
@@ -116,22 +88,13 @@ def choose(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     return Kernels("fast", f"{name} on {place}")
 
 
-def patch(model: nn.Module) -> None:
+def patch_layers(model: nn.Module) -> None:
     """Give every layer that has a fast class that class."""
     for layer in model.modules():
         kind = fast_class(type(layer))  # type: ignore[arg-type]
         if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
             kind = FusedLoRALinear if all(hasattr(layer, name) for name in LORA) else None
         layer.__class__ = kind or type(layer)
-
-
-def patch_decoder(model: PreTrainedModel) -> None:
-    """Make the model's decoder layers accept a `Packing` and use the fast SDPA."""
-    use_fast_sdpa(model, fast=True)
-    layers = model.base_model.layers
-    for layer in layers:
-        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
-        layer.is_last = layer is layers[-1]
 
 
 def unpatch(model: PreTrainedModel) -> None:
@@ -141,26 +104,6 @@ def unpatch(model: PreTrainedModel) -> None:
         if isinstance(layer, FastLayer):
             layer.__class__ = type(layer).__bases__[-1]
             layer.__dict__.pop("is_last", None)
-
-
-def structure_fault(model: PreTrainedModel) -> str | None:
-    """Return how the library's classes differ from what the fast layers expect, None if nowhere."""
-    kind = family(model)
-    for layer in model.base_model.modules():
-        name = type(layer).__name__
-        if not type(layer).__module__.startswith(LIBRARY):
-            continue
-        end = name.removeprefix(str(kind)).removeprefix("Text")
-        if end not in STRUCTURE:
-            if "Activation" in name:
-                continue
-            return f"{name} is not known"
-        arguments, children = STRUCTURE[end]
-        more = {*signature(type(layer).forward).parameters} - {"self"} - arguments
-        more |= {child for child, _ in layer.named_children()} - children
-        if more:
-            return f"{name} has {', '.join(sorted(more))}"
-    return None
 
 
 @torch.no_grad()
@@ -178,8 +121,11 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     wanted = torch.ones_like(tokens, dtype=torch.bool)
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
-    patch(model)
-    patch_decoder(model)
+    patch_layers(model)
+    use_fast_sdpa(model, fast=True)
+    for layer in trunk.layers:  # which then accept a `Packing`
+        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
+        layer.is_last = layer is trunk.layers[-1]
     try:
         packing = Packing.of(wanted)
         found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state

@@ -7,20 +7,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Any
 
-from pydantic import Field
-
-from lightning_rlhf.core.errors import CheckpointError, require
-from lightning_rlhf.core.validation import LARGEST, allowed, described, fits
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.models.config import LoRASettings
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 ADAPTER = "adapter_config.json"
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -69,16 +61,13 @@ def check_weights(folder: Path) -> None:
             f"{folder} cannot be loaded: it has {has}; allowed: {' or '.join(names)}"
         )
     if found == [INDEX]:
-        check_shards(folder / INDEX)
+        shards = json_object(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(
+            str(name).endswith(".safetensors") for name in shards.values()
+        ):
+            raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
     if names != (OF_ADAPTER,):
         check_references(folder / "config.json")
-
-
-def check_shards(index: Path) -> None:
-    """Raise CheckpointError unless every shard in the index is a .safetensors file."""
-    names = json_object(index).get("weight_map")
-    if not isinstance(names, dict) or not all(_is_safe(name) for name in names.values()):
-        raise CheckpointError(f"{index} does not name shards that end in .safetensors")
 
 
 def check_references(config: Path) -> None:
@@ -89,7 +78,7 @@ def check_references(config: Path) -> None:
     """
     found = json_object(config)
     name = found.get("transformers_weights")
-    if name is not None and not _is_safe(name):
+    if name and not str(name).endswith(".safetensors"):
         raise CheckpointError(f"{config}: transformers_weights is {name!r}; allowed: *.safetensors")
     for key, value in attention_of_the_hub(found):
         raise CheckpointError(
@@ -100,21 +89,26 @@ def check_references(config: Path) -> None:
         raise CheckpointError(f"{config}: {key} is {layers}; allowed: 1 to {DEEPEST}")
 
 
-def beyond_depth(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield the numbers of layers in a configuration, nested too, below 1 or above DEEPEST."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from beyond_depth(value, f"{prefix}{key}.")
-        elif key in LAYERS and isinstance(value, int) and not 1 <= value <= DEEPEST:
-            yield f"{prefix}{key}", value
+def beyond_depth(tree: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return the numbers of layers in a configuration, nested too, below 1 or above DEEPEST."""
+    counts = nested(tree, LAYERS)
+    return [(key, n) for key, n in counts if isinstance(n, int) and not 1 <= n <= DEEPEST]
 
 
-def attention_of_the_hub(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the keys of a configuration, nested too, that name attention as org/repository."""
+def attention_of_the_hub(tree: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the keys of a configuration, nested too, that name attention as org/repository."""
+    names = nested(tree, ("attn_implementation", "_attn_implementation"))
+    return [(key, name) for key, name in names if "/" in str(name)]
+
+
+def nested(
+    tree: Mapping[str, Any], names: Collection[str], prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield the keys of these names, in the mappings inside too, joined by dots, with values."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            yield from attention_of_the_hub(value, f"{prefix}{key}.")
-        elif key in ("attn_implementation", "_attn_implementation") and "/" in str(value):
+            yield from nested(value, names, f"{prefix}{key}.")
+        elif key in names:
             yield f"{prefix}{key}", value
 
 
@@ -130,94 +124,26 @@ def json_object(file: Path) -> dict[str, Any]:
     return found
 
 
-def _is_safe(name: object) -> bool:
-    return isinstance(name, str) and name.endswith(".safetensors")
-
-
-_Rank = Annotated[int, Field(ge=1), described("a whole number >= 1")]
-_Number = Annotated[int | float, Field(ge=-LARGEST, le=LARGEST), described("a number")]
-_Names = Annotated[str | list[str] | None, described("text, a list of text, null")]
-KEYS: Mapping[str, Any] = {
-    "peft_type": Literal["LORA"],
-    "base_model_name_or_path": Annotated[str | None, described("text, null")],
-    "r": _Rank,
-    "lora_alpha": _Number,
-    "lora_dropout": Annotated[float, Field(ge=0, le=1), described("a number from 0 to 1")],
-    "rank_pattern": Annotated[dict[str, _Rank], described("names with a whole number >= 1")],
-    "alpha_pattern": Annotated[dict[str, _Number], described("names with a number")],
-    **dict.fromkeys(
-        ("target_modules", "exclude_modules", "modules_to_save", "layers_pattern",
-         "target_parameters"), _Names,
-    ),
-    **dict.fromkeys(("use_dora", "use_rslora", "fan_in_fan_out", "lora_bias"), bool),
-    # layer_replication repeats layers of the base model; megatron_config names a Python module to
-    # load.
-    **dict.fromkeys(
-        ("layer_replication", "megatron_config"), Annotated[None, described("null")]
-    ),
-}  # fmt: skip
-"""Key of adapter_config.json -> type of its values."""
-
-
 def check_adapter(folder: Path) -> None:
     """Raise CheckpointError unless the folder's adapter_config.json is that of a LoRA adapter.
 
-    Missing keys take PEFT's defaults; PEFT ignores keys that it does not know.
+    It may not repeat layers of the base model (layer_replication), nor name a Python module to
+    load (megatron_config). PEFT refuses what else is wrong with it.
     """
     config = json_object(folder / ADAPTER)
-    for key in ("peft_type", "base_model_name_or_path"):
-        if key not in config:
+    for key, allowed in (
+        ("peft_type", ("LORA",)),
+        ("layer_replication", (None,)),
+        ("megatron_config", (None,)),
+    ):
+        if config.get(key) not in allowed:
             raise CheckpointError(
-                f"{folder / ADAPTER} does not describe an adapter: it lacks {key}"
+                f"{folder} cannot be loaded: {ADAPTER}: {key} is {config.get(key)!r:.100}; "
+                f"allowed: {allowed[0] or 'null'}"
             )
-    for key, kind in KEYS.items():
-        if key in config and not fits(config[key], kind):
-            raise CheckpointError(
-                f"{folder} cannot be loaded: {ADAPTER}: {key} is {_shown(config[key])}; allowed: "
-                f"{allowed(kind)}"
-            )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}…"
-
-
-def check_for_model(folder: Path, model: PreTrainedModel) -> None:
-    """Raise CheckpointError where a rank of the folder's adapter does not fit the model.
-
-    `check_adapter` is applied first.
-    """
-    check_adapter(folder)
-    config = json_object(folder / ADAPTER)
-    start = f"{folder} cannot be loaded: {ADAPTER}: "
-    largest = largest_layer(model)
-    ranks = {"r": config["r"]} if "r" in config else {}
-    ranks |= {f"rank_pattern.{name}": r for name, r in dict(config.get("rank_pattern", {})).items()}
-    for key, rank in ranks.items():
-        if rank > largest:
-            raise CheckpointError(
-                f"{start}{key[:100]} is {rank}; allowed: at most {largest}, the model's largest "
-                "layer"
-            )
-
-
-def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:
-    """Raise ConfigError where the rank of a new adapter does not fit the model."""
-    largest = largest_layer(model)
-    require(settings.r <= largest, "model.lora.r", settings.r,
-            f"at most {largest}, the model's largest layer")  # fmt: skip
-
-
-def largest_layer(model: PreTrainedModel) -> int:
-    """Return the largest number of inputs or outputs of a linear layer other than the output
-    layer."""
-    output = model.get_output_embeddings()
-    sizes = [
-        getattr(module, name)
-        for module in model.modules()
-        if module is not output
-        for name in ("in_features", "out_features", "nx", "nf")  # GPT-2's have other names
-        if isinstance(getattr(module, name, None), int)
-    ]
-    return max([*sizes, int(model.config.get_text_config().hidden_size)])
+    base = config.get("base_model_name_or_path", 0)
+    if base is not None and not isinstance(base, str):
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {ADAPTER} does not say by base_model_name_or_path which "
+            "model it adapts"
+        )

@@ -20,8 +20,8 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.kernels.patch import rounding, same_logits
-from lightning_rlhf.models.adapter import check_for_model, check_weights
-from lightning_rlhf.models.checkpoint import Final, find, load_head
+from lightning_rlhf.models.adapter import check_adapter, check_weights
+from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import (
     BASE,
     CRITIC,
@@ -42,7 +42,7 @@ REROUNDED = {"int8": 0.1, "nf4": 3e-2}
 """Kind of rounding -> largest relative difference of the logits between two computations with it.
 
 On one machine there is none. Another device may round a weight that lies between two codes to the
-other one; checkpoints of int8 of earlier versions were computed with rounded activations.
+other one.
 """
 
 
@@ -229,30 +229,18 @@ WARNED: set[int] = set()
 """Numbers of positions that this process has warned of."""
 
 
-def check_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) -> None:
+def check_positions(
+    roles: Roles, longest: int, what: str, lower: str = LOWER, *, warns: bool = True
+) -> None:
     """Raise ConfigError where a text has more tokens than the model has learned positions for.
 
     Where the positions are computed (rotary), a longer text is possible: the first one of a process
-    is warned of.
+    is warned of, where `warns`.
 
     longest: number of tokens of the longest text.
     what: description of that text, for the message.
     lower: advice on how to shorten it, for the message, with the number of positions as {limit}.
     """
-    refuse_positions(roles, longest, what, lower)
-    limit = getattr(roles.causal_lm.config, "max_position_embeddings", None)
-    if limit is not None and longest > limit and limit not in WARNED:
-        WARNED.add(limit)
-        warnings.warn(
-            f"{what} has {longest} tokens, more than the {limit} that the model was made for "
-            f"(max_position_embeddings): its answers and scores may be meaningless there; "
-            + lower.format(limit=limit),
-            stacklevel=2,
-        )
-
-
-def refuse_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) -> None:
-    """Raise the ConfigError of `check_positions`; issue no warning."""
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
@@ -262,6 +250,14 @@ def refuse_positions(roles: Roles, longest: int, what: str, lower: str = LOWER) 
         raise ConfigError(
             f"{what} has {longest} tokens, but the model has positions for {limit} "
             f"(max_position_embeddings); {lower.format(limit=limit)}"
+        )
+    if warns and limit not in WARNED:
+        WARNED.add(limit)
+        warnings.warn(
+            f"{what} has {longest} tokens, more than the {limit} that the model was made for "
+            f"(max_position_embeddings): its answers and scores may be meaningless there; "
+            + lower.format(limit=limit),
+            stacklevel=2,
         )
 
 
@@ -340,8 +336,7 @@ def add_critic(
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
 
-    Raises ConfigError where the critic is an adapter and the reward model is a whole model, or
-    where the critic is a model and the weights are quantised.
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
     match kind:
         case "head":
@@ -358,16 +353,15 @@ def add_critic(
                     "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
                 )
         case "model":
-            if config.quantization != "none":
-                raise ConfigError(
-                    "ppo.critic is 'model', whose weights are trained, but model.quantization is "
-                    f"'{config.quantization}'; allowed: ppo.critic=head or adapter"
-                )
             owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
             owner.assign(CRITIC)
-    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    owner.heads[VALUE] = head = ScalarHead.zeros(owner.hidden_size)
     if reward is not None:
-        owner.heads[VALUE] = standardised_head(reward, owner.hidden_size, *scale)
+        # (reward - mean) / std of the reward model's mean head
+        heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
+        with torch.no_grad():
+            head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
+            head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
     return owner, role
 
 
@@ -394,17 +388,30 @@ def whole_weights(
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
         check_weights(Path(adapter))
-        check_for_model(Path(adapter), model)
+        check_adapter(Path(adapter))
         with naming(adapter, "ppo.critic"):
             model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
     return model.requires_grad_(True)
 
 
-def standardised_head(reward: Final, hidden_size: int, mean: float, std: float) -> ScalarHead:
-    """Return a value head that computes (reward - mean) / std of the reward model's mean head."""
-    heads = load_head(reward, REWARD, hidden_size)
-    head = ScalarHead(hidden_size)
-    with torch.no_grad():
-        head.linear.bias.copy_(heads.linear.bias.mean().sub(mean).div(std))
-        head.linear.weight.copy_(heads.linear.weight.mean(dim=0).div(std))
-    return head
+def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
+    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
+
+    Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
+    """
+    file = final.own_file(f"{name}_head.safetensors")
+    if not file.is_file():
+        raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
+    try:
+        state = load_file(file)
+        count, found = state["linear.weight"].shape
+        heads = RewardHeads(found, count)
+        heads.load_state_dict(state)
+    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
+        raise CheckpointError(f"{file} is not a {name} head: {error}") from error
+    if found != hidden_size:
+        raise CheckpointError(
+            f"{file} was trained on hidden states of size {found}, but this model's have "
+            f"{hidden_size}; use the {name} model that belongs to it"
+        )
+    return heads.requires_grad_(False)

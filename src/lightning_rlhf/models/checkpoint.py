@@ -7,7 +7,7 @@ The `final/` folder: the model that a stage writes for later stages and for othe
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 manifest.json                origin of the model and its final metrics
-roles/                       what only the stages here read; it may be beside the rest too
+roles/                       what only the stages here read
     reward_head.safetensors | value_head.safetensors
     fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
     adapter_model.safetensors, adapter_config.json   of a reward model: its adapter on the SFT model
@@ -26,7 +26,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.validation import Text, fits
 from lightning_rlhf.io.storage import is_number
 from lightning_rlhf.models.adapter import (
     ADAPTER,
@@ -40,8 +39,6 @@ from lightning_rlhf.models.config import SFT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from lightning_rlhf.models.heads import RewardHeads
 
 
 PAGE = "report.md"
@@ -58,14 +55,6 @@ class Verdict:
     """Text of the verdict, two sentences."""
     reasons: Sequence[str]
     """Flagged checks, each with its number."""
-
-    @staticmethod
-    def is_json(node: Any) -> bool:
-        """Return whether `Verdict(**node)` is a verdict: `node` is one as JSON holds it."""
-        match node:
-            case {"is_unfit": bool(), "words": str(), "reasons": [*reasons]} if len(node) == 3:
-                return all(isinstance(reason, str) for reason in reasons)
-        return False
 
     @property
     def style(self) -> str:
@@ -115,11 +104,14 @@ class Manifest:
     chosen: dict[str, Any] = field(default_factory=dict)
     """Step of the run that this model is, the rule that chose it, and the metrics there and at the
     last step; {} for a model that was saved without them."""
+    files: list[str] = field(default_factory=list)
+    """Names in the folder that were written with it; others in it are a user's, and are kept."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value has the wrong type, as in a file of another program."""
         for key, kind in typing.get_type_hints(type(self)).items():
-            kind = dict if typing.get_origin(kind) is dict else kind
+            origin = typing.get_origin(kind)
+            kind = origin if origin in (dict, list) else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
         if not 0 <= self.base_seed < 2**32:
@@ -127,13 +119,11 @@ class Manifest:
         for name, value in self.metrics.items():
             if not is_number(value):
                 raise TypeError(f"metrics.{name} is {value!r:.60}")
-        texts = {f"parents.{role}": source for role, source in self.parents.items()}
-        for key, text in {"stage": self.stage, "base": self.base, **texts}.items():
-            if not fits(text, Text):
-                raise TypeError(f"{key} is {text!r:.60}")
-        for name, verdict in self.verdicts.items():
-            if not Verdict.is_json(verdict):
-                raise TypeError(f"verdicts.{name} is {verdict!r}")
+        for name, source in {"base": self.base, **self.parents}.items():
+            if not source or not isinstance(source, str):
+                raise TypeError(f"{name} is {source!r:.60}")
+        for verdict in self.verdicts.values():
+            Verdict(**verdict)
 
 
 def read_manifest(file: Path) -> Manifest:
@@ -189,8 +179,7 @@ class Final:
 
     def own_file(self, name: str) -> Path:
         """Return the path of a file that only the stages here read."""
-        file = self.path / ROLES / name
-        return file if file.is_file() else self.path / name
+        return self.path / ROLES / name
 
     def parent(self, role: str) -> Path | None:
         """Return the folder of the model that it was trained from; None where it has none.
@@ -214,27 +203,14 @@ class Final:
         relative one to start at the working directory. The manifest finds it in a run that was
         moved. An adapter that was trained on an adapter has the same base as that one.
 
-        Raises CheckpointError where the adapters name each other, or one itself, as their base.
         """
-        final, seen = self, {self.path.resolve()}
-        while True:
-            sft = final.parent(SFT)
-            is_adapter = sft is not None and (sft / ADAPTER).is_file()
-            if sft is not None and not is_adapter and (sft / "config.json").is_file():
-                return str(sft)
-            base = json_object(final.path / ADAPTER)["base_model_name_or_path"]
-            below = sft if is_adapter else Path(base) if base and os.path.isdir(base) else None
-            if below is None:
-                return None
-            if below.resolve() in seen:
-                raise CheckpointError(
-                    f"{final.path} names {below} as the model that it was trained from, which is "
-                    "itself or was trained from it; allowed: another folder"
-                )
-            if not is_adapter:
-                return str(base)
-            seen.add(below.resolve())
-            final = find(str(below), f"the SFT model of {final.path}")
+        sft = self.parent(SFT)
+        if sft is not None and (sft / ADAPTER).is_file():
+            return find(str(sft), f"the SFT model of {self.path}").base_folder
+        if sft is not None and (sft / "config.json").is_file():
+            return str(sft)
+        base = json_object(self.path / ADAPTER)["base_model_name_or_path"]
+        return str(base) if base and os.path.isdir(base) else None
 
     def require_manifest(self, stage: str) -> Manifest:
         """Return the manifest. Raises CheckpointError unless it was written by `stage`."""
@@ -298,8 +274,6 @@ def find(source: str, key: str) -> Final:
         if (folder / ADAPTER).is_file():
             check_adapter(folder)
     file = path / MANIFEST
-    if os.path.lexists(file) and not file.is_file():
-        raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
     if file.is_file():
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
@@ -307,34 +281,6 @@ def find(source: str, key: str) -> Final:
             f"{key}={source} holds neither config.json nor {ADAPTER}: not a model folder"
         )
     return Final(path, None)
-
-
-def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
-    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
-
-    Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from lightning_rlhf.models.heads import RewardHeads
-
-    file = final.own_file(f"{name}_head.safetensors")
-    if not file.is_file():
-        raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
-    try:
-        state = load_file(file)
-        count, found = state["linear.weight"].shape
-        heads = RewardHeads(found, count)
-        heads.load_state_dict(state)
-    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{file} is not a {name} head: {error}") from error
-    if found != hidden_size:
-        raise CheckpointError(
-            f"{file} was trained on hidden states of size {found}, but this model's have "
-            f"{hidden_size}; use the {name} model that belongs to it"
-        )
-    return heads.requires_grad_(False)
 
 
 def stands_on_random_weights(folder: Path) -> bool:

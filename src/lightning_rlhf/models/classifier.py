@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -170,31 +169,19 @@ def check_classifier(
 ) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
     """Return configuration and tokenizer of the reward model in `folder`, without its weights.
 
-    Raises the errors of `load_classifier`; one ConfigError names all options that do not fit.
+    Raises the errors of `load_classifier`.
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
         own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    faults: list[str] = []
-    with collected(faults):
-        check_label(own, config.label, folder, key)
-    with collected(faults):
-        check_length(own, config.max_tokens, key)
-    with collected(faults):
-        reader = load_reader(folder, config, key)
-    if faults:
-        raise ConfigError("; and ".join(faults))
+    check_label(own, config.label, folder, key)
+    limit = positions(own)
+    require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
+            f"{key}.max_tokens", config.max_tokens,
+            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
+    reader = load_reader(folder, config, key)
     check_weights(folder)
     return own, reader
-
-
-@contextlib.contextmanager
-def collected(faults: list[str]) -> Iterator[None]:
-    """Append the message of a ConfigError raised in the block to `faults`, and suppress it."""
-    try:
-        yield
-    except ConfigError as error:
-        faults.append(str(error))
 
 
 def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
@@ -232,14 +219,6 @@ def positions(config: PretrainedConfig) -> int | None:
     if limit is not None and "roberta" in config.model_type:  # starts after pad_token_id
         limit -= text.pad_token_id + 1
     return limit
-
-
-def check_length(config: PretrainedConfig, max_tokens: int | None, key: str) -> None:
-    """Raise ConfigError where `max_tokens` is larger than the model's number of positions."""
-    limit = positions(config)
-    fits = limit is None or max_tokens is None or max_tokens <= limit
-    require(fits, f"{key}.max_tokens", max_tokens,
-            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
 
 
 def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,19 +47,21 @@ def write_final(
 
     Raises StorageError where the disk is full.
     """
-    with written_whole(folder, _size(roles, role), "folder") as beside:
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    parts = roles.model.named_parameters()
+    size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
+    with written_whole(folder, size, "folder") as beside:
         own = beside / ROLES
         own.mkdir(parents=True)
         if more is not None:
             shutil.copytree(more, beside, dirs_exist_ok=True)
-        is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
         is_complete = is_adapter and len(roles.adapters(role)) > 1 and head != REWARD
         stands_on = BASE if manifest.stage == "sft" or is_complete else REFERENCE
         below = roles.probe(stands_on) if below is None else below
         fingerprints = {"self": roles.probe(role), "below": below}
         rewards = roles.heads[REWARD] if head == REWARD else None
         if is_adapter:
-            with exported(roles, role) as name:
+            with adapter_to_export(roles, role) as name:
                 base = _base_of(folder, manifest, is_whole=name != role)
                 save_adapter(beside, roles, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
@@ -75,6 +78,7 @@ def write_final(
         save_file(fingerprints, own / FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
+        manifest = dataclasses.replace(manifest, files=sorted([*os.listdir(beside), MANIFEST]))
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
 
 
@@ -100,7 +104,7 @@ def save_adapter(
 
 
 @contextmanager
-def exported(roles: Roles, role: str) -> Iterator[str]:
+def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
     """Yield the name of an adapter to export for `role`.
 
     On an SFT adapter, it is a temporary adapter that concatenates both; else the role's own.
@@ -118,13 +122,6 @@ def exported(roles: Roles, role: str) -> Iterator[str]:
     finally:
         roles.model.delete_adapter("export")
         roles.set_role(before)
-
-
-def _size(roles: Roles, role: str) -> int:
-    """Return the bytes of the adapter of `role`, or of the whole weights where it has none."""
-    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
-    parts = roles.model.named_parameters()
-    return sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
 
 
 def _base_of(folder: Path, manifest: Manifest, is_whole: bool) -> str:

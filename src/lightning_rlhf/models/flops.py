@@ -25,15 +25,14 @@ softmax, scalar heads, the optimizer, and experts that a router chooses.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxtyping import Int
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
+from lightning_rlhf.models.language_model import linear_layers
 from lightning_rlhf.models.roles import Roles
 
 
@@ -104,16 +103,3 @@ def weights_of(model: PreTrainedModel | Roles, role: str = "") -> Weights:
         attention=heads * size * sum(kind != "linear_attention" for kind in layers),
         recomputes=bool(getattr(causal_lm, "recomputes", False)),
     )
-
-
-def linear_layers(
-    trunk: nn.Module, adapters: Collection[str] = ()
-) -> Iterator[tuple[str, Any, int, int]]:
-    """Yield name, layer, inputs and outputs of each linear layer, and of those of the adapters."""
-    for name, layer in trunk.named_modules():
-        if "lora_" in name and name.rpartition(".")[2] not in adapters:
-            continue
-        if isinstance(layer, Conv1D):  # GPT-2's
-            yield name, layer, layer.nx, layer.nf
-        elif isinstance(layer, nn.Linear):
-            yield name, layer, layer.in_features, layer.out_features

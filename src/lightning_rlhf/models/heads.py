@@ -118,7 +118,11 @@ def classifier_adapter(
     A multimodal base is a classifier with a vision tower, which the adapter leaves out. None where
     transformers has no classifier for the base.
     """
-    name = trunk_name(_stored_config(causal_lm), causal_lm)
+    config_file = Path(causal_lm.name_or_path) / "config.json"
+    stored: PretrainedConfig = causal_lm.config  # the folder's may be that of a larger model
+    if config_file.is_file() and json_object(config_file).get("model_type") != stored.model_type:
+        stored = AutoConfig.from_pretrained(config_file.parent)
+    name = trunk_name(stored, causal_lm)
     if name is None:
         return None
     own = f"base_model.model.{causal_lm.base_model_prefix}."
@@ -133,16 +137,6 @@ def classifier_adapter(
         config, task_type="SEQ_CLS", modules_to_save=[SCORE], target_modules=targets
     )
     return changed, state
-
-
-def _stored_config(causal_lm: PreTrainedModel) -> PretrainedConfig:
-    """Return the configuration in the folder of the weights, which may be of a larger model."""
-    folder = Path(causal_lm.name_or_path)
-    own: PretrainedConfig = causal_lm.config
-    if not (folder / "config.json").is_file():
-        return own
-    kind = json_object(folder / "config.json").get("model_type")
-    return own if kind == own.model_type else AutoConfig.from_pretrained(folder)
 
 
 def save_classifier(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from inspect import signature
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -14,37 +13,15 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.memory import available_memory
 from lightning_rlhf.kernels.decoder import family, rotates_by_length
 from lightning_rlhf.kernels.lora import can_be_packed
 from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import use_kernels
 from lightning_rlhf.kernels.products import ROWS, compiles_by_shape, computing_dtype
-
-MOST_COPIED = 0.5
-"""Largest share of the free memory that the copies may take."""
-
-
-def copies_fit(causal_lm: PreTrainedModel) -> bool:
-    """Return whether the copies for sampling do not strain the model's device; else warn.
-
-    A CPU always copies: what a run samples does not depend on what else the machine does.
-    """
-    if causal_lm.device.type == "cpu":
-        return True
-    wanted, free = copied_bytes(causal_lm), available_memory(causal_lm.device)
-    fit = wanted <= MOST_COPIED * free
-    if not fit:
-        warnings.warn(
-            f"sampling makes no copies of the weights, which would take {wanted / 1e9:.1f} of "
-            f"{free / 1e9:.1f} GB that are free, and is slower; model.kernels=plain never makes "
-            "any",
-            stacklevel=2,
-        )
-    return fit
 
 
 def copied_bytes(causal_lm: PreTrainedModel) -> int:
@@ -55,7 +32,7 @@ def copied_bytes(causal_lm: PreTrainedModel) -> int:
     have adapters once more, with the adapters added.
     """
     dtype = computing_dtype(causal_lm)
-    layers = [layer.weight for layer in linear_layers(causal_lm.base_model)]
+    layers = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
     head = causal_lm.get_output_embeddings().weight
     copied = 0
     if all(weight.dtype in (dtype, torch.float32) for weight in layers):
@@ -68,11 +45,17 @@ def copied_bytes(causal_lm: PreTrainedModel) -> int:
     return copied + sum(layer.base_layer.weight.nbytes for layer in adapted)
 
 
-def linear_layers(trunk: nn.Module) -> Iterator[nn.Linear]:
-    """Yield the linear layers of a trunk, without those of adapters."""
+def linear_layers(
+    trunk: nn.Module, adapters: Collection[str] = ()
+) -> Iterator[tuple[str, Any, int, int]]:
+    """Yield name, layer, inputs and outputs of each linear layer, and of those of the adapters."""
     for name, layer in trunk.named_modules():
-        if isinstance(layer, nn.Linear) and "lora_" not in name:
-            yield layer
+        if "lora_" in name and name.rpartition(".")[2] not in adapters:
+            continue
+        if isinstance(layer, Conv1D):  # GPT-2's
+            yield name, layer, layer.nx, layer.nf
+        elif isinstance(layer, nn.Linear):
+            yield name, layer, layer.in_features, layer.out_features
 
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
@@ -131,7 +114,6 @@ class LanguageModel(nn.Module):
         self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
         """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
-        self._copies_weights: bool | None = None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the weights; torch has no public hook for a module inside another."""
@@ -142,15 +124,8 @@ class LanguageModel(nn.Module):
 
     @property
     def copies_weights(self) -> bool:
-        """Return True if the fast layers sample from copies of the trunk's weights.
-
-        It is decided when it is first asked for on a device, by `copies_fit`, so that a run samples
-        by the same layers throughout.
-        """
-        if self._copies_weights is None:
-            fast = self.kernels.kind == "fast"
-            self._copies_weights = fast and copies_fit(self.causal_lm)
-        return self._copies_weights
+        """Return True if the fast layers sample from copies of the trunk's weights."""
+        return self.kernels.kind == "fast"
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.

@@ -28,7 +28,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_rlhf.core.config import ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
 from lightning_rlhf.core.memory import total_memory
-from lightning_rlhf.kernels.patch import choose
 from lightning_rlhf.models.adapter import (
     DEEPEST,
     beyond_depth,
@@ -40,7 +39,11 @@ from lightning_rlhf.models.adapter import (
 )
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import restore_padding
-from lightning_rlhf.models.quantization import quantization_config, quantization_of
+from lightning_rlhf.models.quantization import (
+    quantization_config,
+    quantization_of,
+    use_exact_layers,
+)
 
 RoleContext = Callable[[], AbstractContextManager[None]]
 
@@ -150,8 +153,6 @@ def load_causal_lm(
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         check_weights(folder)
-        if config.kernels == "fast":
-            check_kernels(folder, config, source)
         model = read_weights(
             AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
         )
@@ -159,11 +160,6 @@ def load_causal_lm(
     if config.gradient_checkpointing:
         recompute(model)
     return model.eval().requires_grad_(trainable)
-
-
-def check_kernels(folder: Path, config: ModelConfig, source: str) -> None:
-    """Raise ConfigError where the model in `folder` can have no fast layers; reads no weights."""
-    choose("fast", _empty_in(folder, config, source))
 
 
 def empty_model(config: ModelConfig) -> PreTrainedModel:
@@ -180,12 +176,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     source, key = str(config.name_or_path), "model.name_or_path"
     folder = local_folder(source, key, config.revision, DESCRIPTION)
     check_references(folder / "config.json")
-    return _empty_in(folder, config, source)
-
-
-def _empty_in(folder: Path, config: ModelConfig, source: str) -> PreTrainedModel:
     trusted = config.trust_remote_code
-    with naming(source, "model.name_or_path"), torch.device("meta"):
+    with naming(source, key), torch.device("meta"):
         described = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             described, trust_remote_code=trusted
@@ -262,8 +254,6 @@ def read_weights(
 
     Raises CheckpointError where weights are missing.
     """
-    own = f"{key.rpartition('.')[0]}.quantization"
-    packed = quantization_config(config.quantization, dtype, own)
     with naming(source, key):
         model, info = auto.from_pretrained(
             folder,
@@ -272,7 +262,7 @@ def read_weights(
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
-            quantization_config=packed,
+            quantization_config=quantization_config(config.quantization, dtype),
             **more,
         )
     if info["missing_keys"]:
@@ -281,8 +271,6 @@ def read_weights(
             "random"
         )
     if quantization_of(model) in ("int8", "nf4"):
-        from lightning_rlhf.models.quantization import use_exact_layers  # needs bitsandbytes
-
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
 

@@ -15,22 +15,18 @@ from torch.nn import functional as F
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lightning_rlhf.core.config import Quantization
-from lightning_rlhf.core.errors import ConfigError, first_line
 
 
 def quantization_config(
-    quantization: Quantization, dtype: torch.dtype, key: str
+    quantization: Quantization, dtype: torch.dtype
 ) -> BitsAndBytesConfig | None:
     """Return the settings of bitsandbytes for int8 or nf4 weights (QLoRA); None without.
 
     dtype: data type in which nf4 layers compute.
-    key: configuration key of `quantization`, for error messages.
-
-    Raises ConfigError where bitsandbytes cannot be imported.
     """
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     if quantization == "none":
         return None
-    require_bitsandbytes(quantization, key)
     if quantization == "int8":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
@@ -53,43 +49,6 @@ def scale_bytes(parameter: nn.Parameter) -> int:
     if (state := getattr(parameter, "quant_state", None)) is not None:
         return int(state.absmax.nbytes)
     return 4 * len(parameter) if parameter.dtype == torch.int8 else 0
-
-
-def require_bitsandbytes(quantization: Quantization, key: str) -> None:
-    """Raise ConfigError where bitsandbytes cannot be imported."""
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    try:
-        import bitsandbytes  # noqa: F401  # which not every machine has a build of
-    except Exception as error:  # a build for another machine raises errors of any type
-        raise ConfigError(
-            f"{key} is '{quantization}', but bitsandbytes cannot be imported "
-            f"({first_line(error)}); allowed: none, or install bitsandbytes"
-        ) from error
-
-
-def check_quantization(quantization: Quantization, key: str, device: torch.device) -> None:
-    """Raise ConfigError unless bitsandbytes computes such weights, and gradients, on `device`.
-
-    A layer of 64 x 64 is computed, since its kernels depend on the device and on the build.
-    key: configuration key of `quantization`.
-    """
-    if quantization == "none":
-        return
-    require_bitsandbytes(quantization, key)
-
-    try:
-        reason = None if computes_identity(quantization, device) else "the result is wrong"
-    except Exception as error:  # a kernel that is missing raises errors of any type
-        reason = first_line(error)
-    if reason is not None:
-        raise ConfigError(
-            f"{key} is '{quantization}', which bitsandbytes cannot compute on {device.type} here "
-            f"({reason}); allowed: none"
-        )
-
-
-SIZE = 64
-"""Number of inputs and of outputs of the layer that is tried: a block of nf4."""
 
 
 class Int8Linear(bitsandbytes.nn.Linear8bitLt):  # type: ignore[misc]
@@ -136,27 +95,3 @@ def use_exact_layers(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
         elif type(module) is bitsandbytes.nn.Linear8bitLt:
             module.__class__ = Int8Linear
-
-
-def computes_identity(quantization: Quantization, device: torch.device) -> bool:
-    """Return whether a quantised layer of identity weights returns its input, and its gradient.
-
-    Both kinds have exact codes for 0 and for the largest weight, so that only the rounding of the
-    kernel is left, to 16 bits on some devices.
-    """
-    sizes: dict[str, Any] = {"bias": False, "device": "meta"}
-    identity = torch.eye(SIZE)
-    if quantization == "nf4":
-        layer = bitsandbytes.nn.Linear4bit(SIZE, SIZE, quant_type="nf4", **sizes)
-        weight = bitsandbytes.nn.Params4bit(identity, quant_type="nf4", requires_grad=False)
-    else:
-        layer = bitsandbytes.nn.Linear8bitLt(SIZE, SIZE, has_fp16_weights=False, **sizes)
-        weight = bitsandbytes.nn.Int8Params(identity, requires_grad=False)
-    layer.weight = weight.to(device)
-    use_exact_layers(layer)
-    x = torch.linspace(-1, 1, SIZE, device=device)[None].requires_grad_()
-    y = layer(x)
-    y.sum().backward()
-    assert x.grad is not None
-    worst = torch.stack([(y - x).abs().amax(), (x.grad - 1).abs().amax()]).amax()
-    return bool(worst < 0.02)

@@ -32,12 +32,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.errors import CheckpointError, first_line
+from lightning_rlhf.core.errors import CheckpointError, first_line, require
 from lightning_rlhf.core.masking import from_first_real
 from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.kernels.patch import patch, rounding, same_logits
-from lightning_rlhf.models.adapter import check_for_model, check_settings, check_weights
+from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits
+from lightning_rlhf.models.adapter import check_adapter, check_weights
 from lightning_rlhf.models.config import (
     BASE,
     REFERENCE,
@@ -45,7 +45,7 @@ from lightning_rlhf.models.config import (
     SFT,
     LoRASettings,
 )
-from lightning_rlhf.models.language_model import LanguageModel
+from lightning_rlhf.models.language_model import LanguageModel, linear_layers
 from lightning_rlhf.models.loading import checkpoint_layers, naming
 
 
@@ -57,7 +57,7 @@ def with_new_adapter(
     Raises: ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds no
         module to adapt.
     """
-    check_settings(settings, _without_adapters(model))
+    check_settings(settings, model.get_base_model() if isinstance(model, PeftModel) else model)
     targets = settings.target_modules
     config = LoraConfig(
         r=settings.r,
@@ -80,20 +80,24 @@ def with_new_adapter(
         ) from error
 
 
+def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:
+    """Raise ConfigError where the rank of a new adapter is above the model's largest layer."""
+    sizes = (max(inputs, outputs) for *_, inputs, outputs in linear_layers(model.base_model))
+    largest = max(sizes, default=int(model.config.get_text_config().hidden_size))
+    require(settings.r <= largest, "model.lora.r", settings.r,
+            f"at most {largest}, the model's largest layer")  # fmt: skip
+
+
 def with_loaded_adapter(model: PreTrainedModel | PeftModel, name: str, folder: Path) -> PeftModel:
     """Return the model with the adapter of a `final/` folder. Raises CheckpointError."""
     check_weights(folder)
-    check_for_model(folder, _without_adapters(model))
+    check_adapter(folder)
     with naming(str(folder), name), warnings.catch_warnings():
         warnings.filterwarnings("error", ".*missing adapter keys.*")
         if isinstance(model, PeftModel):
             model.load_adapter(str(folder), adapter_name=name)
             return model
         return PeftModel.from_pretrained(model, str(folder), adapter_name=name)
-
-
-def _without_adapters(model: PreTrainedModel | PeftModel) -> PreTrainedModel:
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
@@ -119,15 +123,6 @@ def check_output_layer(causal_lm: PreTrainedModel) -> None:
         raise CheckpointError(
             f"{causal_lm.config.model_type} changes its logits after the output layer "
             "(soft-capping or scaling), which is not supported"
-        )
-
-
-def check_not_adapted(causal_lm: PreTrainedModel) -> None:
-    """Raise CheckpointError where the output layer has an adapter."""
-    if isinstance(causal_lm.get_output_embeddings(), BaseTunerLayer):
-        raise CheckpointError(
-            "the output layer has an adapter (model.lora.target_modules names it), but all "
-            "roles predict through one output layer; leave it out"
         )
 
 
@@ -178,9 +173,13 @@ class Roles(LanguageModel):
         self.set_role(role)
 
     def _stack(self, role: str, *, trainable: bool) -> None:
-        check_not_adapted(self.causal_lm)
+        if isinstance(self.causal_lm.get_output_embeddings(), BaseTunerLayer):
+            raise CheckpointError(
+                "the output layer has an adapter (model.lora.target_modules names it), but all "
+                "roles predict through one output layer; leave it out"
+            )
         if self.kernels.kind == "fast":
-            patch(self.model)
+            patch_layers(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -243,8 +242,8 @@ class Roles(LanguageModel):
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
         The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels, and where
-        the device has no room for copies of the weights, the adapters stay beside the weights.
+        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
+        stay beside the weights.
         """
         before, self._merged = self._merged, True
         try:

@@ -9,13 +9,12 @@ from torch import Tensor
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.losses import preference_loss
 from lightning_rlhf.core.records import Preferences
-from lightning_rlhf.core.results import RESULT, DPOScores, DPOStep
+from lightning_rlhf.core.results import DPOScores, DPOStep
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     backward,
     halving_microbatches,
-    log_headline,
     zero_gradients,
 )
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
@@ -36,34 +35,13 @@ class DPOModule(SupervisedModule):
     """
 
     config: DPOConfig
+    step_type = DPOStep
 
     def __init__(self, roles: Roles, config: DPOConfig, replicas: Replicas = ONE) -> None:
         super().__init__("dpo", POLICY, roles, config, replicas)
 
-    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, DPOStep]:
-        loss, grad_norm, scores = self.gradient(batch)
-        is_made = self.update(loss, grad_norm)
-        result = DPOStep(
-            loss=loss, grad_norm=grad_norm, is_made=is_made, **vars(scores),
-        )  # fmt: skip
-        log_headline(self, result.headline)
-        return {RESULT: result}
-
-    def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, DPOScores]:
-        """Backpropagate the loss of a batch over all processes, and clip the gradient.
-
-        Returns: the loss and the norm of its gradient before clipping, 0-d, and the scores from
-            before the update.
-        """
-        share, scores = self.accumulate(batch)
-        return *self.clipped(share), self.joined(scores, batch)
-
     @halving_microbatches
     def accumulate(self, batch: Preferences) -> tuple[Tensor, list[DPOScores]]:
-        """Backpropagate this process's rows of a batch.
-
-        Returns: their share of its loss, 0-d, and the scores of each micro-batch.
-        """
         zero_gradients(self)
         pairs = len(batch)
         tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()

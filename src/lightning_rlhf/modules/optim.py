@@ -106,15 +106,15 @@ def sum_gradients(module: L.LightningModule, numbers: Float[Tensor, " n"]) -> Te
     Returns: the numbers of each process, [processes, n], as `Replicas.sum_gradients`.
     """
     replicas: Replicas = module.replicas  # type: ignore[assignment]
-    return replicas.sum_gradients(trained(module), numbers)
+    return replicas.sum_gradients(trained_parameters(module), numbers)
 
 
 def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:
     """Scale the gradient down to `max_norm`; return its global norm before that, 0-d."""
-    return nn.utils.clip_grad_norm_(trained(module), max_norm)
+    return nn.utils.clip_grad_norm_(trained_parameters(module), max_norm)
 
 
-def trained(module: L.LightningModule) -> list[nn.Parameter]:
+def trained_parameters(module: L.LightningModule) -> list[nn.Parameter]:
     """Return the parameters that the optimizer updates, in its order."""
     return [p for group in _optimizer(module).param_groups for p in group["params"]]
 
@@ -130,7 +130,7 @@ def _optimizer(module: L.LightningModule) -> LightningOptimizer:
     return optimizer
 
 
-def check_trainer(module: L.LightningModule) -> None:
+def check_epochs_and_replicas(module: L.LightningModule) -> None:
     """Raise ConfigError unless the Trainer has one epoch and the module's number of processes."""
     require(module.trainer.max_epochs == 1, "max_epochs of the Trainer", module.trainer.max_epochs,
             "1: the data of a whole run are one epoch, in which examples are seen as often as the "

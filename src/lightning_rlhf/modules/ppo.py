@@ -366,7 +366,7 @@ class PPOModule(L.LightningModule):
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def on_fit_start(self) -> None:
-        optim.check_trainer(self)
+        optim.check_epochs_and_replicas(self)
         self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:

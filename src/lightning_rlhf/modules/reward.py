@@ -11,13 +11,12 @@ from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss
 from lightning_rlhf.core.masking import upload
 from lightning_rlhf.core.records import Preferences
-from lightning_rlhf.core.results import RESULT, PairScores, RewardStep
+from lightning_rlhf.core.results import PairScores, RewardStep
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.optim import (
     backward,
     halving_microbatches,
-    log_headline,
     zero_gradients,
 )
 from lightning_rlhf.modules.supervised import SupervisedModule
@@ -34,6 +33,7 @@ class RewardModule(SupervisedModule):
     """
 
     config: RMConfig
+    step_type = RewardStep
 
     def __init__(
         self, roles: Roles, config: RMConfig, *, seed: int, replicas: Replicas = ONE
@@ -41,31 +41,8 @@ class RewardModule(SupervisedModule):
         super().__init__("rm", REWARD, roles, config, replicas)
         self.seed = seed
 
-    def training_step(self, batch: Preferences, batch_idx: int) -> dict[str, RewardStep]:
-        loss, grad_norm, scores = self.gradient(batch)
-        is_made = self.update(loss, grad_norm)
-        result = RewardStep(
-            loss=loss, grad_norm=grad_norm, is_made=is_made,
-            chosen=scores.chosen, rejected=scores.rejected,
-        )  # fmt: skip
-        log_headline(self, result.headline)
-        return {RESULT: result}
-
-    def gradient(self, batch: Preferences) -> tuple[Tensor, Tensor, PairScores]:
-        """Backpropagate the loss of a batch over all processes, and clip the gradient.
-
-        Returns: the loss and the norm of its gradient before clipping, 0-d, and the scores from
-            before the update.
-        """
-        share, scores = self.accumulate(batch)
-        return *self.clipped(share), self.joined(scores, batch)
-
     @halving_microbatches
     def accumulate(self, batch: Preferences) -> tuple[Tensor, list[PairScores]]:
-        """Backpropagate this process's rows of a batch.
-
-        Returns: their share of its loss, 0-d, and the scores of each micro-batch.
-        """
         zero_gradients(self)
         size, rows = self.guard.microbatch.rows, self.replicas.rows
         mine, draws = batch.select(rows), self.draws(len(batch))[rows]

@@ -21,8 +21,8 @@ from lightning_rlhf.modules.optim import (
     advance_schedule,
     backward,
     build_optimizer,
+    check_epochs_and_replicas,
     check_parameters,
-    check_trainer,
     clip_gradients,
     halving_microbatches,
     log_headline,
@@ -37,7 +37,10 @@ R = TypeVar("R", bound=Record)
 
 
 class SupervisedModule(L.LightningModule):
-    """Base class of SFT, the reward model and DPO, whose `training_step` calls `update`."""
+    """Base class of SFT, the reward model and DPO, which differ in `accumulate`."""
+
+    step_type: type[Any]
+    """Class of the result of a step."""
 
     def __init__(
         self,
@@ -67,26 +70,37 @@ class SupervisedModule(L.LightningModule):
         self.logs_headline = True
         """False where a callback logs the headline metrics together with all others."""
 
-    def update(self, loss: Tensor, grad_norm: Tensor) -> bool:
-        """Make the optimizer step of a batch, unless loss or gradient is not finite.
-
-        Return whether it was made. Raises as `UpdateGuard.check_finite`.
-        """
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        loss, grad_norm, facts = self.gradient(batch)
         is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
             step(self)
         advance_schedule(self)
         self.iteration += 1
-        return is_made
+        result = self.step_type(loss=loss, grad_norm=grad_norm, is_made=is_made, **facts)
+        log_headline(self, result.headline)
+        return {RESULT: result}
 
-    def clipped(self, share: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum loss and gradient over all processes, and clip the gradient.
+    def gradient(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Backpropagate the loss of a batch over all processes, and clip the gradient.
 
-        share: loss of this process's rows, divided by the counts of the whole batch, 0-d.
-        Returns: the loss, and the norm of its gradient before clipping, 0-d.
+        Returns: the loss and the norm of its gradient before clipping, 0-d, and what else the
+            result of the step holds, from before the update.
         """
+        share, parts = self.accumulate(batch)
         loss = sum_gradients(self, share[None]).sum()
-        return loss, clip_gradients(self, self.config.max_grad_norm)
+        return loss, clip_gradients(self, self.config.max_grad_norm), self.facts(parts, batch)
+
+    def accumulate(self, batch: Any) -> tuple[Tensor, list[Any]]:
+        """Backpropagate this process's rows of a batch.
+
+        Returns: their share of its loss, 0-d, and the scores of each micro-batch.
+        """
+        raise NotImplementedError
+
+    def facts(self, parts: Sequence[Record], batch: Any) -> dict[str, Tensor]:
+        """Return the scores of a batch by name, from those of this process's micro-batches."""
+        return vars(self.joined(parts, batch))
 
     @torch.no_grad()
     def row_losses(self, batch: Record) -> Float[Tensor, " B"]:
@@ -98,7 +112,7 @@ class SupervisedModule(L.LightningModule):
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
-        check_trainer(self)
+        check_epochs_and_replicas(self)
 
     def joined(self, parts: Sequence[R], batch: Record) -> R:
         """Return the records of the rows of a batch from those of each process's rows.
@@ -150,36 +164,23 @@ class SFTModule(SupervisedModule):
     """
 
     config: SFTConfig
+    step_type = SFTStep
 
     def __init__(self, roles: Roles, config: SFTConfig, replicas: Replicas = ONE) -> None:
         super().__init__("sft", roles.role, roles, config, replicas)
 
-    def training_step(self, batch: Demonstrations, batch_idx: int) -> dict[str, SFTStep]:
-        loss, grad_norm = self.gradient(batch)
-        is_made = self.update(loss, grad_norm)
-        result = SFTStep(
-            loss=loss, tokens=batch.target_mask.sum(), grad_norm=grad_norm, is_made=is_made,
-        )  # fmt: skip
-        log_headline(self, result.headline)
-        return {RESULT: result}
-
-    def gradient(self, batch: Demonstrations) -> tuple[Tensor, Tensor]:
-        """Backpropagate the loss of a batch over all processes, and clip the gradient.
-
-        Returns: the loss, and the norm of its gradient before clipping, 0-d.
-        """
-        return self.clipped(self.accumulate(batch))
-
     @halving_microbatches
-    def accumulate(self, batch: Demonstrations) -> Tensor:
-        """Backpropagate this process's rows of a batch; return their share of its loss, 0-d."""
+    def accumulate(self, batch: Demonstrations) -> tuple[Tensor, list[Any]]:
         zero_gradients(self)
         loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
         size, mine = self.guard.microbatch.rows, batch.select(self.replicas.rows)
         targets = mine.target_mask.cpu().split(size)
         for micro_batch, mask in zip(mine.split(size), targets, strict=False):
             loss += backward(self, -self.logprobs(micro_batch, mask).sum() / tokens)
-        return loss
+        return loss, []
+
+    def facts(self, parts: Sequence[Record], batch: Demonstrations) -> dict[str, Tensor]:
+        return {"tokens": batch.target_mask.sum()}
 
     def validation_step(self, batch: Demonstrations, batch_idx: int) -> SFTEvaluation:  # type: ignore[override]
         nll_sum = self.replicas.sum(self.nll_of_share(batch))

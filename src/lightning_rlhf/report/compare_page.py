@@ -15,13 +15,13 @@ from rich.table import Table
 from rich.text import Text
 from scipy.special import stdtrit
 
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.io.console import visible_line
-from lightning_rlhf.report.conclusion import GOLD, heading_of
 from lightning_rlhf.report.curves import PALETTE
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.plots import Area, Plot, Point, Series
 from lightning_rlhf.report.run_page import TextTable, environment
-from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL, Curves, joined, points
+from lightning_rlhf.report.run_plots import Curves, joined, points
 
 KL_VALUES = 5
 """Number of values of the KL at which rewards are compared."""

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from lightning_rlhf.core.best_of import best_of_kl
+from lightning_rlhf.core.kl import best_of_kl
+from lightning_rlhf.core.metrics import PASS
 from lightning_rlhf.core.text_metrics import pass_at_k
 from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval
-from lightning_rlhf.rewards.format_check import PASS
 
 Sample = Mapping[str, Any]
 Decoding = Literal["sampled", "greedy"]

@@ -7,41 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT_KL, label_of
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.report.tables import LABELS
-from lightning_rlhf.rewards.format_check import JUDGE
 
 Level = Literal["good", "doubtful", "bad", "unknown"]
 LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")
 """Levels of a verdict; of several the last one counts."""
-GOLD = f"{JUDGE}gold"
-NAMES = {
-    "reward_mean": "the reward in training",
-    "kl_divergence": "the KL to the reference in training, nats a response",
-    "entropy": "the entropy in training, nats a token",
-    "ppo_loss": "the PPO loss",
-    "eval/reward_mean": "the reward on held-out prompts",
-    GOLD: "the gold score",
-    "eval/win_rate": "the win rate over the SFT model",
-    "eval/distinct_1": "the share of different words",
-    "eval/distinct_2": "the share of different pairs of words",
-    "eval/loss": "the loss on held-out demonstrations",
-    "eval/perplexity": "the perplexity of held-out demonstrations",
-    "eval/unigram_perplexity": "the perplexity by token frequencies alone",
-    "eval/accuracy": "the accuracy on held-out pairs",
-    "eval/rm_loss": "the loss on held-out pairs",
-    "eval/dpo_loss": "the preference loss on held-out pairs",
-    "eval/sft_loss": "the SFT loss of chosen responses",
-    "eval/reward_chosen": "the reward of chosen responses",
-    "eval/reward_rejected": "the reward of rejected responses",
-    "eval/reward_margin": "the reward of chosen less that of rejected responses",
-    "eval/logps_chosen": "the log-probability of chosen responses, nats",
-    "rank/reward_mean": "the reward of all responses",
-    "rank/best_reward": "the reward of the best response to each prompt",
-    "rank/pairs": "the number of preference pairs",
-    "eval/logps_rejected": "the log-probability of rejected responses, nats",
-}
-"""Names of metrics in a sentence, where they are not those of LABELS."""
 PERPLEXITY, UNIGRAM = "eval/perplexity", "eval/unigram_perplexity"
 LITTLE = 0.75
 """Share of the loss of token frequencies from which a model has learned little: that of pairs of
@@ -107,7 +78,7 @@ def conclude(
         if found >= max(unigram, 1) ** LITTLE:  # the losses are the logarithms
             levels.append("doubtful")
             parts[-1] += ": the model has learned little"
-    if "eval/kl" in known:
+    if HELD_OUT_KL in known:
         parts.append(f"the KL to the SFT model is {measured(known['eval/kl'])} nats a response")
     if findings:
         levels.append("doubtful")
@@ -147,18 +118,6 @@ def judge(one: Evaluated, direction: Literal["min", "max"]) -> Verdict:
         interval = f" [{short(low)}, {short(high)}]"
     words = f"{'rose' if rises else 'fell'} by {change}{interval} to {short(one.value)}"
     return Verdict(level, f"{label} {words}")
-
-
-def label_of(metric: str) -> str:
-    """Return the name of a metric in a sentence."""
-    return NAMES.get(metric) or LABELS.get(metric) or metric.removeprefix(JUDGE)
-
-
-def heading_of(metric: str) -> str:
-    """Return the name of a metric above or beside its values."""
-    label = label_of(metric).removeprefix("the ")
-    is_key = "_" in label or "/" in label
-    return label if is_key else f"{label[:1].upper()}{label[1:]}"
 
 
 def measured(one: Evaluated) -> str:

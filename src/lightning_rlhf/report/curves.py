@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lightning_rlhf.rewards.format_check import EVAL_PART, PART
+from lightning_rlhf.core.metrics import EVAL_PART, PART
 
 # Palette of Okabe and Ito, distinguishable with all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"

@@ -13,11 +13,11 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core.metrics import PASS
 from lightning_rlhf.io.console import json_line, visible_line
 from lightning_rlhf.report.comparison import DECODINGS, Comparison, Decoding, PolicySamples
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.tables import ABSENT, plain, spread, table, verdict_lines
-from lightning_rlhf.rewards.format_check import PASS
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600

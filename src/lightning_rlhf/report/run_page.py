@@ -12,8 +12,9 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from lightning_rlhf.core.metrics import heading_of
 from lightning_rlhf.io.console import visible
-from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict, heading_of
+from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.plots import Plot, color_class, draw
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
+from lightning_rlhf.core.metrics import FAN, FLOPS, GOLD, HELD_OUT, HELD_OUT_KL, KL, REWARD
 from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE, Axis, Line, Panel, panel_for_each
 from lightning_rlhf.report.plots import Area, Mark, Plot, Point, Series
 
@@ -15,11 +16,6 @@ Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 Healthy = Mapping[str, tuple[str, tuple[float | None, float | None] | None]]
 """Metric -> (text on its healthy range, lowest and highest healthy value)."""
 Panels = Callable[[Collection[str]], Sequence[Panel]]
-
-REWARD, KL, FLOPS = "reward_mean", "kl_divergence", "compute/flops"
-HELD_OUT, HELD_OUT_KL, GOLD = "eval/reward_mean", "eval/kl", "eval/judge/gold"
-FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
-"""Metrics of the quantiles of the score."""
 
 
 def curve_plots(

@@ -14,27 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.metrics import BEFORE_AFTER, EVAL_PART, JUDGE, KL, label_of, short_name
 from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.io.storage import damaged_line, is_number, json_lines
 from lightning_rlhf.models.checkpoint import Verdict
-from lightning_rlhf.rewards.format_check import EVAL_PART, JUDGE, short_name
 
 PARTS = (JUDGE, EVAL_PART)
 """Prefixes of the metrics whose names a judge or the reward chooses."""
-
-LABELS: Mapping[str, str] = {
-    "eval/reward_mean": "reward",
-    "eval/judge/gold": "gold score",
-    "eval/kl": "KL to the SFT model, nats a response",
-    "eval/response_perplexity": "perplexity under the SFT model",
-    "eval/response_tokens": "response length, tokens",
-    "eval/ended": "ended in time",
-    "eval/judge/correct": "correct",
-    "eval/judge/correct_misconception": "correct where people err",
-    "eval/judge/polite": "polite",
-    "eval/judge/rude": "rude",
-}
-"""Label of each metric, in the order of the table; other parts of a judge follow."""
 
 ABSENT = "-"
 DIGITS = 6
@@ -68,10 +54,12 @@ def before_after_table(
     table.add_column("")
     for heading in ("SFT", "after PPO", "change"):
         table.add_column(heading, justify="right")
-    parts = sorted(name for name in after if name.startswith(PARTS) and name not in LABELS)
-    for name in [*(name for name in LABELS if name in after), *parts]:
-        label = LABELS[name] if name in LABELS else name.removeprefix(JUDGE).removeprefix("eval/")
-        table.add_row(Text(visible_line(label)), *_change(before, after, name))
+    parts = sorted(name for name in after if name.startswith(PARTS))
+    for name in dict.fromkeys((*BEFORE_AFTER, *parts)):
+        if name in after:
+            label = label_of(name).removeprefix("the ").removesuffix(" on held-out prompts")
+            shown = Text(visible_line(label.removeprefix("eval/")))
+            table.add_row(shown, *_change(before, after, name))
     return table
 
 
@@ -261,10 +249,10 @@ def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
 
     A policy has collapsed if kl_divergence / response_tokens > FAR (or NaN), or entropy < SURE.
     """
-    per_token = row["kl_divergence"] / row["rollout/response_tokens"]
+    per_token = row[KL] / row["rollout/response_tokens"]
     found = []
     if not per_token <= FAR:  # true of NaN as well
-        found.append(f"kl_divergence is {per_token:.3g} nats a token (above {FAR:g})")
+        found.append(f"{KL} is {per_token:.3g} nats a token (above {FAR:g})")
     if "entropy" in row and not row["entropy"] >= SURE:
         found.append(f"entropy is {row['entropy']:.3g} nats a token (below {SURE:g})")
     if not found:

@@ -130,7 +130,7 @@ class HeadConfig(LearnedConfig):
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ModelConfig(LearnedConfig, ClassifierConfig):
+class TextModelConfig(LearnedConfig, ClassifierConfig):
     """A reward model of any family, which reads text through its own tokenizer and template."""
 
     device: Annotated[str, described("a device of torch")] | None

@@ -13,7 +13,6 @@ import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -102,30 +101,34 @@ class FormatResult:
 
         shows_text: whether the text of one pair, a row of the data, is among them.
         """
-        here = f"{self.accuracy:.2f} of them ranked as labelled"
-        if self.gap is None:
-            first = f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}"
-            more = (*self.problems, *(f"look: {doubt}" for doubt in self.doubts))
-            shown = [f"  text of a pair: {self.rendered!r}"] * shows_text
-            return [first, *shown, *(f"  {line}" for line in more)]
         first = (
-            f"reward {name}: {self.pairs} held-out pairs read through PPO's path, {here}, "
-            f"{self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} of "
-            f"their standard deviation (allowed: {tolerance:g})"
+            f"reward {name}: {self.pairs} held-out pairs read through PPO's path, "
+            f"{self.accuracy:.2f} of them ranked as labelled"
         )
-        shown = [f"  text of a pair: {self.rendered!r}"] * shows_text
-        if self.rendered != self.own_rendered and not shows_text:
-            shown = ["  the text of a pair is another one there; debug=true shows both"]
-        elif self.rendered != self.own_rendered:
-            shown = [
-                f"  text of a pair there: {self.own_rendered!r}",
-                f"  text of a pair here:  {self.rendered!r}",
-                f"  first difference: {first_difference(str(self.own_rendered), self.rendered)}",
-            ]
-        return [first, *shown, *(f"  {problem}" for problem in self.problems)]
+        shown = [f"text of a pair: {self.rendered!r}"] * shows_text
+        if self.gap is not None:
+            first += (
+                f", {self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} "
+                f"of their standard deviation (allowed: {tolerance:g})"
+            )
+            if self.rendered != self.own_rendered:
+                shown = ["the text of a pair is another one there; debug=true shows both"]
+                if shows_text:
+                    there, here = str(self.own_rendered), self.rendered
+                    pairs = enumerate(zip(there, here, strict=False))
+                    at = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
+                    part = slice(max(0, at - 10), at + 40)
+                    shown = [
+                        f"text of a pair there: {there!r}",
+                        f"text of a pair here:  {here!r}",
+                        f"first difference: at character {at}, {there[part]!r} there, "
+                        f"{here[part]!r} here",
+                    ]
+        doubts = [f"look: {doubt}" for doubt in self.doubts if self.gap is None]
+        return [first, *(f"  {line}" for line in (*shown, *self.problems, *doubts))]
 
 
-def compare(
+def compare_scores(
     known: Sequence[KnownPair],
     chosen: Sequence[float],
     rejected: Sequence[float],
@@ -175,13 +178,6 @@ def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
     return statistics.fmean(
         0.5 * ((c > r) + (c >= r)) for c, r in zip(chosen, rejected, strict=True)
     )
-
-
-def first_difference(there: str, here: str, characters: int = 40) -> str:
-    """Return where two texts first differ, with the characters that follow in each."""
-    at = sum(1 for _ in takewhile(lambda two: two[0] == two[1], zip(there, here, strict=False)))
-    shown = slice(max(0, at - 10), at + characters)
-    return f"at character {at}, {there[shown]!r} there, {here[shown]!r} here"
 
 
 ProbeKind = Literal["empty", "repeated", "truncated", "prompt_copied", "flattery", "refusal"]
@@ -243,23 +239,3 @@ def _responses(question: str, good: str) -> Iterator[tuple[ProbeKind, str]]:
     yield "prompt_copied", question
     yield "flattery", FLATTERY
     yield "refusal", REFUSAL
-
-
-JUDGE = "eval/judge/"
-"""Prefix of a judge's metrics of the responses."""
-
-BEST_JUDGE = "rank/best_judge/"
-"""Prefix of a judge's metrics of the best response to each prompt."""
-
-PART, EVAL_PART = "rollout/reward/", "eval/reward/"
-"""Prefixes of the components of a reward with several components, in training and evaluation."""
-
-PASS = "eval/pass@"
-"""Prefix of pass@k, which the number k and the name of the score complete."""
-INTERVALS = ("eval/reward_gain_", "eval/win_rate_")
-"""Prefixes of the ends of intervals, which low and high complete."""
-
-
-def short_name(metric: str) -> str:
-    """Return the name of a metric of an evaluation as the results of a sweep show it."""
-    return metric.removeprefix("eval/").removeprefix("judge/")

@@ -22,7 +22,7 @@ from pydantic import Field
 from lightning_rlhf.core.errors import ConfigError, RewardError, quoted, require
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, check_value
-from lightning_rlhf.io.user_code import FAULTS, number
+from lightning_rlhf.io.user_code import FAULTS
 
 Unit = Literal["words", "characters"]
 
@@ -97,7 +97,10 @@ def exact_match(
     def score(response: str, wanted: Any) -> float | None:
         if wanted is None:
             return None
-        found = response if compiled is None else _group(compiled, response)
+        if compiled is None:
+            return float(plain(response) == plain(str(wanted)))
+        match = compiled.search(response)
+        found = None if match is None else match.group(1)
         return float(found is not None and plain(found) == plain(str(wanted)))
 
     return [score(*pair) for pair in zip(responses, answer, strict=True)]
@@ -147,17 +150,16 @@ def _refuse(constant: str) -> None:
     raise ValueError(constant)
 
 
-def _group(pattern: re.Pattern[str], text: str) -> str | None:
-    found = pattern.search(text)
-    return None if found is None else found.group(1)
-
-
 def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
     require(isinstance(pattern, str), argument, pattern, "a regular expression")
     try:
         return re.compile(pattern)
     except re.error as error:
         raise ConfigError(f"{argument} is {pattern!r}, no regular expression: {error}") from error
+
+
+BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
 
 
 @dataclass(frozen=True)
@@ -182,16 +184,12 @@ class FunctionReward:
     """Columns of the data, besides those that the rows of a batch have."""
 
     def __post_init__(self) -> None:
-        takes = self._takes
-        if not takes.texts:
-            raise ConfigError(
-                f"{self._called} takes {takes.signature}; allowed: (prompts, responses, ...)"
-            )
+        named = [p.name for p in self._others.values() if p.kind is not p.VAR_KEYWORD]
         for argument in self.arguments:
-            if not takes.is_taken(argument):
+            if not self._takes(argument):
                 raise ConfigError(
-                    f"{self.name}.arguments has {argument!r}, but {self._called} takes "
-                    f"{takes.signature}; allowed: {', '.join(takes.named) or 'none'}"
+                    f"{self.name}.arguments has {argument!r}, but {self._called} does not take "
+                    f"it; allowed: {', '.join(named) or 'none'}"
                 )
 
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
@@ -205,19 +203,16 @@ class FunctionReward:
         self._check(columns)
         return replace(self, columns=tuple(columns))
 
-    def __call__(self, decoded: DecodedResponses) -> list[float | None]:
+    def __call__(self, decoded: DecodedResponses) -> Any:
         rows, responses = decoded.rows, list(decoded.responses)
         prompts = [row["prompt"] for row in rows]
         columns = [*dict.fromkeys([*self.columns, *(name for row in rows for name in row)])]
         self._check(columns)
         full = [{**dict.fromkeys(columns), **row} for row in rows]
-        given = {
-            name: [row[name] for row in full]
-            for name in columns
-            if name != "prompt" and self._takes.is_taken(name)
-        }
+        taken = [name for name in columns if name != "prompt" and self._takes(name)]
+        given = {name: [row[name] for row in full] for name in taken}
         try:
-            result = self.function(prompts, responses, **{**given, **self.arguments})
+            return self.function(prompts, responses, **{**given, **self.arguments})
         except ConfigError as error:
             raise ConfigError(f"{self._called} refuses: {error}") from error
         except FAULTS as error:
@@ -226,7 +221,6 @@ class FunctionReward:
                 f"{len(responses)} prompts is {quoted(prompts[0])}, its response "
                 f"{quoted(responses[0])}; debug=true shows the traceback"
             ) from error
-        return self._numbers(result, len(responses))
 
     def _place(self, error: BaseException) -> str:
         """Return " at FILE:LINE" of the last line reached in the function's file, or "" if
@@ -238,8 +232,9 @@ class FunctionReward:
 
     def _check(self, columns: Collection[str]) -> None:
         there = [name for name in columns if name != "prompt"]
-        for name in self._takes.required:
-            if name not in there and name not in self.arguments:
+        for name, parameter in self._others.items():
+            is_needed = parameter.default is parameter.empty and parameter.kind in NAMED
+            if is_needed and name not in there and name not in self.arguments:
                 in_files = [column for column in there if column != "messages"]
                 raise ConfigError(
                     f"{self._called} needs {name!r}, which is neither in {self.name}.arguments "
@@ -247,55 +242,30 @@ class FunctionReward:
                     f"({', '.join(in_files) or 'none'}) nor messages, the turns of the prompt"
                 )
 
-    def _numbers(self, result: Any, count: int) -> list[float | None]:
-        scores = result.tolist() if hasattr(result, "tolist") else result
-        if not isinstance(scores, list | tuple):
-            raise RewardError(
-                f"{self._called} returned {quoted(result)}; allowed: a list of numbers, one for "
-                f"each of {count} responses"
-            )
-        numbers: list[float | None] = []
-        for score in scores:
-            try:
-                numbers.append(None if score is None else number(score))
-            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise RewardError(
-                    f"{self._called} returned {quoted(score)} as score {len(numbers)} of "
-                    f"{len(scores)}, counted from 0; allowed: a number"
-                ) from error
-        return numbers
+    def _takes(self, name: str) -> bool:
+        """Return whether a value can be passed by this name."""
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._others.values())
+        return name in self._others or (takes_all and name not in self._parameters)
 
     @cached_property
-    def _takes(self) -> _Takes:
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
         try:
-            return _Takes(inspect.signature(self.function))
+            return inspect.signature(self.function).parameters
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self._called} does not tell what it takes: {error}") from error
+
+    @cached_property
+    def _others(self) -> dict[str, inspect.Parameter]:
+        """Parameters behind the two texts; raises ConfigError where the function takes no texts."""
+        names = [*self._parameters]
+        by_position = [p.kind in BY_POSITION for p in self._parameters.values()]
+        if by_position[:2] != [True, True] or names[0] == "responses" or names[1] == "prompts":
+            raise ConfigError(
+                f"{self._called} takes ({', '.join(names)}); allowed: (prompts, responses, ...)"
+            )
+        return {name: self._parameters[name] for name in names[2:]}
 
     @property
     def _called(self) -> str:
         shown = getattr(self.function, "__qualname__", repr(self.function))
         return f"{self.name}: the function {shown}"
-
-
-class _Takes:
-    """Parameters of a function: two texts by position, all others by name."""
-
-    def __init__(self, signature: inspect.Signature) -> None:
-        self.signature = signature
-        parameters = list(signature.parameters.values())
-        first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-        self._first = [p.name for p in first[:2]]
-        rest = [p for p in parameters if p.name not in self._first]
-        named = [p for p in rest if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        self.named = [p.name for p in named]
-        self.required = [p.name for p in named if p.default is p.empty]
-        kinds = {p.kind for p in rest}
-        self._takes_all = inspect.Parameter.VAR_KEYWORD in kinds
-        room = len(self._first) == 2 or inspect.Parameter.VAR_POSITIONAL in kinds
-        swapped = "responses" in self._first[:1] or "prompts" in self._first[1:]
-        self.texts = room and not swapped and inspect.Parameter.POSITIONAL_ONLY not in kinds
-
-    def is_taken(self, name: str) -> bool:
-        """Return whether a value can be passed by this name."""
-        return name in self.named or (self._takes_all and name not in self._first)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import itertools
@@ -23,7 +24,7 @@ from urllib3.exceptions import TimeoutError as SlowError
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import make_headers
 
-from lightning_rlhf.core.errors import ConfigError, RewardError, counted, quoted
+from lightning_rlhf.core.errors import ConfigError, RewardError, quoted
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.rewards.config import HIDDEN, parsed, redacted, token_in
@@ -42,8 +43,6 @@ PIECE_BYTES = 2**16
 """Size of the pieces in which an answer is read, bytes."""
 AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501, 505)))
 """Statuses after which a request is sent again, since the server may then succeed."""
-NOT_OF_NOTHING = (200, 400, 422, *AGAIN)
-"""Statuses with which a working server may answer a request for no scores."""
 
 
 class HTTPReward:
@@ -95,8 +94,21 @@ class HTTPReward:
         """
         permitted(redacted(url), name)
         self._url = parsed(url, f"{name}.url")
-        self._headers, self._secrets = authorization(self._url.auth, token_env, name)
-        self._secrets += [self._url.query] if self._url.query else []
+        user, self._headers = self._url.auth, {"content-type": "application/json"}
+        self._secrets = [self._url.query] if self._url.query else []
+        if user and token_env is not None:
+            raise ConfigError(
+                f"{name}.url has a user and {name}.token_env is {token_env!r}; give one of them"
+            )
+        if user:
+            self._headers |= make_headers(basic_auth=unquote(user))
+            _, _, password = user.partition(":")
+            coded = self._headers["authorization"].split()[1]
+            self._secrets += filter(None, (user, coded, password, unquote(password)))
+        if token_env is not None:
+            token = token_in(token_env, f"{name}.token_env")
+            self._headers["authorization"] = f"Bearer {token}"
+            self._secrets.append(token)
         self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
         self._name, self._warn, self._server = name, warn, f"{name}: the server {redacted(url)}"
         self._cache: OrderedDict[bytes, float] = OrderedDict()
@@ -117,13 +129,14 @@ class HTTPReward:
         timeout_s = min(self._timeout_s, GREETING_S)
         try:
             answer, data = self._post([], timeout_s)
-        except _NoAnswer as error:
-            if error.is_away:
-                raise self._not_there(error) from error
+        except _Away as error:
+            raise self._not_there(error) from error
+        except _NoAnswer:
             words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
             self._warn(f"{self._server} {words}")
             return
-        if answer.status not in NOT_OF_NOTHING:
+        # What a working server may answer to a request for no scores.
+        if answer.status not in (200, 400, 422, *AGAIN):
             raise self._refused(answer, data)
         if answer.status == 200:
             self._scores(data, [])
@@ -150,18 +163,21 @@ class HTTPReward:
             try:
                 answer, data = self._post(questions, self._timeout_s)
             except _NoAnswer as error:
-                if error.is_away and not self._has_answered:
+                if isinstance(error, _Away) and not self._has_answered:
                     raise self._not_there(error) from error
                 if done == self._tries:
-                    often = "1 try" if done == 1 else f"{done} tries"
-                    raise self._error(f"did not answer for {often}: it {error}") from error
+                    tries = f"{done} of {done} tries"
+                    raise self._error(f"did not answer in {tries}: it {error}") from error
                 reason = str(error)
             else:
                 if answer.status == 200:
                     return self._scores(data, questions)
                 if done == self._tries or answer.status not in AGAIN:
                     raise self._refused(answer, data)
-                reason, pause_s = f"answered {answer.status}", _asked_pause_s(answer, pause_s)
+                reason = f"answered {answer.status}"
+                with contextlib.suppress(InvalidHeader, ValueError, OverflowError):
+                    asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
+                    pause_s = pause_s if asked is None else asked
             reason = f"{reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
             self._warn(f"{self._server} {self._hide(reason)}")
             time.sleep(pause_s)
@@ -205,23 +221,22 @@ class HTTPReward:
             while piece := answer.read(PIECE_BYTES):
                 data += piece
                 if len(data) > max_bytes:
-                    raise self._unusable(f"its answer has more than {max_bytes} bytes")
+                    raise self._error(f"cannot be used: its answer has over {max_bytes} bytes")
             is_whole = self._has_answered = True
             return answer, bytes(data)
-        except ssl.SSLCertVerificationError as error:
-            raise self._unusable(f"its certificate is not trusted: {error}") from error
         except DecodeError as error:
-            raise self._unusable(f"its answer cannot be unpacked: {error}") from error
+            raise self._error(f"cannot be used: its answer cannot be unpacked: {error}") from error
         except (OSError, HTTPException, HTTPError) as error:
-            if type(error) is ssl.SSLError:
-                raise self._unusable(f"no TLS can be spoken with it: {error}") from error
+            if type(error) in (ssl.SSLError, ssl.SSLCertVerificationError):
+                raise self._error(f"cannot be used: no trusted TLS: {error}") from error
             reason = str(error) or type(error).__name__
             refused = isinstance(error, NewConnectionError)  # to urllib3 a slow one as well
             if isinstance(error, TimeoutError | SlowError) and not refused:
                 awaited = "whole answer" if is_reached else "connection"
                 reason = f"no {awaited} within {timeout_s:g} s"
-            words = f"gave no answer: {reason}" if is_reached else f"is away: {reason}"
-            raise _NoAnswer(words, is_away=not is_reached) from error
+            if not is_reached:
+                raise _Away(f"is away: {reason}") from error
+            raise _NoAnswer(f"gave no answer: {reason}") from error
         finally:
             if not is_whole:
                 connection.close()
@@ -232,14 +247,9 @@ class HTTPReward:
             answer = json.loads(data, parse_int=float)
         except (ValueError, RecursionError):
             raise self._error(f"answered no JSON: {_first_line(data)}; {allowed}") from None
-        if not isinstance(answer, dict) or "scores" not in answer:
-            raise self._error(f'answered {quoted(answer)}, which has no "scores"; {allowed}')
-        scores = answer["scores"]
-        if not isinstance(scores, list):
-            raise self._error(f'answered "scores": {quoted(scores)}; {allowed}')
-        if len(scores) != len(questions):
-            count = counted(len(questions), "response")
-            raise self._error(f"gave {counted(len(scores), 'score')} for {count}")
+        scores = answer["scores"] if isinstance(answer, dict) and "scores" in answer else None
+        if not isinstance(scores, list) or len(scores) != len(questions):
+            raise self._error(f"answered {quoted(answer)}; {allowed}")
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
                 raise self._error(
@@ -267,9 +277,6 @@ class HTTPReward:
             advice = f"; a redirect to {where!r} is not followed: {self._name}.url is to be it"
         return self._error(f"answered {status}{often}: {_first_line(data)}{advice}")
 
-    def _unusable(self, why: str) -> RewardError:
-        return self._error(f"cannot be used: {why}")
-
     def _error(self, what: str) -> RewardError:
         return RewardError(f"{self._server} {' '.join(self._hide(what).splitlines())}")
 
@@ -283,10 +290,9 @@ class HTTPReward:
 class _NoAnswer(Exception):
     """Raised if no whole answer arrived in time; the message is a clause without a subject."""
 
-    def __init__(self, message: str, *, is_away: bool) -> None:
-        super().__init__(message)
-        self.is_away = is_away
-        """True if no connection to the server could be made."""
+
+class _Away(_NoAnswer):
+    """Raised if no connection to the server could be made."""
 
 
 class _Timed(io.RawIOBase):
@@ -315,43 +321,6 @@ class _Timed(io.RawIOBase):
     def close(self) -> None:
         self._raw.close()
         super().close()
-
-
-def authorization(
-    user: str | None, token_env: str | None, name: str
-) -> tuple[dict[str, str], list[str]]:
-    """Return the headers of a request to a server, and the secrets in them.
-
-    Args:
-        user: "user:password" of the address, or None.
-        token_env: environment variable with a token, or None.
-        name: key of the reward in the configuration, which errors name.
-
-    Raises ConfigError if the token is missing, or there are both a token and a user.
-    """
-    headers = {"content-type": "application/json"}
-    if user and token_env is not None:
-        raise ConfigError(
-            f"{name}.url has a user and {name}.token_env is {token_env!r}; give one of them"
-        )
-    if user:
-        basic = make_headers(basic_auth=unquote(user))
-        password = user.partition(":")[2]
-        secrets = [user, basic["authorization"].split()[1], password, unquote(password)]
-        return headers | basic, [secret for secret in secrets if secret]
-    if token_env is not None:
-        token = token_in(token_env, f"{name}.token_env")
-        return headers | {"authorization": f"Bearer {token}"}, [token]
-    return headers, []
-
-
-def _asked_pause_s(answer: BaseHTTPResponse, otherwise: float) -> float:
-    """Return the seconds of Retry-After; `otherwise` where there are none that can be read."""
-    try:
-        asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
-    except (InvalidHeader, ValueError, OverflowError):
-        return otherwise
-    return otherwise if asked is None else asked
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:

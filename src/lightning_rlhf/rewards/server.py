@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import ipaddress
-import json
 import logging
 import math
 import socket
@@ -15,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import uvicorn
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError, with_config
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, with_config
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -27,17 +26,8 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, counted, quoted
 from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.user_code import FAULTS
 
-MAX_RESPONSES, MAX_TURNS = 16_384, 1_024
-"""Maximum numbers of responses in a request, and of messages in a prompt."""
-MAX_BYTES = 8 * 2**20
-"""Maximum size of a request's body, bytes."""
-CONNECTIONS = 64
-"""Maximum number of open connections; the next one is answered 503."""
-IDLE_S = 10
-"""Longest time that a connection stays open without a next request, seconds."""
 STOP_S = 20
 """Longest time from a signal to the end, in which received requests are answered, seconds."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -53,19 +43,18 @@ Messages = list[Turn]
 Columns = Mapping[str, list[Any]]
 Score = Callable[[list[Messages], list[str], Columns], Sequence[float]]
 """Function from (prompts, responses, columns) to one number for each response."""
-Prompt = Annotated[Messages, Field(min_length=1, max_length=MAX_TURNS), FailFast()]
 
 
 class Asked(BaseModel):
     """Body of POST /score: the prompt, the text and the columns of every response."""
 
     model_config = ConfigDict(extra="forbid")
-    prompts: Annotated[list[Prompt], Field(max_length=MAX_RESPONSES), FailFast()]
-    responses: Annotated[list[str], Field(max_length=MAX_RESPONSES), FailFast()]
+    prompts: list[Annotated[Messages, Field(min_length=1)]]
+    responses: list[str]
     columns: dict[str, list[Any]] = {}
 
 
-def read_request(body: bytes | bytearray) -> Asked:
+def read_request(body: bytes) -> Asked:
     """Return the request that a body of JSON holds.
 
     Raises HTTPException, with a message of one line, if it holds none.
@@ -74,21 +63,14 @@ def read_request(body: bytes | bytearray) -> Asked:
         asked = Asked.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        place = "".join(map(_step, first["loc"])).lstrip(".")
-        raise HTTPException(400, f"{place or 'the request'}: {first['msg']}") from None
-    count = counted(len(asked.responses), "response")
-    if len(asked.prompts) != len(asked.responses):
-        raise HTTPException(400, f"found {counted(len(asked.prompts), 'prompt')} for {count}")
-    for name, values in asked.columns.items():
+        place = ".".join(map(str, first["loc"])) or "the request"
+        raise HTTPException(400, " ".join(f"{place}: {first['msg']}".split())) from None
+    lists = {"prompts": asked.prompts, **{f"columns.{k}": x for k, x in asked.columns.items()}}
+    for name, values in lists.items():
         if len(values) != len(asked.responses):
-            found = counted(len(values), "value")
-            raise HTTPException(400, f"columns[{quoted(name)}] has {found} for {count}")
+            count = counted(len(asked.responses), "response")
+            raise HTTPException(400, f"{quoted(name)} has {len(values)} values for {count}")
     return asked
-
-
-def _step(part: int | str) -> str:
-    is_name = isinstance(part, str) and part.isidentifier() and len(part) < 100
-    return f".{part}" if is_name else f"[{quoted(part)}]"
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
@@ -135,15 +117,14 @@ class RewardServer:
         self._turn, self._thread = asyncio.Lock(), ThreadPoolExecutor(1)
         routes = [
             Route("/score", self._post, methods=["POST"]),
-            Route("/health", self._health, methods=["GET"]),
+            Route("/health", lambda _: JSONResponse({"status": "ok"}), methods=["GET"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={HTTPException: _refused})
         self._server = uvicorn.Server(
             uvicorn.Config(
-                self.app, http="h11", ws="none", loop="asyncio", lifespan="off",
-                log_config=None, log_level="critical", access_log=False, proxy_headers=False,
-                server_header=False, limit_concurrency=CONNECTIONS, timeout_keep_alive=IDLE_S,
-                timeout_graceful_shutdown=STOP_S,
+                Starlette(routes=routes, exception_handlers={HTTPException: _refused}),
+                http="h11", ws="none", loop="asyncio", lifespan="off", log_config=None,
+                log_level="critical", access_log=False, proxy_headers=False, server_header=False,
+                limit_concurrency=64, timeout_keep_alive=10, timeout_graceful_shutdown=STOP_S,
             )
         )  # fmt: skip
 
@@ -159,10 +140,7 @@ class RewardServer:
         return not ipaddress.ip_address(self.host.partition("%")[0]).is_loopback
 
     def run(self) -> None:
-        """Answer requests until Ctrl-C, SIGTERM or `stop`.
-
-        Requests that were received before are still answered, for at most STOP_S seconds.
-        """
+        """Answer requests until Ctrl-C, SIGTERM or `stop`, and then those received before."""
         try:
             self._server.run(sockets=[self._socket])
         finally:
@@ -172,30 +150,22 @@ class RewardServer:
         """End `run` from another thread."""
         self._server.should_exit = True
 
-    async def _health(self, request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
     async def _post(self, request: Request) -> Response:
         given = request.headers.get("authorization", "").encode("latin-1")
         if self._authorization and not hmac.compare_digest(given, self._authorization):
             raise HTTPException(401, "no token, or a wrong one", {"www-authenticate": "Bearer"})
-        body = bytearray()
         try:
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MAX_BYTES:
-                    what = f"the request has more than {MAX_BYTES} bytes"
-                    raise HTTPException(413, f"{what}; ask for fewer responses at once")
-            async with self._turn:
-                if await request.is_disconnected():
-                    return Response()  # nobody reads it
-                loop = asyncio.get_running_loop()
-                scores = await loop.run_in_executor(self._thread, self._scores, body)
+            body = await request.body()
         except ClientDisconnect:
             return Response()
+        async with self._turn:
+            if await request.is_disconnected():
+                return Response()  # nobody reads it
+            loop = asyncio.get_running_loop()
+            scores = await loop.run_in_executor(self._thread, self._scores, body)
         return JSONResponse({"scores": scores})
 
-    def _scores(self, body: bytearray) -> list[float]:
+    def _scores(self, body: bytes) -> list[float]:
         """Return the scores of a request; raise HTTPException whatever the reward's code raises."""
         self.is_scoring = True
         try:
@@ -211,14 +181,12 @@ class RewardServer:
             raise HTTPException(500, f"{type(error).__name__}: {error}") from None
         finally:
             self.is_scoring = False
-        if len(scores) != len(asked.responses):
-            found = counted(len(scores), "score")
-            count = counted(len(asked.responses), "response")
-            raise HTTPException(500, f"the reward gave {found} for {count}")
-        for i, score in enumerate(scores):
-            if not math.isfinite(score):
-                shown = f"responses[{i}], {quoted(asked.responses[i])}"
-                raise HTTPException(500, f"the reward gave {score} for {shown}")
+        count = len(asked.responses)
+        if len(scores) != count or not all(map(math.isfinite, scores)):
+            raise HTTPException(
+                500, f"the reward gave {quoted(scores)} for {counted(count, 'response')}; allowed: "
+                "a finite number for each"
+            )  # fmt: skip
         return scores
 
 
@@ -228,5 +196,4 @@ async def _refused(request: Request, error: Exception) -> Response:
     if error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"[:300]
         reason = f"there is no {asked}; allowed: POST /score, GET /health"
-    body = json.dumps({"error": reason})
-    return Response(body, error.status_code, error.headers, media_type="application/json")
+    return JSONResponse({"error": reason}, error.status_code, error.headers)

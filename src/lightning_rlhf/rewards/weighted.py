@@ -14,7 +14,7 @@ from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import RewardError, counted, quoted
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.shaping import AS_IT_IS
-from lightning_rlhf.io.user_code import number
+from lightning_rlhf.io.user_code import user_number
 
 Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
@@ -63,16 +63,19 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
 
     Raises RewardError unless they are one finite number for each response.
     """
-    if len(found) != len(decoded):
-        given = f"{counted(len(found), 'number')} for {counted(len(decoded), 'response')}"
-        raise RewardError(f"reward {name!r} gave {given}; allowed: one for each")
+    if hasattr(found, "tolist") and not isinstance(found, Tensor):  # an array
+        found = found.tolist()
+    is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
+    if not is_list or len(found) != len(decoded):
+        given = f"{quoted(found)} for {counted(len(decoded), 'response')}"
+        raise RewardError(f"reward {name!r} gave {given}; allowed: a list of one number for each")
     if isinstance(found, Tensor) and found.dim() != 1:
         raise not_finite(f"a tensor {list(found.shape)}", decoded, 0, name)
     if not isinstance(found, Tensor):
         numbers = []
         for i, one in enumerate(found):
             try:
-                numbers.append(number(one))
+                numbers.append(user_number(one))
             except (OverflowError, RuntimeError, TypeError, ValueError):
                 raise not_finite(quoted(one), decoded, i, name) from None
         found = torch.tensor(numbers)

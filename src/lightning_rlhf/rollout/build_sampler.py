@@ -56,12 +56,6 @@ def build_sampler(
         raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
 
 
-def check_sampler(name: str, key: str = KEY) -> None:
-    """Raise ConfigError unless the name is that of a sampler; a user's class is loaded."""
-    if name not in OURS:
-        load_sampler(name, key)
-
-
 def load_sampler(name: str, key: str = KEY) -> Any:
     """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
 

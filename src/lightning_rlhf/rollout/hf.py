@@ -51,7 +51,15 @@ class HFSampler:
         with torch.random.fork_rng(devices, device_type=roles.device.type):
             torch.manual_seed(self.draw(len(prompts), generator))
             # The model's own settings would fill in those that are not set here.
-            model.generation_config = _generation_config(params)
+            model.generation_config = GenerationConfig(
+                do_sample=True,
+                temperature=float(params.temperature),
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=params.max_response_tokens,
+                eos_token_id=list(params.end_token_ids),
+                pad_token_id=params.end_token_ids[0],
+            )
             try:
                 tokens = model.generate(
                     input_ids=prompts.tokens,
@@ -101,15 +109,3 @@ class _ResponseStop(StoppingCriteria):
 
     def __call__(self, input_ids: Int[Tensor, "B S"], scores: Tensor, **kwargs: object) -> Tensor:
         return self.stop(input_ids[:, self.width :], scores)
-
-
-def _generation_config(params: SamplingParams) -> GenerationConfig:
-    return GenerationConfig(
-        do_sample=True,
-        temperature=float(params.temperature),
-        top_k=0,
-        top_p=1.0,
-        max_new_tokens=params.max_response_tokens,
-        eos_token_id=list(params.end_token_ids),
-        pad_token_id=params.end_token_ids[0],
-    )

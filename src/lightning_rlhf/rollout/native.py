@@ -19,7 +19,7 @@ from lightning_rlhf.rollout.decode_state import ASKED, DecodeState, roomy_cache
 from lightning_rlhf.rollout.sampler import SamplingParams, Share
 
 
-def sample(
+def draw_tokens(
     logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """Draw tokens by inverse-CDF sampling: the first with cumulative probability above `uniform`.
@@ -124,7 +124,7 @@ class NativeSampler:
                 logits = head(hidden).float()
                 if params.temperature != 1:
                     logits.div_(params.temperature)
-                token, logprob = sample(logits, uniforms[state.rows, state.length])
+                token, logprob = draw_tokens(logits, uniforms[state.rows, state.length])
                 value = self.value_head(hidden) if self.value_head is not None else None
                 state.append(token, logprob, value)
                 state.end(torch.isin(token, end))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -85,8 +85,6 @@ class Sampler(Protocol):
         ...
 
 
-Require = Callable[[bool, str, str], None]
-"""(holds, what was returned, what is allowed) -> None; raises SamplerError where it does not."""
 ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a sure token above 0."""
 KEY = "ppo.rollout"
@@ -107,18 +105,11 @@ class CheckedSampler:
     ) -> None:
         """Wrap a sampler; name: value of the configuration key `key`, for the errors.
 
-        Raises: SamplerError where `is_exact` is no bool.
+        vocab_size: number of token ids of the model.
         """
-        self.sampler = sampler
-        self.is_exact = sampler.is_exact
-        if not isinstance(self.is_exact, bool):
-            raise SamplerError(
-                f"{key} is {name!r}, whose is_exact is {self.is_exact!r}; allowed: True or False"
-            )
-        self.name = name
-        self.key = key
-        self.max_response_tokens = max_response_tokens
-        self.vocab_size = vocab_size
+        self.sampler, self.is_exact = sampler, bool(sampler.is_exact)
+        self.name, self.key = name, key
+        self.max_response_tokens, self.vocab_size = max_response_tokens, vocab_size
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
@@ -138,120 +129,74 @@ class CheckedSampler:
             raise SamplerError(f"{self.key} is {self.name!r}, whose sample() raised {shown}") from (
                 error
             )
-        return checked(
-            found,
-            prompts.repeat(samples_per_prompt),
-            self.name,
-            max_response_tokens=self.max_response_tokens,
-            vocab_size=self.vocab_size,
-            key=self.key,
-        )
-
-
-def checked(
-    found: Any,
-    prompts: Prompts,
-    name: str,
-    *,
-    max_response_tokens: int,
-    vocab_size: int,
-    key: str = KEY,
-) -> SampledResponses:
-    """Return what a user's sampler gave, unless it breaks the protocol.
-
-    Args:
-        prompts: prompt of each response, in the order of the responses.
-        name: value of the configuration key `key`.
-        vocab_size: number of token ids of the model.
-
-    Raises: SamplerError, which names the class, the field, what was found and what is allowed.
-    """
-
-    def require(holds: bool, what: str, allowed: str) -> None:
-        if not holds:
+        prompts = prompts.repeat(samples_per_prompt)
+        if (fault := form_fault(found, prompts) or self.row_fault(found, prompts)) is not None:
             raise SamplerError(
-                f"{key} is {name!r}, whose sample() returned {what}; allowed: {allowed}"
+                f"{self.key} is {self.name!r}, whose sample() returned {fault[0]}; allowed: "
+                f"{fault[1]}"
             )
+        return found
 
-    require(isinstance(found, SampledResponses), f"an object of type {type(found).__name__}",
-            "SampledResponses")  # fmt: skip
-    check_tensors(found, prompts, require)
-    limit = f"{key.rpartition('.')[0]}.max_response_tokens={max_response_tokens}"
-    check_rows(found, prompts, require, max_response_tokens, limit, vocab_size)
-    return found
+    def row_fault(self, found: SampledResponses, prompts: Prompts) -> tuple[str, str] | None:
+        """Return what is wrong with a response, and what is allowed; None without a fault.
+
+        prompts: prompt of each response, in the order of the responses.
+        """
+        mask, width = found.response_mask, prompts.tokens.shape[1]
+        lengths, most = mask.sum(dim=1), self.max_response_tokens
+        limit = f"1 to {self.key.rpartition('.')[0]}.max_response_tokens={most}"
+        outside = (found.tokens < 0) | (found.tokens >= self.vocab_size)
+        other_prompt = (found.tokens[:, :width] != prompts.tokens) & prompts.mask
+        other_mask = found.mask != torch.cat([prompts.mask, mask], dim=1)
+        rules = [
+            ((lengths < 1) | (lengths > most), "another number of tokens", f"{limit}, the end "
+             "token included"),
+            ((mask[:, 1:] > mask[:, :-1]).any(dim=1), "a response_mask with a gap",
+             "True from its first column to the last token of the response, then False"),
+            (other_mask.any(dim=1), "another mask", "the prompt's mask, then response_mask"),
+            (other_prompt.any(dim=1), "tokens of another prompt",
+             "the prompt's, then the response's"),
+            (found.index != prompts.index, "another index", "that of its prompt"),
+            (outside.any(dim=1), "a token id outside of the vocabulary",
+             f"0 to {self.vocab_size - 1}, on padding too"),
+        ]  # fmt: skip
+        for field in ("logprobs", "values"):
+            if (numbers := getattr(found, field)) is not None:
+                wrong = (~numbers.isfinite() & mask).any(dim=1)
+                rules.append((wrong, f"{field} that are not finite", "finite numbers"))
+        if found.logprobs is not None:
+            wrong = ((found.logprobs > ROUNDING) & mask).any(dim=1)
+            rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))
+        for wrong, what, allowed in rules:
+            if wrong.any():
+                return f"{what} for response {int(wrong.int().argmax())}", allowed
+        return None
 
 
-def check_tensors(found: SampledResponses, prompts: Prompts, require: Require) -> None:
-    """Require a tensor of the right shape, type and device in each field."""
+def form_fault(found: Any, prompts: Prompts) -> tuple[str, str] | None:
+    """Return the field that is no tensor of its shape, type and device, and what is allowed."""
+    if not isinstance(found, SampledResponses):
+        return f"an object of type {type(found).__name__}", "SampledResponses"
     rows, width = prompts.tokens.shape
-    mask = found.response_mask
-    is_grid = isinstance(mask, Tensor) and mask.dim() == 2
-    columns: Any = mask.shape[1] if is_grid else "T"
-    whole = width + columns if is_grid else f"{width}+T"
-    for field, kind, shape in (
+    mask: Any = found.response_mask
+    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+    for field, dtype, shape in (
         ("response_mask", torch.bool, [rows, columns]),
-        ("tokens", torch.int64, [rows, whole]),
-        ("mask", torch.bool, [rows, whole]),
+        ("tokens", torch.int64, [rows, width + columns]),
+        ("mask", torch.bool, [rows, width + columns]),
         ("ended", torch.bool, [rows]),
         ("index", torch.int64, [rows]),
         ("logprobs", None, [rows, columns]),
         ("values", None, [rows, columns]),
     ):
-        tensor = getattr(found, field)
-        if tensor is None and kind is None:
+        x = getattr(found, field)
+        if x is None and dtype is None:
             continue
-        require(isinstance(tensor, Tensor), f"{field} of type {type(tensor).__name__}", "a tensor")
-        require(tensor.layout == torch.strided, f"{field} of {tensor.layout}", "a dense tensor")
-        require(not tensor.requires_grad, f"{field} with a gradient", "one made in torch.no_grad()")
-        expected = f"[{', '.join(map(str, shape))}], for {rows} responses to {width} prompt tokens"
-        require([*tensor.shape] == shape, f"{field} of shape {[*tensor.shape]}", expected)
-        fits = tensor.dtype == kind if kind else tensor.is_floating_point()
-        require(fits, f"{field} of {tensor.dtype}", str(kind or "a floating-point type"))
-        require(tensor.device == prompts.tokens.device, f"{field} on {tensor.device}",
-                f"{prompts.tokens.device}, the device of the prompts")  # fmt: skip
-
-
-def check_rows(
-    found: SampledResponses,
-    prompts: Prompts,
-    require: Require,
-    max_response_tokens: int,
-    limit: str,
-    vocab_size: int,
-) -> None:
-    """Require responses to the prompts, of allowed lengths, tokens and log-probabilities.
-
-    limit: configuration key of max_response_tokens and its value, for the errors.
-    """
-    mask, width = found.response_mask, prompts.tokens.shape[1]
-    lengths, outside = mask.sum(dim=1), (found.tokens < 0) | (found.tokens >= vocab_size)
-    first_outside = found.tokens.gather(1, outside.int().argmax(dim=1, keepdim=True)).squeeze(1)
-    other_prompt = (found.tokens[:, :width] != prompts.tokens) & prompts.mask
-    other_mask = found.mask != torch.cat([prompts.mask, mask], dim=1)
-    for wrong, what, allowed in (
-        (lengths == 0, "{length} tokens", "at least one, the end token included"),
-        (lengths > max_response_tokens, "{length} tokens",
-         f"at most {limit}"),
-        ((mask[:, 1:] > mask[:, :-1]).any(dim=1), "a response_mask with a gap",
-         "True from its first column to the last token of the response, then False"),
-        (other_mask.any(dim=1), "another mask", "the prompt's mask, then response_mask"),
-        (other_prompt.any(dim=1), "tokens of another prompt", "the prompt's, then the response's"),
-        (found.index != prompts.index, "another index", "that of its prompt"),
-        (outside.any(dim=1), "token id {token}", f"0 to {vocab_size - 1}, on padding too"),
-        *(
-            ((~numbers.isfinite() & mask).any(dim=1), f"{field} that are not finite",
-             "finite numbers")
-            for field, numbers in (("logprobs", found.logprobs), ("values", found.values))
-            if numbers is not None
-        ),
-        *(
-            [(((found.logprobs > ROUNDING) & mask).any(dim=1), "logprobs above 0",
-              "logarithms of probabilities, at most 0")]
-            if found.logprobs is not None
-            else []
-        ),
-    ):  # fmt: skip
-        if wrong.any():
-            row = int(wrong.int().argmax())
-            shown = what.format(length=int(lengths[row]), token=int(first_outside[row]))
-            require(False, f"{shown} for response {row}", allowed)
+        kind = dtype or "a floating-point type"
+        allowed = f"{kind} {shape} on {prompts.tokens.device}, for {width} prompt tokens"
+        if not isinstance(x, Tensor):
+            return f"{field} of type {type(x).__name__}", allowed
+        is_kind = x.dtype == dtype or (dtype is None and x.is_floating_point())
+        if not is_kind or [*x.shape] != shape or x.device != prompts.tokens.device:
+            return f"{field} of {x.dtype} {[*x.shape]} on {x.device}", allowed
+    return None

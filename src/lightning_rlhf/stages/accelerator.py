@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import shutil
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from datetime import timedelta
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,14 +25,24 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_rlhf.core.errors import ConfigError, counted, first_line
+from lightning_rlhf.core.errors import (
+    ConfigError,
+    ProcessEndedError,
+    RLHFError,
+    counted,
+    first_line,
+)
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.models.quantization import check_quantization
-from lightning_rlhf.parallel.replicas import ended_processes
-from lightning_rlhf.parallel.world import World, world
-from lightning_rlhf.rewards.config import ModelConfig
-from lightning_rlhf.stages.stage import Settings, reward_key
-from lightning_rlhf.stages.trainer_section import driver_has_gpu
+from lightning_rlhf.parallel.replicas import (
+    Replicas,
+    ended_processes,
+    join_group,
+    leave_message,
+    message_left,
+)
+from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
+from lightning_rlhf.stages.stage import Settings
 
 if TYPE_CHECKING:
     from lightning_rlhf.models.roles import Roles
@@ -37,18 +50,6 @@ if TYPE_CHECKING:
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Module -> package with kernels of linear attention; the extra `gpu` holds them."""
-
-
-def check_accelerator(settings: Settings) -> None:
-    """Raise ConfigError where the run asks for a device, or for weights on it, that fail here."""
-    check_gpu(settings)
-    device = device_of(settings)
-    check_quantization(settings.model.quantization, "model.quantization", device)
-    for name, component in settings.reward.items() if settings.definition.reads_reward else ():
-        if isinstance(component, ModelConfig):
-            own = torch.device(component.device) if component.device else device
-            key = f"{reward_key(settings, name)}.quantization"
-            check_quantization(component.quantization, key, own)
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -60,7 +61,7 @@ def device_of(settings: Settings) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "mps")
 
 
-def check_gpu(settings: Settings) -> None:
+def check_accelerator(settings: Settings) -> None:
     """Raise ConfigError where the run asks for a GPU and torch cannot compute on one."""
     if settings.trainer.accelerator != "gpu":
         return
@@ -114,7 +115,7 @@ def print_device(settings: Settings) -> None:
     name, note = "the CPU", ""
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
-    elif torch.version.cuda is None and driver_has_gpu():
+    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         note = f"; {build_of_torch()} and cannot use the GPU"
     size = world().size
     threads = f" of {counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
@@ -244,3 +245,86 @@ def cluster(place: World) -> ClusterEnvironment:
     if place.launcher == "srun":
         return SLURMEnvironment(auto_requeue=False)
     return TorchElasticEnvironment()
+
+
+def check_processes(settings: Settings, place: World) -> None:
+    """Raise ConfigError unless the run has as many processes as its configuration says.
+
+    place: place of this process among those of the run.
+    """
+    trainer, stage, definition = settings.trainer, settings.stage, settings.definition
+    if place.size == 1 and not definition.trains:
+        return  # it can compute in one process, whatever trainer.devices is
+    if place.size != trainer.processes:
+        found = f"{place.size} processes" if place.size > 1 else "one process"
+        raise ConfigError(
+            f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
+            f"but {place.launcher or 'this command'} has started {found}; allowed: equal numbers"
+        )
+    if not (place.size == 1 or definition.trains or definition.divides):
+        raise ConfigError(
+            f"{place.launcher} has started {place.size} processes, but stage={stage} computes in "
+            "one; allowed: one process"
+        )
+    config, size = settings.config, place.size
+    if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
+        raise ConfigError(
+            f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
+            f"{config.prompts_per_iteration} prompts for {size} processes; allowed: at least "
+            f"{size * config.samples_per_prompt}"
+        )
+
+
+def join(settings: Settings) -> Replicas:
+    """Join the process group of the run; return its replicas.
+
+    Raises ConfigError where this machine has too few GPUs.
+    """
+    place, environment = world(), cluster(world())
+    address = f"tcp://{environment.main_address}:{environment.main_port}"
+    check_devices(settings)
+    device, backend = device_of(settings), "gloo"
+    if device.type == "cuda":
+        backend = "cpu:gloo,cuda:nccl"
+        torch.cuda.set_device(device)
+    method = "env://" if place.launcher == "torchrun" else address
+    return join_group(place, device, backend, method, TIMEOUT)
+
+
+@contextmanager
+def errors_of_all(replicas: Replicas) -> Iterator[None]:
+    """Let the first process raise the errors of all; the others end without a word.
+
+    Where a process has ended without a message, the program that started it says so. That program
+    ends the processes that are left: the first one raises the error nevertheless.
+    """
+    if replicas.is_first:
+        signal.signal(signal.SIGTERM, raise_message)
+    try:
+        yield
+    except ProcessEndedError as error:
+        message = message_left() if replicas.is_first else None
+        is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
+        if message is None and is_printed:
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise RLHFError(message or str(error)) from error
+    except RLHFError as error:
+        if replicas.is_first:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            raise
+        leave_message(f"process {replicas.rank}: {error}")
+        sys.exit(1)
+
+
+def raise_message(signum: int, frame: FrameType | None) -> None:
+    """Raise the error that another process has left; without one, end as SIGTERM does.
+
+    Where the command was killed that would say why, this process does.
+    """
+    if (message := message_left()) is not None:
+        raise RLHFError(message)
+    signal.signal(signum, signal.SIG_DFL)
+    if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
+        os.write(2, b"error: the command that started this process has ended\n")
+    os.kill(os.getpid(), signum)

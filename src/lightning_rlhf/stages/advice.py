@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.callbacks.contract import advice as smaller_lr
+from lightning_rlhf.callbacks.contract import divergence_advice
 from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError, TrainingError
 
 
@@ -28,7 +28,7 @@ def advice(error: TrainingError, stage: str = "ppo") -> str | None:
                 "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
             )
         case NotFiniteError():
-            return smaller_lr(error.stage, error.made)
+            return divergence_advice(error.stage, error.made)
         case PolicyLogitsError(iterations=0):
             return "No update was made yet: so is the model that the run starts from"
         case PolicyLogitsError():

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
+from lightning_rlhf.core.metrics import GOLD
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.compare_page import ComparedRun, Comparison, Group
-from lightning_rlhf.report.conclusion import GOLD
 from lightning_rlhf.report.run_page import PromiseRow
 from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
 from lightning_rlhf.stages.measured import RunFiles, damage_named, read_run
-from lightning_rlhf.stages.registry import STAGES
 from lightning_rlhf.stages.run_report import PROMISES, write
+from lightning_rlhf.stages.stage import STAGES, find_stage
 
 STEPS = "steps.json"
 """Name of the file that lists the folders of a recipe's steps."""
@@ -66,7 +66,7 @@ def read(folder: Path) -> RunFiles:
     Raises CheckpointError where a file is damaged.
     """
     run = read_run(folder, None)
-    return replace(run, definition=STAGES.get(run.stage))
+    return replace(run, definition=find_stage(run.stage))
 
 
 def write_promises(folder: Path, rows: Sequence[PromiseRow]) -> None:
@@ -103,7 +103,7 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
             f"folder above them{there * bool(others)}"
         )
     groups = grouped(runs)
-    definition = STAGES.get(chosen)
+    definition = find_stage(chosen)
     measured = {name for run in runs for name in (*run.curves, *end_metrics(run))}
     summary = tuple(definition.summary) if definition is not None else ()
     first = [name for name in (*summary, GOLD) if name in measured]

@@ -2,33 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from lightning_rlhf.core.config import PolicyEvalConfig
-from lightning_rlhf.stages.policies import check_policies, policy_folders
+from lightning_rlhf.core.metrics import HELD_OUT
+from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.stages.evaluate_policy import run_eval_policy
+from lightning_rlhf.stages.policies import policy_folders
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.stage import Settings, Stage
 
 
-def run(settings: Settings, config: PolicyEvalConfig) -> Path:
-    """Sample and score responses of all policies; write the tables."""
-    from lightning_rlhf.stages.evaluate_policy import run_eval_policy  # which imports torch
+class EvalPolicy(Stage):
+    """Tables of sampled and scored responses of all policies."""
 
-    return run_eval_policy(settings, config)
+    name = "eval_policy"
+    title = "Evaluation of policies"
+    config = PolicyEvalConfig
+    data = "prompts"
+    also_reads = ("demonstrations",)
+    reads_reward = True
+    reads_judge = True
+    summary = (HELD_OUT, "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity")
+    hands_over = "report"
+    numbers = "evaluation.json"
+    divides = True
 
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        return policy_folders(settings)
 
-STAGE = Stage(
-    name="eval_policy",
-    title="Evaluation of policies",
-    config=PolicyEvalConfig,
-    data="prompts",
-    also_reads=("demonstrations",),
-    run=run,
-    reads_reward=True,
-    reads_judge=True,
-    reads_models=policy_folders,
-    check=check_policies,
-    summary=("eval/reward_mean", "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity"),
-    hands_over="report",
-    numbers="evaluation.json",
-    divides=True,
-)
+    def measure(self, run: Run) -> Path:
+        return run_eval_policy(run)

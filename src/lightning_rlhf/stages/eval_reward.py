@@ -5,24 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 
 from lightning_rlhf.core.config import EvalConfig
-from lightning_rlhf.stages.stage import Settings, Stage
+from lightning_rlhf.stages.evaluate_reward import run_eval
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.stage import Stage
 
 
-def run(settings: Settings, config: EvalConfig) -> Path:
-    """Score held-out pairs, samples of the SFT model and probes; write the report."""
-    from lightning_rlhf.stages.evaluate_reward import run_eval  # which imports torch
+class EvalReward(Stage):
+    """The fitness report, from scores of held-out pairs, samples of the SFT model and probes."""
 
-    return run_eval(settings, config)
+    name = "eval_reward"
+    title = "Fitness of a reward"
+    config = EvalConfig
+    data = "preferences"
+    reads_reward = True
+    summary = ("fitness/accuracy", "fitness/length_gap", "fitness/flags")
+    hands_over = "report"
+    divides = True
 
-
-STAGE = Stage(
-    name="eval_reward",
-    title="Fitness of a reward",
-    config=EvalConfig,
-    data="preferences",
-    run=run,
-    reads_reward=True,
-    summary=("fitness/accuracy", "fitness/length_gap", "fitness/flags"),
-    hands_over="report",
-    divides=True,
-)
+    def measure(self, run: Run) -> Path:
+        return run_eval(run)

@@ -10,10 +10,10 @@ from typing import Any
 from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import Judge, evaluation_metrics, load_judge
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers, log_table
-from lightning_rlhf.callbacks.names import check_names
-from lightning_rlhf.core.best_of import best_of_kl_bound
+from lightning_rlhf.callbacks.loggers import close_loggers, log_table
 from lightning_rlhf.core.config import PolicyEvalConfig
+from lightning_rlhf.core.kl import best_of_kl_bound
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.data.readers import Rows, load
 from lightning_rlhf.data.rows import Demonstration
 from lightning_rlhf.io.console import Working, print_line
@@ -29,9 +29,14 @@ from lightning_rlhf.report.comparison import (
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.stages.console import note_on_few
-from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import identity
-from lightning_rlhf.stages.policies import Source, find_policies, other_decoding, other_sft
+from lightning_rlhf.stages.folder.folders import FINAL, run_name
+from lightning_rlhf.stages.policies import (
+    Source,
+    check_policies,
+    find_policies,
+    other_decoding,
+    other_sft,
+)
 from lightning_rlhf.stages.policy_answers import (
     Scorer,
     Task,
@@ -43,24 +48,24 @@ from lightning_rlhf.stages.policy_answers import (
     sample_responses,
     told_verdicts,
 )
-from lightning_rlhf.stages.prepare import make_ready
 from lightning_rlhf.stages.reward.build_rewards import light_sources
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.run_report import leave_report
 from lightning_rlhf.stages.stage import Settings
 
 
-def run_eval_policy(settings: Settings, config: PolicyEvalConfig) -> Path:
+def run_eval_policy(ready: Run) -> Path:
     """Sample and score responses of the SFT model and of all policies; write the tables.
 
     One model is in memory at a time; the reward is loaded with the last, the SFT model.
     """
-    parents = find_parents(settings)
+    settings, config, parents = ready.settings, ready.settings.config, ready.parents
+    check_policies(settings, parents)
     policies = find_policies(settings)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         rows = load("prompts", settings.data, settings.seed).val
         demonstrations = held_out_demonstrations(settings)
-    ready = make_ready(settings, parents)
     light = light_sources(ready, {name for row in rows.rows for name in row.columns})
     limit = settings.data.max_val_rows
     task = Task(
@@ -188,10 +193,10 @@ def hand_over_report(task: Task, report: PolicyReport) -> Path:
     ready = task.ready
     settings = ready.settings
     check_names(report.metrics)
-    folder = claim(settings, ready.parents)
+    folder = ready.claim()
     for shown in report.tables():
         get_console().print(shown)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    loggers = ready.open_loggers()
     final, exit_code = folder / FINAL, 1
     try:
         for logger in loggers:

@@ -12,30 +12,25 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
-from lightning_rlhf.core.config import EvalConfig
+from lightning_rlhf.callbacks.loggers import close_loggers
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.masking import by_length
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows, load, sample
+from lightning_rlhf.data.readers import Rows, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.config import SFT
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.report.fitness_page import Written
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import decode_responses
 from lightning_rlhf.stages.console import note_on_few, print_problems
-from lightning_rlhf.stages.folder.folders import FINAL, claim, find_parents, run_name
-from lightning_rlhf.stages.launch import identity
-from lightning_rlhf.stages.prepare import Prepared, make_ready
+from lightning_rlhf.stages.folder.folders import FINAL, run_name
 from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
 from lightning_rlhf.stages.reward.reward_fitness import (
     check_formats,
@@ -46,24 +41,20 @@ from lightning_rlhf.stages.reward.reward_fitness import (
     sft_samples,
     write_report,
 )
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.run_report import leave_report
-from lightning_rlhf.stages.stage import Settings
 
 
-def run_eval(settings: Settings, config: EvalConfig) -> Path:
+def run_eval(ready: Run) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
-    parents = find_parents(settings)
-    with Working("reading the data"):
-        rows = load("preferences", settings.data, settings.seed)
+    settings, config = ready.settings, ready.settings.config
+    rows = ready.rows("preferences")
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
     print_problems(problems)
-    ready = make_ready(settings, parents)
     light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
-    with Working("loading the model"):
-        roles = start_from(settings.model, parents.get(SFT), trainable=False, seed=settings.seed)
-    check_vocabulary(roles, ready.tokenizer)
+    roles = ready.load_model()
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
     check_lengths(ready, roles, prompts, config)
     reward = build_reward(
@@ -118,12 +109,12 @@ def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Fl
 
 
 def hand_over_fitness(
-    ready: Prepared, written: Path, page: Written, numbers: Mapping[str, float]
+    ready: Run, written: Path, page: Written, numbers: Mapping[str, float]
 ) -> Path:
     """Log the numbers of a report, and copy the folder it was written to; return `final/`."""
     settings = ready.settings
-    folder = claim(settings, ready.parents)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    folder = ready.claim()
+    loggers = ready.open_loggers()
     final, exit_code = folder / FINAL, 1
     try:
         log_fitness(page, numbers, loggers, 0)
@@ -138,7 +129,7 @@ def hand_over_fitness(
     return final
 
 
-def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preference]:
+def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
     """Return 1 to data.max_val_rows of the pairs that no length limit drops or cuts.
 
     Raises DataError where there is none.
@@ -156,10 +147,10 @@ def held_out_pairs(rows: Rows[Preference], ready: Prepared) -> Sequence[Preferen
     return pairs
 
 
-def logit_scale(ready: Prepared, reward: Reward, seen: RunningMoments) -> float | None:
+def logit_scale(ready: Run, reward: Reward, seen: RunningMoments) -> float | None:
     """Return the factor that turns a difference of scores into log-odds; None where none does."""
     (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
-    is_learned = isinstance(config, HeadConfig | ModelConfig)
+    is_learned = isinstance(config, HeadConfig | TextModelConfig)
     if others or not is_learned or config.clip is not None or config.weight <= 0:
         return None
     assert isinstance(source, LearnedReward | TextReward)

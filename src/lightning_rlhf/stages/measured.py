@@ -14,6 +14,7 @@ import numpy as np
 from lightning_rlhf.callbacks.evaluation import SAMPLES, eval_samples
 from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, read_manifest
@@ -111,7 +112,7 @@ def damage_named(path: Path) -> Iterator[Path]:
 
 ACCURACY, LOWEST, HIGHEST = "eval/accuracy", "fitness/accuracy_low", "fitness/accuracy_high"
 """Accuracy of a reward model, and the ends of its interval, of the same pairs, in metrics.csv."""
-NUMBERS = {"eval/reward_mean": REWARD, "eval/response_tokens": "tokens"}
+NUMBERS = {HELD_OUT: REWARD, "eval/response_tokens": "tokens"}
 """Metric that is a mean over evaluation samples -> its number, where it is not named after it."""
 SEED = 0
 """Seed of the bootstrap, so that the same run has the same intervals."""

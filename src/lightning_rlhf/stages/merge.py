@@ -12,8 +12,8 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
-from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, whole_weights
-from lightning_rlhf.models.checkpoint import Final, find, load_head
+from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, load_head, whole_weights
+from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
@@ -21,7 +21,7 @@ from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.stages.folder.folders import FINAL
 from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
-from lightning_rlhf.stages.registry import STAGES
+from lightning_rlhf.stages.stage import find_stage
 from lightning_rlhf.stages.trained import trained_as
 
 
@@ -57,7 +57,7 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
     manifest = replace(final.manifest, parents=parents)
     card = model_card(
         out, f"{manifest.stage}, merged", manifest,
-        STAGES[manifest.stage].data if manifest.stage in STAGES else "prompts", chat,
+        "prompts" if (stage := find_stage(manifest.stage)) is None else stage.data, chat,
         is_adapter=False,
         reward_bias=score_bias(roles.heads[REWARD]) if is_reward else None,
         license=license_of(final.path),

@@ -39,7 +39,7 @@ from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.stages.folder.changes import read_ending
 from lightning_rlhf.stages.folder.folders import FINAL, run_name
 from lightning_rlhf.stages.measured import StageResult
-from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.run_report import leave_report
 
 CARD = "README.md"
@@ -168,7 +168,7 @@ def license_of(*folders: Path | None) -> dict[str, Any]:
 
 
 def hand_over(
-    ready: Prepared,
+    ready: Run,
     roles: Roles,
     role: str,
     metrics: Mapping[str, float],
@@ -214,7 +214,7 @@ def hand_over(
 
 
 def manifest_of(
-    ready: Prepared,
+    ready: Run,
     folder: Path,
     metrics: Mapping[str, float],
     reward: tuple[float, float] | None,

@@ -14,7 +14,6 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
-from lightning_rlhf.stages import dpo, ppo
 from lightning_rlhf.stages.folder.changes import read_config
 from lightning_rlhf.stages.folder.folders import (
     CHECKPOINTS,
@@ -27,7 +26,7 @@ from lightning_rlhf.stages.folder.folders import (
 from lightning_rlhf.stages.folder.resume import run_id
 from lightning_rlhf.stages.stage import Settings, section
 
-TRAINED = (ppo.STAGE.name, dpo.STAGE.name)
+TRAINED = ("ppo", "dpo")
 """Names of the stages that train a policy from the SFT model."""
 KEY, RESPONDER = "eval_policy.policies", "rank.policy"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import Judge, evaluated
+from lightning_rlhf.callbacks.evaluation import Judge, judged_samples
 from lightning_rlhf.core.config import ResponsesConfig
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -42,10 +42,10 @@ from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.stages.policies import Kept, Source
-from lightning_rlhf.stages.prepare import Prepared
 from lightning_rlhf.stages.reward.build_rewards import build_reward, hub_rewards
 from lightning_rlhf.stages.reward.reward_fitness import check_formats
 from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.select import load_weights
 
 Part = tuple[Int[Tensor, " B"], Rollout]
@@ -60,7 +60,7 @@ GREEDY = 1e-6
 class Task:
     """The prompts and settings that are the same for every policy."""
 
-    ready: Prepared
+    ready: Run
     config: ResponsesConfig
     prompts: Sequence[PromptTokens]
     rows: Sequence[dict[str, Any]]
@@ -83,7 +83,7 @@ class Answers:
     """Perplexity of the held-out demonstrations; None without any."""
 
 
-def told_verdicts(ready: Prepared) -> dict[str, Verdict]:
+def told_verdicts(ready: Run) -> dict[str, Verdict]:
     """Print and return the verdicts of fitness reports on the reward, by component.
 
     To be called after `light_sources`, which downloads reward models.
@@ -123,7 +123,7 @@ def load_policy(task: Task, policy: Source | None) -> tuple[Roles, str]:
     return roles.to(ready.device), POLICY if isinstance(policy, Kept) else REFERENCE
 
 
-def fitting(ready: Prepared, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
+def fitting(ready: Run, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
     """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
 
     Raises DataError where none fits.
@@ -302,4 +302,4 @@ class Scorer:
                 over_vocabulary=False,
             )
             result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
-            yield from evaluated(result, names, self.judge)
+            yield from judged_samples(result, names, self.judge)

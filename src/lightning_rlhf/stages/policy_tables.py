@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from lightning_rlhf.core.metrics import EVAL_PART, HELD_OUT, HELD_OUT_KL, PASS, heading_of
 from lightning_rlhf.io.storage import json_lines
-from lightning_rlhf.report.conclusion import Evaluated, heading_of
+from lightning_rlhf.report.conclusion import Evaluated
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.evaluation_page import SAMPLES
 from lightning_rlhf.report.run_page import PairedSample, TextTable
-from lightning_rlhf.report.run_plots import HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.report.tables import score_text
-from lightning_rlhf.rewards.format_check import EVAL_PART, PASS
 from lightning_rlhf.stages.measured import NUMBERS, damage_named, optional_json
 
 METRICS = {number: metric for metric, number in NUMBERS.items()}

@@ -2,68 +2,214 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
+from lightning.pytorch.callbacks import Callback
+from rich import get_console
+
+from lightning_rlhf.callbacks.diagnosis import Diagnosis
+from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Samples, load_judge
+from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.recorder import Recorder
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.reward.unfit import verdicts_on
-from lightning_rlhf.stages.stage import Settings, Stage
-
-if TYPE_CHECKING:
-    from lightning_rlhf.report.curves import Panel
-
-
-def run(settings: Settings, config: PPOConfig) -> Path:
-    """Train a policy from the SFT model and hand it over."""
-    from lightning_rlhf.stages.train_ppo import run_ppo  # which imports torch and Lightning
-
-    return run_ppo(settings, config)
-
-
-def prepare(settings: Settings, config: PPOConfig, *module_class: Any) -> Any:
-    """Return the stage before its first iteration, as `train_ppo.prepare_ppo`."""
-    from lightning_rlhf.stages.train_ppo import prepare_ppo
-
-    return prepare_ppo(settings, config, *module_class)
-
-
-def export(settings: Settings, config: PPOConfig, given: Any) -> Path:
-    """Write a checkpoint as a folder like `final/`, as `train_ppo.export_ppo`."""
-    from lightning_rlhf.stages.train_ppo import export_ppo
-
-    return export_ppo(settings, config, given)
-
-
-def panels(measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of curves.png; those of a judge and of components where there are any."""
-    from lightning_rlhf.report.curves import ppo_panels
-
-    return ppo_panels(measured)
-
-
-STAGE = Stage(
-    name="ppo",
-    title="PPO",
-    config=PPOConfig,
-    data="prompts",
-    run=run,
-    prepare=prepare,
-    export=export,
-    reads_reward=True,
-    reads_judge=True,
-    check=verdicts_on,
-    goal=(("eval/reward_mean", "max"),),
-    unit="iteration",
-    validates_first=True,
-    headlines=("reward_mean", "kl_divergence", "entropy", "ppo_loss"),
-    summary=(
-        "eval/reward_mean",
-        "eval/kl",
-        "eval/response_tokens",
-        "eval/judge/gold",
-        "eval/judge/correct",
-    ),
-    panels=panels,
-    volatile=("kl_warning",),
+from lightning_rlhf.data.batches import StageData, collate_prompts
+from lightning_rlhf.data.lengths import tokenise
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.models.build_roles import add_policy, check_positions, check_room
+from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.models.config import POLICY, VALUE
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.ptx import PTX
+from lightning_rlhf.report.curves import ppo_panels
+from lightning_rlhf.report.tables import before_after_table, collapsed
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
+from lightning_rlhf.stages.console import print_lengths
+from lightning_rlhf.stages.diminishing import print_diminishing
+from lightning_rlhf.stages.folder.changes import read_ending
+from lightning_rlhf.stages.folder.folders import METRICS, run_name
+from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.reward.build_rewards import (
+    build_critic,
+    build_reward,
+    hub_rewards,
+    light_sources,
 )
+from lightning_rlhf.stages.reward.reward_fitness import check_formats
+from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.stage import Stage
+
+
+class PPO(Stage):
+    """Training of a policy from the SFT model on a reward."""
+
+    name = "ppo"
+    title = "PPO"
+    config = PPOConfig
+    data = "prompts"
+    reads_reward = True
+    reads_judge = True
+    goal = ((HELD_OUT, "max"),)
+    unit = "iteration"
+    validates_first = True
+    headlines = tuple(HEADLINES)
+    summary = (HELD_OUT, HELD_OUT_KL, "eval/response_tokens", GOLD, "eval/judge/correct")
+    volatile = ("kl_warning",)
+    panels = staticmethod(ppo_panels)
+    module_class: ClassVar[type[PPOModule]] = PPOModule
+    """PPOModule, or a subclass with another loss or loop."""
+
+    def build(self, run: Run) -> tuple[PPOModule, StageData, list[Callback]]:
+        settings, chat = run.settings, run.chat
+        config: PPOConfig = settings.config
+        key = f"{self.name}.max_response_tokens"
+        judge = load_judge(settings.data.judge) if settings.data.judge else None
+        if config.rollout not in OURS:
+            load_sampler(config.rollout, f"{self.name}.rollout")
+        rows = run.rows("prompts")
+        light = light_sources(
+            run, {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
+        )
+        self.verdicts = self.judged(run)
+        held_out, train, val = run.tokenised(rows)
+        ptx = read_ptx(run, config)
+        roles = run.load_model()
+        longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
+        check_positions(
+            roles, longest + config.max_response_tokens,
+            f"the longest prompt ({longest} tokens) with {key} ({config.max_response_tokens})",
+            lower=f"lower {key} or data.max_prompt_tokens, to {{limit}} together",
+        )  # fmt: skip
+        check_room(
+            roles, config.rollout_batch_size, longest, config.max_response_tokens, key, run.device
+        )
+        if ptx is not None:
+            check_positions(roles, ptx.longest, "the longest demonstration")
+        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
+        reward = build_reward(run, roles, light, microbatch)
+        roles.to(run.device)
+        check_formats(run, reward)
+        prompts = {
+            split: [row.columns for row in some.rows]
+            for split, some in (("train", rows.train), ("val", held_out))
+        }
+        data = StageData(
+            train=train.examples,
+            val=val.examples * config.val_samples_per_prompt,
+            columns=[*prompts["train"], *prompts["val"]],
+            collate=partial(collate_prompts, pad_id=chat.pad_token_id),
+            batch_size=config.prompts_per_iteration,
+            val_batch_size=config.rollout_batch_size,
+            batches=config.iterations,
+            seed=settings.seed,
+            pool_batches=1,
+        )
+        self.evaluation = Evaluation(judge, run.folder)
+        callbacks = [
+            PPOMetrics(),
+            Diagnosis(config, run.folder, prompts_cut=train.too_long, stage=self.name),
+            self.evaluation,
+            Samples(
+                every_n_iterations=config.samples_every,
+                count=COUNT,
+                characters=160 if settings.samples else None,
+                run_dir=run.folder,
+            ),
+            Recorder(run.folder, rows.train, every=settings.record),
+        ]
+        module = self.make_module(run, roles, reward, prompts, microbatch, ptx)
+        return module, data, callbacks
+
+    def restore(self, run: Run) -> PPOModule:
+        """Return the module of an export, which reads no data and no reward."""
+        roles = run.load_model().to(run.device)
+        self.verdicts = self.judged(run, shown=False)
+        terms = tuple(component.term(name) for name, component in run.settings.reward.items())
+        return self.make_module(run, roles, Reward(terms, ()), {}, None, None)
+
+    def make_module(
+        self,
+        run: Run,
+        roles: Roles,
+        reward: Reward,
+        prompts: Mapping[str, Sequence[dict[str, Any]]],
+        microbatch: MicrobatchSize | None,
+        ptx: PTX | None,
+    ) -> PPOModule:
+        """Return the module before its first iteration, with a new policy and, for GAE, a critic.
+
+        microbatch: size at which the models of the reward read responses; None where none does.
+        ptx: demonstrations of ppo.ptx_coef; None where none are learned from.
+        """
+        settings = run.settings
+        add_policy(roles, settings.model, settings.seed)
+        return self.module_class(
+            roles,
+            reward,
+            settings.config,
+            critic=build_critic(run, roles) if settings.config.has_critic else None,
+            chat=run.chat,
+            prompts=prompts,
+            seed=settings.seed,
+            microbatch=microbatch,
+            replicas=run.replicas,
+            stage=self.name,
+            ptx=ptx,
+        )
+
+    def judged(self, run: Run, *, shown: bool = True) -> dict[str, Verdict]:
+        """Return the verdicts of fitness reports on the reward, by component.
+
+        Raises ConfigError where one is unfit and its key `unfit` is refuse.
+        """
+        found = verdicts_on(run.settings, {**run.parents, **hub_rewards(run)})
+        if shown:
+            print_verdicts(found, " PPO is run on it all the same.")
+        return {name: verdict for name, verdict in found.items() if verdict is not None}
+
+    def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
+        """Print what the training changed; return the evaluations before it and after it."""
+        first, ending = self.evaluation.first, read_ending(run.folder)
+        assert first is not None
+        assert self.evaluation.last is not None
+        assert ending is not None  # the run has finished
+        last = self.evaluation.last if ending.step == ending.last_step else metrics
+        get_console().print(before_after_table(first, last, self.verdicts))
+        print_collapse(run.folder, self.name)
+        print_diminishing(run.folder, run_name(run.settings))
+        return {f"start/{name}": value for name, value in first.items()} | last
+
+    def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
+        critic = module.critic
+        head = VALUE if critic is not None and critic.shares_trunk else None
+        return hand_over(run, module.roles, POLICY, metrics, head=head, verdicts=self.verdicts)
+
+
+def read_ptx(run: Run, config: PPOConfig) -> PTX | None:
+    """Return the demonstrations that stage=sft trains on, for each update; None if ptx_coef is 0.
+
+    Raises ConfigError or DataError where they cannot be read.
+    """
+    if config.ptx_coef == 0:
+        return None
+    rows = run.rows("demonstrations").train
+    found = tokenise(rows, run.chat, run.settings.data)
+    print_lengths("demonstration", rows, found)
+    return PTX(found.examples, config, pad_id=run.chat.pad_token_id, seed=run.settings.seed)
+
+
+def print_collapse(folder: Path, stage: str) -> None:
+    """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
+    rows = read_rows(folder / METRICS)
+    trained = [row for row in rows.values() if KL in row]
+    last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
+    if last is not None and (why := collapsed(last, stage)) is not None:
+        print_line(f"warning: {why}", "yellow")

@@ -10,21 +10,19 @@ from statistics import fmean
 from typing import Any
 
 from lightning_rlhf.callbacks.evaluation import load_judge
-from lightning_rlhf.callbacks.loggers import build_loggers, close_loggers
-from lightning_rlhf.callbacks.names import check_names
-from lightning_rlhf.core.best_of import best_of_kl, best_of_kl_bound
+from lightning_rlhf.callbacks.loggers import close_loggers
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
+from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
+from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE, check_names
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text, load
 from lightning_rlhf.io.console import Working, json_line, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
-from lightning_rlhf.rewards.format_check import BEST_JUDGE, JUDGE
-from lightning_rlhf.stages.folder.folders import FINAL, PARENTS, claim, find_parents
-from lightning_rlhf.stages.launch import identity
-from lightning_rlhf.stages.policies import responder
+from lightning_rlhf.stages.folder.folders import FINAL, PARENTS
+from lightning_rlhf.stages.policies import RESPONDER, check_policy, responder
 from lightning_rlhf.stages.policy_answers import (
     Scorer,
     Task,
@@ -35,23 +33,23 @@ from lightning_rlhf.stages.policy_answers import (
     sample_responses,
     told_verdicts,
 )
-from lightning_rlhf.stages.prepare import make_ready
 from lightning_rlhf.stages.reward.build_rewards import light_sources
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.run_report import leave_report
-from lightning_rlhf.stages.stage import Settings
 
 Sample = Mapping[str, Any]
 
 
-def run_rank(settings: Settings, config: RankConfig) -> Path:
+def run_rank(ready: Run) -> Path:
     """Sample responses of the policy, score them, and write the rows made of them."""
-    parents = find_parents(settings)
+    settings, config, parents = ready.settings, ready.settings.config, ready.parents
     policy = responder(settings)
+    if policy is not None:
+        check_policy(policy, parents, RESPONDER)
     judge = load_judge(settings.data.judge) if settings.data.judge else None
     with Working("reading the data"):
         split = load("prompts", settings.data, settings.seed)
     rows = split.train if config.prompts == "train" else split.val
-    ready = make_ready(settings, parents)
     light = light_sources(ready, {name for row in rows.rows for name in row.columns})
     name = SFT if policy is None else str(config.policy)
     task = Task(
@@ -129,8 +127,8 @@ def hand_over_rows(task: Task, samples: Sequence[Sample], ranked: RankedRows) ->
     settings = ready.settings
     metrics = rank_metrics(samples, ranked, config.samples_per_prompt)
     check_names(metrics)
-    folder = claim(settings, ready.parents)
-    loggers = build_loggers(settings.logger, folder, identity(settings)) + ready.loggers
+    folder = ready.claim()
+    loggers = ready.open_loggers()
     final, exit_code = folder / FINAL, 1
     try:
         for logger in loggers:

@@ -2,55 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from typing import Any
 
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+
+from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.core.config import RMConfig
-from lightning_rlhf.stages.stage import Settings, Stage
-
-if TYPE_CHECKING:
-    from lightning_rlhf.report.curves import Panel
-
-
-def run(settings: Settings, config: RMConfig) -> Path:
-    """Train a reward model on the SFT model and hand it over."""
-    from lightning_rlhf.stages.train_rm import run_rm  # which imports torch and Lightning
-
-    return run_rm(settings, config)
-
-
-def prepare(settings: Settings, config: RMConfig) -> Any:
-    """Return the stage before its first step, as `train_rm.prepare_rm`."""
-    from lightning_rlhf.stages.train_rm import prepare_rm
-
-    return prepare_rm(settings, config)
-
-
-def export(settings: Settings, config: RMConfig, given: Any) -> Path:
-    """Write a checkpoint as a folder like `final/`, as `train_rm.export_rm`."""
-    from lightning_rlhf.stages.train_rm import export_rm
-
-    return export_rm(settings, config, given)
-
-
-def panels(measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of curves.png."""
-    from lightning_rlhf.report.curves import RM_PANELS
-
-    return RM_PANELS
-
-
-STAGE = Stage(
-    name="rm",
-    title="Reward model",
-    config=RMConfig,
-    data="preferences",
-    run=run,
-    prepare=prepare,
-    export=export,
-    goal=(("eval/accuracy", "max"), ("eval/rm_loss", "min")),
-    headlines=("update/rm_loss", "update/accuracy", "eval/accuracy"),
-    summary=("eval/rm_loss", "eval/accuracy"),
-    panels=panels,
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Preference
+from lightning_rlhf.io.console import Working, print_line
+from lightning_rlhf.models.build_roles import check_positions
+from lightning_rlhf.models.config import REFERENCE, REWARD
+from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.report.curves import RM_PANELS
+from lightning_rlhf.report.fitness_page import read_judgement
+from lightning_rlhf.rewards.format_check import write_pairs
+from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rollout.build_sampler import reward_moments
+from lightning_rlhf.stages.console import print_problems
+from lightning_rlhf.stages.folder.folders import FINAL, run_name
+from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.reward.reward_fitness import (
+    check_lengths,
+    fitting,
+    known_pairs,
+    log_fitness,
+    response_lengths,
+    scored_samples,
+    sft_samples,
+    write_report,
 )
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.supervised import LONGEST, Supervised
+
+
+class RM(Supervised):
+    """Training of a reward model on the SFT model, whose responses give the reward's scale."""
+
+    name = "rm"
+    title = "Reward model"
+    config = RMConfig
+    panels = staticmethod(lambda measured: RM_PANELS)
+    data = "preferences"
+    goal = (("eval/accuracy", "max"), ("eval/rm_loss", "min"))
+    headlines = ("update/rm_loss", "update/accuracy", "eval/accuracy")
+    summary = ("eval/rm_loss", "eval/accuracy")
+    metrics = RewardMetrics
+    role = REWARD
+    fitness: TemporaryDirectory[str] | None = None
+    """Folder with the files of the fitness report; None for a model without one."""
+
+    def build(self, run: Run) -> tuple[RewardModule, StageData, list[Callback]]:
+        config: RMConfig = run.settings.config
+        rows = run.rows(self.data)
+        if config.margin_coef > 0:
+            require_margins(rows.train)
+        with Working("looking through the pairs"):
+            self.problems = find_problems(rows.val, rows.train)
+        print_problems(self.problems)
+        train, data = self.read(run, rows)
+        roles = self.load(run)
+        check_positions(roles, max(e.length for e in train.examples), LONGEST[self.data])
+        prompts = [e.prompt for e in train.examples]
+        check_lengths(run, roles, prompts, config)
+        roles.to(run.device)
+        self.below = roles.probe(REFERENCE)  # the SFT model before it is trained
+        print_line(
+            f"first {config.calibration_samples} responses of the SFT model are sampled "
+            f"({self.name}.calibration_samples), for the scale of the reward"
+        )
+        self.samples = sft_samples(run, roles, prompts, config.calibration_samples, config)
+        return self.make_module(run, roles), data, self.callbacks(run, rows, train, data)
+
+    def restore(self, run: Run) -> RewardModule:
+        """Return the module; the pairs are read again, for the scale and the fitness report."""
+        return self.build(run)[0]
+
+    def make_module(self, run: Run, roles: Roles) -> RewardModule:
+        settings = run.settings
+        generator = torch.Generator().manual_seed(settings.seed)
+        roles.heads[REWARD] = RewardHeads.random(
+            roles.hidden_size, settings.config.heads, generator
+        )
+        if settings.config.finetune == "lora":
+            roles.add_adapter(REWARD, settings.model.lora, settings.seed)
+        else:
+            roles.assign(REWARD)
+        return RewardModule(roles, settings.config, seed=settings.seed, replicas=run.replicas)
+
+    def report(self, run: Run, module: Any, loggers: Sequence[Logger], step: int) -> None:
+        """Write the fitness report and the pairs of the format check, also to the loggers."""
+        self.fitness = TemporaryDirectory()
+        folder, roles, settings = Path(self.fitness.name), module.roles, run.settings
+        pairs = fitting(self.held_out, run.chat, settings.data).rows
+        if not pairs:
+            print_line("no held-out pair is within the limits of length: no fitness report")
+            return
+        roles.to(run.device)
+        with Working("scoring pairs for the format check"):
+            write_pairs(folder, known_pairs(roles, pairs, run.chat))
+        batch_size = MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
+        page, numbers = write_report(
+            folder,
+            LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size),
+            pairs,
+            (scored_samples(roles, self.samples), response_lengths(self.samples)),
+            self.problems,
+            title=run_name(settings),
+            sampled_from="prompts of the pairs that the reward model is trained on",
+            scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
+            "`reward.normalization` says otherwise.",
+            logit_scale=1.0,
+            chat=run.chat,
+            longest=settings.data.max_response_tokens,
+            device=run.device,
+            seed=settings.seed,
+        )
+        log_fitness(page, numbers, loggers, step)
+        print_line(f"fitness report: {run.folder / FINAL / page.page.name}")
+
+    def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
+        """Measure the scale on the samples and write `final/`."""
+        rewards = scored_samples(module.roles.to(run.device), self.samples)
+        mean, std = reward_moments(rewards)
+        print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        report = None if self.fitness is None else Path(self.fitness.name)
+        verdict = None if report is None else read_judgement(report)
+        return hand_over(
+            run, module.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
+            below=self.below, more=report, verdicts={} if verdict is None else {"rm": verdict},
+        )  # fmt: skip
+
+
+def require_margins(rows: Rows[Preference]) -> None:
+    """Raise DataError unless every pair has a margin between its two responses."""
+    without = [i for i, row in enumerate(rows.rows) if row.margin is None]
+    if without:
+        raise DataError(
+            f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
+            f"have no field 'margin' (the first is pair {without[0] + 1}); allowed: a number >= 0 "
+            "in each"
+        )

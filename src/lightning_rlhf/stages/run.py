@@ -1,170 +1,178 @@
-"""Runs one stage, in one of several processes if need be, from settings to its `final/` folder."""
+"""A run of one stage: its configuration, folder, models that it starts from, and text format."""
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import fields, replace
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from typing import Any, TypeVar
 
-import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.loggers import Logger
+from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import (
-    ProcessEndedError,
-    RLHFError,
-    TrainingError,
-    naming_own_keys,
-    require,
-)
-from lightning_rlhf.parallel.replicas import Replicas, join_group, leave_message, message_left
-from lightning_rlhf.parallel.world import IN_LAUNCHER, world
-from lightning_rlhf.stages.accelerator import (
-    TIMEOUT,
-    check_accelerator,
-    check_devices,
-    cluster,
-    denormals_flushed,
-    device_of,
-    keep_large_blocks,
-    print_device,
-)
-from lightning_rlhf.stages.advice import advise
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.folders import FINAL, folder_of
-from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.preflight.preflight import preflight
-from lightning_rlhf.stages.prepare import Training
+from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.formats import Kind
+from lightning_rlhf.data.lengths import Tokenised, tokenise
+from lightning_rlhf.data.readers import Rows, TrainVal, load, sample
+from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.io.console import Working
+from lightning_rlhf.models.build_roles import check_vocabulary, start_from
+from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.config import SFT
+from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel.replicas import Replicas, current
+from lightning_rlhf.stages.accelerator import device_of
+from lightning_rlhf.stages.console import print_lengths
+from lightning_rlhf.stages.folder.changes import Export
+from lightning_rlhf.stages.folder.folders import claim, find_parents, folder_of, run_name
+from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks, own_loggers
 from lightning_rlhf.stages.stage import Settings
 
-THREADS = torch.get_num_threads()
-"""Torch's default number of threads, before any run of this process changed it."""
+R = TypeVar("R", Demonstration, Preference, Prompt)
+NOUNS: Mapping[Kind, str] = {
+    "demonstrations": "demonstration",
+    "preferences": "preference pair",
+    "prompts": "prompt",
+}
+"""Kind of data -> noun for a row."""
 
 
-def run_in_folder(settings: Settings) -> Path:
-    """Run the stage in a folder that is already locked; return the path of `final/`."""
-    quiet_libraries()
-    check_accelerator(settings)
-    with computing(settings), advising(settings):
-        print_device(settings)
-        final = settings.definition.run(settings, settings.config)
-        is_folder = isinstance(final, Path) and final.is_dir()
-        require(is_folder, f"what the function `run` of stage={settings.stage} returned", final,
-                "the path of the folder that it wrote")  # fmt: skip
-        return final
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A run in one of its processes; built and checked once, then passed as one thing."""
+
+    settings: Settings
+    tokenizer: PreTrainedTokenizerBase
+    chat: ChatFormat
+    parents: Mapping[str, Final]
+    """Role -> checkpoint that it is loaded from."""
+    callbacks: list[Callback]
+    """Callbacks of the user's own."""
+    loggers: list[Logger]
+    """Loggers of the user's own."""
+    arguments: Mapping[str, Any]
+    """Arguments of lightning.Trainer of the user's own, except callbacks."""
+    checkpoint: Path | None = None
+    """Checkpoint from which training resumes; None for a run that starts."""
+    export: Export | None = None
+    """Folder to write instead of `final/`, from a checkpoint; None for a run."""
+    started: float = field(default_factory=time.perf_counter)
+    """Time at which the run started, by time.perf_counter()."""
+
+    @classmethod
+    def of(
+        cls, settings: Settings, *, checkpoint: Path | None = None, export: Export | None = None
+    ) -> Run:
+        """Find the models that the run starts from and load their tokenizer; write nothing.
+
+        Raises an RLHFError where one is missing, or the user's own objects cannot be used.
+        """
+        check_trained_weights(settings)
+        parents = find_parents(settings)
+        callbacks, loggers = own_callbacks(settings), own_loggers(settings)
+        arguments = own_arguments(settings)
+        check_trainer(settings.trainer, arguments)
+        sft = parents.get(SFT)
+        tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
+        return cls(
+            settings=settings,
+            tokenizer=tokenizer,
+            chat=ChatFormat(tokenizer, settings.data.chat_template_kwargs),
+            parents=parents,
+            callbacks=callbacks,
+            loggers=loggers,
+            arguments=arguments,
+            checkpoint=checkpoint,
+            export=export,
+        )
+
+    @property
+    def folder(self) -> Path:
+        """Return the folder of the run."""
+        return folder_of(self.settings)
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device that the run computes on."""
+        return device_of(self.settings)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Return the processes of the run."""
+        return current(self.device)
+
+    def claim(self) -> Path:
+        """Make the folder of the run and record what it starts from; return its path."""
+        return claim(self.settings, self.parents)
+
+    def open_loggers(self) -> list[Logger]:
+        """Return metrics.csv, the configured logger and the user's own, for a claimed folder."""
+        settings = self.settings
+        identity = RunIdentity(
+            name=run_name(settings),
+            run=settings.run,
+            model=settings.model.name,
+            job=settings.job,
+            stage=settings.stage,
+            config=settings.tree,
+        )
+        return build_loggers(settings.logger, self.folder, identity) + self.loggers
+
+    def rows(self, kind: Kind) -> TrainVal[Any]:
+        """Return the rows of one kind of data, to train and to validate on."""
+        with Working("reading the data"):
+            return load(kind, self.settings.data, self.settings.seed)
+
+    def tokenised(self, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
+        """Return the validation rows, the training rows as tokens, and the former as tokens.
+
+        At most data.max_val_rows of the rows that fit are kept for validation. Prints the numbers.
+        rows: the data that the stage reads.
+        """
+        data, what = self.settings.data, NOUNS[self.settings.definition.data]
+        with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
+            train = tokenise(rows.train, self.chat, data)
+            val = tokenise(rows.val, self.chat, data)
+        held_out = rows.val
+        if data.max_val_rows is not None and len(val.examples) > data.max_val_rows:
+            fitting = set(val.numbers)
+            fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
+            held_out = sample(rows.val.only(fits), data.max_val_rows, self.settings.seed)
+            val = replace(tokenise(held_out, self.chat, data), dropped=val.dropped)
+        print_lengths(what, rows.train, train)
+        print_lengths(what, held_out, val, to_validate=True)
+        return held_out, train, val
+
+    def load_model(self, *, trainable: bool = False) -> Roles:
+        """Return the model that the run starts from, on the CPU: the SFT model, or the base.
+
+        trainable: True makes all weights trainable, for full fine-tuning.
+        Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
+        """
+        with Working("loading the model"):
+            roles = start_from(
+                self.settings.model,
+                self.parents.get(SFT),
+                trainable=trainable,
+                seed=self.settings.seed,
+            )
+        check_vocabulary(roles, self.tokenizer)
+        return roles
 
 
-def check_in_memory(settings: Settings) -> None:
-    """Prepare the stage and check it as a run does before its first update; write nothing."""
-    quiet_libraries()
-    check_accelerator(settings)
-    prepare = settings.definition.prepare
-    assert prepare is not None
-    with computing(settings), advising(settings):
-        print_device(settings)
-        training: Training = prepare(settings, settings.config)
-        preflight(training.ready, training.module, training.data)
-
-
-@contextmanager
-def advising(settings: Settings) -> Iterator[None]:
-    """Add advice to a TrainingError raised inside; errors name the keys of the stage's section."""
-    try:
-        with naming_own_keys(settings.stage, {f.name for f in fields(settings.definition.config)}):
-            yield
-    except TrainingError as error:
-        advise(error, settings.stage)
-        raise
-
-
-@contextmanager
-def computing(settings: Settings) -> Iterator[None]:
-    """Set the process up to round and draw random numbers as a run of these settings does."""
-    trainer = settings.trainer
-    sharing = trainer.devices if world().size > 1 else 1  # processes on this machine
-    torch.set_num_threads(trainer.threads or max(1, THREADS // sharing))
-    torch.set_float32_matmul_precision(trainer.matmul_precision)
-    if trainer.accelerator == "cpu":
-        keep_large_blocks()
-    L.seed_everything(settings.seed, verbose=False)
-    with denormals_flushed():
-        yield
-
-
-def run_replica(settings: Settings, begin: Callable[[Settings], Settings | None]) -> Path:
-    """Run the stage as one of several processes; return the path of `final/`.
-
-    begin: function that checks the run's folder and returns the settings to run with, None where
-        the run has finished. It is called in the first process alone.
-    """
-    replicas, folder = join(settings), folder_of(settings)
-    with errors_of_all(replicas), held(settings, folder) if replicas.is_first else nullcontext():
-        decided = replicas.first(lambda: resume_of(begin(settings)))
-        if decided is None:
-            return folder / FINAL
-        resume, overwrite = decided
-        return run_in_folder(replace(settings, resume=resume, overwrite=overwrite))
-
-
-@contextmanager
-def errors_of_all(replicas: Replicas) -> Iterator[None]:
-    """Let the first process raise the errors of all; the others end without a word.
-
-    Where a process has ended without a message, the program that started it says so. That program
-    ends the processes that are left: the first one raises the error nevertheless.
-    """
-    if replicas.is_first:
-        signal.signal(signal.SIGTERM, raise_message)
-    try:
-        yield
-    except ProcessEndedError as error:
-        message = message_left() if replicas.is_first else None
-        is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
-        if message is None and is_printed:
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise RLHFError(message or str(error)) from error
-    except RLHFError as error:
-        if replicas.is_first:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            raise
-        leave_message(f"process {replicas.rank}: {error}")
-        sys.exit(1)
-
-
-def raise_message(signum: int, frame: FrameType | None) -> None:
-    """Raise the error that another process has left; without one, end as SIGTERM does.
-
-    Where the command was killed that would say why, this process does.
-    """
-    if (message := message_left()) is not None:
-        raise RLHFError(message)
-    signal.signal(signum, signal.SIG_DFL)
-    if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
-        os.write(2, b"error: the command that started this process has ended\n")
-    os.kill(os.getpid(), signum)
-
-
-def resume_of(settings: Settings | None) -> tuple[bool | str, bool] | None:
-    """Return the values of `resume` and `overwrite`; None without settings."""
-    return None if settings is None else (settings.resume, settings.overwrite)
-
-
-def join(settings: Settings) -> Replicas:
-    """Join the process group of the run; return its replicas.
-
-    Raises ConfigError where this machine has too few GPUs.
-    """
-    place, environment = world(), cluster(world())
-    address = f"tcp://{environment.main_address}:{environment.main_port}"
-    check_devices(settings)
-    device, backend = device_of(settings), "gloo"
-    if device.type == "cuda":
-        backend = "cpu:gloo,cuda:nccl"
-        torch.cuda.set_device(device)
-    method = "env://" if place.launcher == "torchrun" else address
-    return join_group(place, device, backend, method, TIMEOUT)
+def check_trained_weights(settings: Settings) -> None:
+    """Raise ConfigError where the stage trains whole weights that would be quantised."""
+    quantization = settings.model.quantization
+    for key, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
+        if quantization != "none" and getattr(settings.config, key, None) == whole:
+            key = f"{settings.stage}.{key}"
+            raise ConfigError(
+                f"{key} is '{whole}', which trains whole weights, but model.quantization is "
+                f"'{quantization}'; allowed: {key}={others}, or model.quantization=none"
+            )

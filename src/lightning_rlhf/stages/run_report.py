@@ -9,16 +9,18 @@ from typing import Any
 
 from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES, train_samples
 from lightning_rlhf.callbacks.loggers import read_rows
-from lightning_rlhf.callbacks.names import FITNESS as FITNESS_METRICS
-from lightning_rlhf.callbacks.names import METRICS as DEFINITIONS
 from lightning_rlhf.core.errors import RLHFError
+from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
+from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS
+from lightning_rlhf.core.metrics import HELD_OUT as REWARD
+from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import delete, json_lines, read_text, written_whole
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude, label_of
+from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
@@ -32,9 +34,8 @@ from lightning_rlhf.report.run_page import (
     duration,
     write_page,
 )
-from lightning_rlhf.report.run_plots import HELD_OUT as REWARD
 from lightning_rlhf.report.run_plots import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.tables import LABELS, paired_samples, score_text
+from lightning_rlhf.report.tables import paired_samples, score_text
 from lightning_rlhf.stages.folder.changes import flatten
 from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.stages.measured import (
@@ -223,7 +224,7 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     with damage_named(run.folder / SAMPLES):
         result = StageResult.read(metrics, run.folder)
         found = []
-        rank = list(LABELS)
+        rank = list(BEFORE_AFTER)
         names = dict.fromkeys([*ends, *(n for n in metrics if n.startswith("eval/"))])
         for name in sorted(names, key=lambda n: rank.index(n) if n in rank else len(rank)):
             value, gain = result.metric(name), result.gain(name)

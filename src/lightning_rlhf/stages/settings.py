@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field
 
 from lightning_rlhf.callbacks.logger_config import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.validation import Seed, Text, build, check_value, described, refuse_unknown
+from lightning_rlhf.core.validation import (
+    Count,
+    Seed,
+    Text,
+    build,
+    check_value,
+    described,
+    refuse_unknown,
+)
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.stages.registry import DEFINITION, chosen_stage, stage_names
+from lightning_rlhf.rewards import config as rewards
+from lightning_rlhf.rewards.config import ComponentConfig, redacted
 from lightning_rlhf.stages.stage import (
     AUTO,
+    DEFINITION,
+    SUM,
     PolicySource,
     PreflightMode,
     Settings,
-    Stage,
-    check_components,
-    check_normalization,
-    read_reward,
-    redacted_section,
+    TrainerConfig,
+    chosen_stage,
     section,
+    stage_names,
 )
-from lightning_rlhf.stages.trainer_section import read_trainer, resolve_auto
 
 EXAMPLES = {
     "reward.path": "rules.py:score",
@@ -46,13 +56,55 @@ FOLDER_NAME = (
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
 OBJECTS = ("callbacks", "plugins", "profiler", "strategy")
 """Keys of `trainer` whose values may be objects with arguments of their own."""
-KEYS = {f.name for f in dataclasses.fields(Settings)} - {
-    "config",
-    "custom_logger",
-    "definition",
-    "tree",
-}
+KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "custom_logger", "find", "tree"}
 """Top-level keys of a configuration besides the section of its stage, `recipe` and `final`."""
+GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
+CPU = {"precision": "32-true", "weights_dtype": "float32"}
+"""Values of the keys set to auto, on a GPU and on the CPU."""
+PASSED: Mapping[str, Any] = {
+    **dict.fromkeys(("callbacks", "max_time", "plugins", "profiler", "strategy"), Any),
+    **dict.fromkeys(("benchmark", "enable_model_summary", "enable_progress_bar"), bool | None),
+    "detect_anomaly": bool,
+    "deterministic": Annotated[bool | Literal["warn"] | None, described("true, false, warn, null")],
+    "limit_val_batches": Annotated[
+        Count | Annotated[float, Field(gt=0, le=1)],
+        described("a whole number >= 1, or a share up to 1.0: evaluations tell the best step"),
+    ],
+}
+"""Arguments of lightning.Trainer that are passed on unchanged -> type; Lightning checks Any."""
+STRATEGIES = (AUTO, "single_device")
+"""Strategies of Lightning, by name, with which a run computes."""
+_LENGTH = "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is"
+_RHYTHM = "val_every in the section of the stage says when a run evaluates"
+_LOOP = "a run trains and evaluates on all of its data, in an order that it resumes"
+OWNED: Mapping[str, str] = {
+    "accumulate_grad_batches": "microbatch_size in the section of the stage splits a batch",
+    "barebones": "a run writes metrics and checkpoints",
+    "check_val_every_n_epoch": _RHYTHM,
+    "default_root_dir": "outputs, run and job name the folder of a run",
+    "enable_autolog_hparams": "config.json in the run's folder holds the configuration",
+    "enable_checkpointing": "checkpoint_every in the section of the stage says when a run is saved",
+    "fast_dev_run": "ppo.iterations=1, or a small sft.epochs or rm.epochs, is a short run",
+    "gradient_clip_algorithm": "max_grad_norm in the section of the stage clips the norm",
+    "gradient_clip_val": "max_grad_norm in the section of the stage clips the gradient",
+    "inference_mode": "evaluations take what they need",
+    "limit_predict_batches": _LOOP,
+    "limit_test_batches": _LOOP,
+    "limit_train_batches": _LENGTH,
+    "logger": "the group logger says where metrics go",
+    "max_epochs": _LENGTH,
+    "max_steps": _LENGTH,
+    "min_epochs": _LENGTH,
+    "min_steps": _LENGTH,
+    "model_registry": "checkpoints are files in the run's folder",
+    "num_sanity_val_steps": _RHYTHM,
+    "overfit_batches": _LOOP,
+    "reload_dataloaders_every_n_epochs": _LOOP,
+    "sync_batchnorm": _LOOP,
+    "use_distributed_sampler": _LOOP,
+    "val_check_interval": _RHYTHM,
+}
+"""Arguments of lightning.Trainer that a stage sets itself -> what to use instead."""
 
 
 def read_settings(cfg: DictConfig) -> Settings:
@@ -78,8 +130,8 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     Sections of stages that it does not choose are ignored.
     Raises ConfigError naming the key.
     """
-    definition = chosen_stage(tree)
-    stage, others = definition.name, {*stage_names(tree)} - {definition.name}
+    stage, config_class, find = chosen_stage(tree)
+    others = {*stage_names(tree)} - {stage}
     tree = {key: node for key, node in tree.items() if key not in others}
     refuse_unknown(tree, KEYS | {"recipe", "final", stage}, "")
     for key in (*KEYS, stage):
@@ -98,14 +150,14 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
     reward = read_reward(tree["reward"])
-    with naming_own_keys(stage, {f.name for f in fields(definition.config)}):
-        config = _config(definition, tree[stage])
+    with naming_own_keys(stage, {f.name for f in fields(config_class)}):
+        config = stage_config(stage, config_class, tree[stage])
         if isinstance(config, PPOConfig):
             check_normalization(config, reward)
     tree["reward"] = redacted_section(tree["reward"])
     return Settings(
         stage=stage,
-        definition=definition,
+        find=find,
         config=config,
         model=build(ModelConfig, section(tree, "model"), "model"),
         data=build(DataConfig, tree["data"], "data"),
@@ -188,17 +240,17 @@ def read_resume(given: Any) -> bool | str:
     return name if name == "best" else f"{int(name):06d}"
 
 
-def _config(stage: Stage, node: Any) -> Any:
+def stage_config(stage: str, kind: type, node: Any) -> Any:
     """Return the section of a stage as its dataclass, without the key `definition`."""
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
-        if issubclass(stage.config, PPOConfig) and "advantage" not in node:
+        if issubclass(kind, PPOConfig) and "advantage" not in node:
             raise ConfigError(
-                f"{stage.name}.advantage is missing, with all keys that an estimator of advantages "
-                f"sets; add +advantage@{stage.name}=gae, or `/advantage@_here_: gae` to the "
-                f"defaults of stages/{stage.name}.yaml"
+                f"{stage}.advantage is missing, with all keys that an estimator of advantages "
+                f"sets; add +advantage@{stage}=gae, or `/advantage@_here_: gae` to the defaults "
+                f"of stages/{stage}.yaml"
             )
-    return build(stage.config, node, stage.name)
+    return build(kind, node, stage)
 
 
 def own_logger(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -221,3 +273,141 @@ def _logger(tree: Mapping[str, Any]) -> LoggerConfig:
     if "_target_" in node:
         return LoggerConfig(kind="csv")
     return logger_config(section(tree, "logger", "kind"))
+
+
+REWARDS: Mapping[str, type[ComponentConfig]] = {
+    "function": rewards.FunctionConfig,
+    "head": rewards.HeadConfig,
+    "http": rewards.HTTPConfig,
+    "model": rewards.TextModelConfig,
+    "random": rewards.RandomConfig,
+}
+"""Kind of a component of the reward -> class of its configuration."""
+
+
+def read_reward(node: Any) -> dict[str, ComponentConfig]:
+    """Return the components of the section `reward` by name; a single one is named by its kind."""
+    kind = section({"reward": node}, "reward", "kind")["kind"]
+    require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
+    if kind != SUM:
+        return _weighing({kind: _component(node, "reward")})
+    components = node.get("components")
+    refuse_unknown(node, {"kind", "components"}, "reward.")
+    require(isinstance(components, Mapping) and bool(components), "reward.components", components,
+            "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
+    for name in components:
+        require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
+                name, "letters, digits and _, a letter first")  # fmt: skip
+    return _weighing({
+        str(name): _component(part, f"reward.components.{name}")
+        for name, part in components.items()
+    })  # fmt: skip
+
+
+def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
+    if all(component.weight == 0 for component in reward.values()):
+        raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
+    return reward
+
+
+def check_components(tree: Any) -> None:
+    """Raise ConfigError where keys are given for a component of a sum that was not added to it.
+
+    tree: configuration; values may be missing, as after a misspelt name.
+    """
+    reward = tree.get("reward") if isinstance(tree, Mapping) else None
+    parts = reward.get("components") if isinstance(reward, Mapping) else None
+    parts = parts if isinstance(parts, Mapping) else {}
+    parts = {str(name): part for name, part in parts.items() if isinstance(part, Mapping)}
+    whole = [name for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
+    for name in parts.keys() - set(whole):
+        kind = parts[name].get("kind", "KIND")
+        close = difflib.get_close_matches(name, whole, n=1) if kind == "KIND" else []
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(
+            f"there is no component {name!r} in reward.components; {hint}"
+            f"+reward@reward.components.{name}={kind} puts one there, with all its keys"
+        )
+
+
+def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
+    """Raise ConfigError where both a component and the whole score use running moments."""
+    own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
+    if own and config.score_normalization != "none":
+        raise ConfigError(
+            f"ppo.score_normalization is {config.score_normalization!r} and the reward "
+            f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
+            "the two, with ppo.score_normalization=none or normalization=none and clip=null"
+        )
+
+
+def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `reward` with users, passwords and queries removed from its URLs."""
+    shown = dict(node)
+    if "url" in shown:
+        shown["url"] = redacted(shown["url"])
+    if "components" in shown:
+        parts = shown["components"]
+        shown["components"] = {name: redacted_section(part) for name, part in parts.items()}
+    return shown
+
+
+def _component(node: Any, key: str) -> ComponentConfig:
+    require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
+    kinds = ", ".join(REWARDS)
+    require("kind" in node, f"{key}.kind", "missing", kinds)
+    require(node["kind"] in list(REWARDS), f"{key}.kind", node["kind"], kinds)
+    config = build(REWARDS[node["kind"]], node, key)
+    config.check(key)
+    return config
+
+
+def read_trainer(node: Any) -> TrainerConfig:
+    """Return the section, checked. Raises ConfigError naming the key."""
+    node = section({"trainer": node}, "trainer")
+    for key, reason in OWNED.items():
+        if key in node:
+            raise ConfigError(f"trainer.{key} is {node[key]!r}, but it is not to be set: {reason}")
+    ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
+    refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
+    is_named = "strategy" in node and isinstance(node["strategy"], str)
+    if is_named and node["strategy"] not in STRATEGIES:
+        raise ConfigError(
+            f"trainer.strategy is {node['strategy']!r}, but the processes of a run "
+            f"(trainer.devices, trainer.num_nodes) sum their gradients themselves; allowed: "
+            f"{', '.join(STRATEGIES)}"
+        )
+    for key, kind in PASSED.items():
+        if key in node:
+            check_value(f"trainer.{key}", node[key], kind)
+    options = {key: node[key] for key in node if key in (*PASSED, "_target_")}
+    options = {"_target_": "lightning.Trainer", **options}
+    mine = {key: node[key] for key in node if key in ours}
+    return build(TrainerConfig, {**mine, "options": options}, "trainer")
+
+
+def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration in which trainer=auto is replaced by settings for this machine.
+
+    A GPU that torch can use gets bf16-mixed with frozen weights in bfloat16; else the CPU is used
+    in float32. A model with random weights (model.from_config) is small and stays on the CPU.
+    """
+    trainer, model = tree["trainer"], tree["model"]
+    if not isinstance(trainer, Mapping) or not isinstance(model, Mapping):
+        return tree
+    trainer, model = dict(trainer), dict(model)
+    if trainer.get("accelerator") == AUTO:
+        is_small = model.get("from_config") is not None
+        trainer["accelerator"] = "gpu" if not is_small and has_gpu() else "cpu"
+    values = GPU if trainer == trainer | {"accelerator": "gpu"} else CPU
+    trainer |= {key: value for key, value in values.items() if trainer.get(key) == AUTO}
+    if model.get("dtype") == AUTO:
+        model["dtype"] = trainer["weights_dtype"]
+    return {**tree, "trainer": trainer, "model": model}
+
+
+def has_gpu() -> bool:
+    """Return whether torch finds a GPU of CUDA."""
+    import torch  # only where the configuration leaves the choice to the machine
+
+    return torch.cuda.is_available()

@@ -2,56 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
+from lightning import LightningModule
+
+from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES
+from lightning_rlhf.callbacks.metrics import SFTMetrics
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.stages.stage import Settings, Stage
+from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.text_metrics import unigram_perplexity
+from lightning_rlhf.data.batches import StageData, collate_prompts
+from lightning_rlhf.data.lengths import PromptTokens
+from lightning_rlhf.io.console import json_line, print_line, visible_line
+from lightning_rlhf.io.storage import make_folder, written_whole
+from lightning_rlhf.models.config import SFT as ROLE
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.parallel.replicas import ONE
+from lightning_rlhf.report.curves import SFT_PANELS
+from lightning_rlhf.report.tables import spread
+from lightning_rlhf.rollout.build_sampler import deal, sample_reference
+from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.supervised import Supervised
 
-if TYPE_CHECKING:
-    from lightning_rlhf.report.curves import Panel
-
-
-def run(settings: Settings, config: SFTConfig) -> Path:
-    """Fine-tune a language model and hand it over as the SFT model."""
-    from lightning_rlhf.stages.supervised import run_sft  # which imports torch and Lightning
-
-    return run_sft(settings, config)
-
-
-def prepare(settings: Settings, config: SFTConfig) -> Any:
-    """Return the stage before its first step, as `train_sft.prepare_sft`."""
-    from lightning_rlhf.stages.supervised import prepare_sft
-
-    return prepare_sft(settings, config)
-
-
-def export(settings: Settings, config: SFTConfig, given: Any) -> Path:
-    """Write a checkpoint as a folder like `final/`, as `train_sft.export_sft`."""
-    from lightning_rlhf.stages.supervised import export_sft
-
-    return export_sft(settings, config, given)
+RESPONSES, LONGEST = 5, 128
+"""Number of responses that are sampled at the end, and the largest number of their tokens."""
+SHOWN = ("prompt", "demonstration", "response")
+"""Keys of the texts that are kept of each of them."""
 
 
-def panels(measured: Collection[str]) -> Sequence[Panel]:
-    """Return the panels of curves.png."""
-    from lightning_rlhf.report.curves import SFT_PANELS
+class SFT(Supervised):
+    """Supervised fine-tuning of a language model, which becomes the SFT model of the run."""
 
-    return SFT_PANELS
+    name = "sft"
+    title = "Supervised fine-tuning"
+    config = SFTConfig
+    panels = staticmethod(lambda measured: SFT_PANELS)
+    data = "demonstrations"
+    reads_sft = False
+    goal = (("eval/loss", "min"),)
+    headlines = ("update/loss", "eval/loss")
+    summary = ("eval/loss",)
+    module_class = SFTModule
+    metrics = SFTMetrics
+    role = ROLE
+
+    def read(self, run: Run, rows: Any) -> tuple[Any, StageData]:
+        train, self.batches = super().read(run, rows)
+        return train, self.batches
+
+    def add_roles(self, run: Run, roles: Roles) -> None:
+        if run.settings.config.finetune == "lora":
+            roles.add_adapter(ROLE, run.settings.model.lora, run.settings.seed)
+        else:
+            roles.assign(ROLE)
+
+    def summarise(
+        self, run: Run, module: LightningModule, metrics: dict[str, float]
+    ) -> dict[str, float]:
+        data = self.batches
+        if data.val:
+            texts = ([e.imitated for e in some] for some in (data.train, data.val))
+            metrics = metrics | {"eval/unigram_perplexity": unigram_perplexity(*texts)}
+        metrics = super().summarise(run, module, metrics)
+        sample_held_out(run, module.roles, data)  # type: ignore[arg-type]
+        return metrics
 
 
-STAGE = Stage(
-    name="sft",
-    title="Supervised fine-tuning",
-    config=SFTConfig,
-    data="demonstrations",
-    run=run,
-    prepare=prepare,
-    export=export,
-    reads_sft=False,
-    goal=(("eval/loss", "min"),),
-    headlines=("update/loss", "eval/loss"),
-    summary=("eval/loss",),
-    panels=panels,
-)
+def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
+    """Print and keep a response to each of RESPONSES held-out prompts, sampled at temperature 1.
+
+    The random numbers are the responses' own: the state of torch's generators stays as it is.
+    """
+    chat = run.chat
+    different = {tuple(e.prompt): e.response for e in data.val if e.prompt}
+    some = spread(list(different.items()), RESPONSES)
+    limit: int = getattr(roles.causal_lm.config, "max_position_embeddings", None) or 10**9
+    room = min(LONGEST, limit - max((len(prompt) for prompt, _ in some), default=0))
+    if not some or room < 1:
+        return
+    prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
+    (sampled,) = sample_reference(
+        roles.to(run.device),
+        deal([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
+        SamplingParams(
+            max_response_tokens=min(room, run.settings.data.max_response_tokens),
+            temperature=1.0,
+            end_token_ids=chat.end_token_ids,
+        ),
+        torch.Generator().manual_seed(run.settings.seed),
+        role=ROLE,
+    )
+    said = real_tokens(sampled.responses, sampled.response_mask)
+    texts = [
+        dict(zip(SHOWN, map(chat.decode_response, (*some[i], response)), strict=True))
+        for i, response in zip(sampled.index.tolist(), said, strict=True)
+    ]
+    make_folder(run.folder / SAMPLES)
+    with written_whole(run.folder / SAMPLES / HELD_OUT) as beside:
+        beside.write_text("".join(json_line(one) + "\n" for one in texts), encoding="utf-8")
+    if run.settings.samples:
+        print_line("responses to held-out prompts, sampled from the trained model:")
+        for one in texts:
+            print_line(visible_line(f"  {one['prompt'][:160]} -> {one['response'][:160]}"))

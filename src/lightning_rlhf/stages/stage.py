@@ -1,4 +1,4 @@
-"""The description of a stage, and the settings of a run. Imports no library that loads slowly.
+"""What a stage is, which stages there are, and the settings of a run.
 
 A stage outside this package is a `Stage` in a file that the stage's section of the configuration
 names: `definition: path/to/file.py:STAGE`.
@@ -7,142 +7,209 @@ names: `definition: path/to/file.py:STAGE`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import re
+import pkgutil
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.logger_config import LoggerConfig
-from lightning_rlhf.core.config import DType, StageConfig
+from lightning_rlhf.core.config import (
+    DPOConfig,
+    DType,
+    EvalConfig,
+    PolicyEvalConfig,
+    RankConfig,
+    RMConfig,
+    SFTConfig,
+    StageConfig,
+)
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.core.validation import (
-    STRICT,
-    Options,
-    PositiveInt,
-    Text,
-    build,
-    described,
-    refuse_unknown,
-)
+from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.rewards import config as rewards
-from lightning_rlhf.rewards.config import ComponentConfig, redacted
+from lightning_rlhf.rewards.config import ComponentConfig
+from lightning_rlhf.stages.console import CONF, print_evaluation
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.formats import Kind
     from lightning_rlhf.models.checkpoint import Final
-    from lightning_rlhf.report.curves import Panel
-
-
-def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:
-    """Return the mapping `tree[name]`. Raises ConfigError unless it is one that holds `keys`."""
-    require(name in tree, name, "missing", "a mapping of keys to values")
-    found = tree[name]
-    require(isinstance(found, Mapping), name, found, "a mapping of keys to values")
-    for key in keys:
-        require(key in found, f"{name}.{key}", "missing", "a value")
-    return typing.cast(Mapping[str, Any], found)
-
-
-SUM = "sum"
-REWARDS: Mapping[str, type[ComponentConfig]] = {
-    "function": rewards.FunctionConfig,
-    "head": rewards.HeadConfig,
-    "http": rewards.HTTPConfig,
-    "model": rewards.ModelConfig,
-    "random": rewards.RandomConfig,
-}
-"""Kind of a component of the reward -> class of its configuration."""
-
-
-def read_reward(node: Any) -> dict[str, ComponentConfig]:
-    """Return the components of the section `reward` by name; a single one is named by its kind."""
-    kind = section({"reward": node}, "reward", "kind")["kind"]
-    require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
-    if kind != SUM:
-        return _weighing({kind: _component(node, "reward")})
-    components = node.get("components")
-    refuse_unknown(node, {"kind", "components"}, "reward.")
-    require(isinstance(components, Mapping) and bool(components), "reward.components", components,
-            "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
-    for name in components:
-        require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
-                name, "letters, digits and _, a letter first")  # fmt: skip
-    return _weighing({
-        str(name): _component(part, f"reward.components.{name}")
-        for name, part in components.items()
-    })  # fmt: skip
-
-
-def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
-    if all(component.weight == 0 for component in reward.values()):
-        raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
-    return reward
-
-
-def check_components(tree: Any) -> None:
-    """Raise ConfigError where keys are given for a component of a sum that was not added to it.
-
-    tree: configuration; values may be missing, as after a misspelt name.
-    """
-    reward = tree.get("reward") if isinstance(tree, Mapping) else None
-    parts = reward.get("components") if isinstance(reward, Mapping) else None
-    parts = parts if isinstance(parts, Mapping) else {}
-    parts = {str(name): part for name, part in parts.items() if isinstance(part, Mapping)}
-    whole = [name for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
-    for name in parts.keys() - set(whole):
-        kind = parts[name].get("kind", "KIND")
-        close = difflib.get_close_matches(name, whole, n=1) if kind == "KIND" else []
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ConfigError(
-            f"there is no component {name!r} in reward.components; {hint}"
-            f"+reward@reward.components.{name}={kind} puts one there, with all its keys"
-        )
-
-
-def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
-    """Raise ConfigError where both a component and the whole score use running moments."""
-    own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
-    if own and config.score_normalization != "none":
-        raise ConfigError(
-            f"ppo.score_normalization is {config.score_normalization!r} and the reward "
-            f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
-            "the two, with ppo.score_normalization=none or normalization=none and clip=null"
-        )
-
-
-def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the section `reward` with users, passwords and queries removed from its URLs."""
-    shown = dict(node)
-    if "url" in shown:
-        shown["url"] = redacted(shown["url"])
-    if "components" in shown:
-        parts = shown["components"]
-        shown["components"] = {name: redacted_section(part) for name, part in parts.items()}
-    return shown
-
-
-def _component(node: Any, key: str) -> ComponentConfig:
-    require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
-    kinds = ", ".join(REWARDS)
-    require("kind" in node, f"{key}.kind", "missing", kinds)
-    require(node["kind"] in list(REWARDS), f"{key}.kind", node["kind"], kinds)
-    config = build(REWARDS[node["kind"]], node, key)
-    config.check(key)
-    return config
-
 
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
+SUM = "sum"
 PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
+
+
+class Stage:
+    """A stage: what it is called and reads, and how it is built. One object is one run of it.
+
+    A stage that trains has `build`, `restore` and `finish`, which `stages.fit` calls in a run, a
+    check, an export and from the library. Another one has `measure` alone. `run` is a
+    `stages.run.Run` everywhere.
+    """
+
+    name: ClassVar[str]
+    """Value of `stage=`, key of the stage's section, and name of its folder."""
+    title: ClassVar[str]
+    """Heading of the curves."""
+    config: ClassVar[type]
+    """Frozen dataclass of the section; a StageConfig where the stage trains."""
+    data: ClassVar[Kind]
+    """Section of `data` that the stage reads."""
+    also_reads: ClassVar[tuple[Kind, ...]] = ()
+    """Further sections of `data` that the stage reads where they name a source."""
+    reads_sft: ClassVar[bool] = True
+    """True if the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
+    reads_reward: ClassVar[bool] = False
+    """True if the stage reads the section `reward`, and the reward models named there."""
+    reads_judge: ClassVar[bool] = False
+    """True if the stage reads `data.judge`."""
+    goal: ClassVar[tuple[tuple[str, Literal["min", "max"]], ...]] = ()
+    """Metrics of an evaluation that select the best checkpoint, each with its direction; a later
+    metric decides where the earlier ones are equal. Empty for a stage that does not train, or whose
+    evaluations are neither better nor worse: `best` of its section names a metric then."""
+    unit: ClassVar[str] = "optimizer step"
+    """Unit in which steps are counted: the label of the x-axis of the curves."""
+    validates_first: ClassVar[bool] = False
+    """True if all validation data are evaluated before the first step."""
+    headlines: ClassVar[tuple[str, ...]] = ()
+    """Metrics in the progress bar."""
+    summary: ClassVar[tuple[str, ...]] = ()
+    """Metrics of the stage in the table of a sweep."""
+    divides: ClassVar[bool] = False
+    """True if the processes of a stage that does not train divide its work; the first one writes
+    its files, and `measure` ends the others."""
+    volatile: ClassVar[tuple[str, ...]] = ()
+    """Keys of the section that may differ between two calls of a run, besides those that set when
+    checkpoints are written."""
+    hands_over: ClassVar[Literal["model", "report"]] = "model"
+    """Content of `final/`: a model with a manifest, or a report."""
+    numbers: ClassVar[str] = "fitness.json"
+    """File of a report in `final/` whose key `metrics` holds its numbers."""
+
+    panels: ClassVar[Any] = None
+    """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
+    metric."""
+
+    def build(self, run: Any) -> tuple[Any, Any, list[Any]]:
+        """Return the module before its first step, its `StageData`, and the stage's callbacks.
+
+        Raises an RLHFError where data, models or settings do not fit, before a model loads wherever
+        that is possible.
+        """
+        raise NotImplementedError
+
+    def restore(self, run: Any) -> Any:
+        """Return the module before its first step, into which an export loads a checkpoint."""
+        return self.build(run)[0]
+
+    def finish(self, run: Any, module: Any, metrics: Mapping[str, float]) -> Path:
+        """Write `final/` with the trained model and these metrics; return its path."""
+        raise NotImplementedError
+
+    def measure(self, run: Any) -> Path:
+        """Do the work of a stage that does not train; return the path of `final/`."""
+        raise NotImplementedError
+
+    def report(self, run: Any, module: Any, loggers: Sequence[Any], step: int) -> None:
+        """Measure the model of `step` that becomes `final/`, before the loggers are closed."""
+
+    def summarise(self, run: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
+        """Print how a training ended; return its metrics with those that the stage adds."""
+        print_evaluation(metrics)
+        return metrics
+
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        """Return the checkpoints that the stage reads besides SFT and reward models, by role."""
+        return {}
+
+    @property
+    def trains(self) -> bool:
+        """Return whether the stage has optimizer steps, and so checkpoints."""
+        return issubclass(self.config, StageConfig)
+
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """Return the keys of the configuration that the stage does not read."""
+        read = (self.data, *self.also_reads)
+        return (
+            *(f"data.{kind}" for kind in DATA_KINDS if kind not in read),
+            *(() if self.reads_judge else ("data.judge",)),
+            *(() if self.reads_reward else ("reward",)),
+        )
+
+
+STAGES: Mapping[str, tuple[str, type]] = {
+    "sft": ("lightning_rlhf.stages.sft:SFT", SFTConfig),
+    "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
+    "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
+    "dpo": ("lightning_rlhf.stages.dpo:DPO", DPOConfig),
+    "rank": ("lightning_rlhf.stages.rank:Rank", RankConfig),
+    "eval_policy": ("lightning_rlhf.stages.eval_policy:EvalPolicy", PolicyEvalConfig),
+    "eval_reward": ("lightning_rlhf.stages.eval_reward:EvalReward", EvalConfig),
+}
+"""Name -> class of a stage of this package, imported when it is chosen, and that of its section."""
+DEFINITION = "definition"
+"""Key that names the `Stage`, in the section of a stage outside this package."""
+
+
+@cache
+def find_stage(name: str) -> Stage | None:
+    """Return the stage of this package with that name; None where there is none."""
+    return pkgutil.resolve_name(STAGES[name][0])() if name in STAGES else None
+
+
+def stage_names(tree: Mapping[Any, Any]) -> list[str]:
+    """Return the names of the stages whose sections may stand in a configuration."""
+    own = (
+        str(key)
+        for key, node in tree.items()
+        if key not in STAGES and isinstance(node, Mapping) and DEFINITION in node
+    )
+    return [*STAGES, *own]
+
+
+def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage]]:
+    """Return name, class of the section and definition of the stage that a configuration chooses.
+
+    Raises ConfigError where it chooses none, an unknown one, or one whose definition is not a
+    `Stage` of that name.
+    """
+    names = stage_names(tree)
+    if "stage" not in tree or tree["stage"] is None:
+        raise ConfigError(
+            f"no stage is chosen; allowed: stage={'|'.join(names)}, or recipe=quickstart for all "
+            "of them"
+        )
+    name = tree["stage"]
+    is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
+    meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
+    require(name in names, "stage", name, ", ".join(names) + meant)
+    if name in STAGES:
+        node = tree.get(name)
+        if isinstance(node, Mapping) and DEFINITION in node:
+            raise ConfigError(
+                f"{name}.{DEFINITION} is {node[DEFINITION]!r}, but {name} is a stage of the "
+                "package; allowed: another name for a stage of your own"
+            )
+        return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
+    source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
+    own: type[Stage] = load_object(source, key, "stage", is_stage)
+    require(own.name == name, key, source, f"a stage of the name {name!r}; it is {own.name!r}")
+    return name, own.config, own
+
+
+def is_stage(found: Any) -> bool:
+    """Return whether an object of a user's file is a class of stages."""
+    return isinstance(found, type) and issubclass(found, Stage) and found is not Stage
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -179,14 +246,14 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """All settings of a run of one stage."""
+    """The checked configuration of a run of one stage."""
 
     stage: str
     """Name of the stage."""
-    definition: Stage
-    """Description of the stage."""
+    find: Callable[[], Stage]
+    """Function that imports the stage and returns it."""
     config: Any
-    """Section of the stage, as an instance of `definition.config`."""
+    """Section of the stage, as an instance of its class."""
     model: ModelConfig
     data: DataConfig
     reward: Mapping[str, ComponentConfig]
@@ -216,87 +283,20 @@ class Settings:
     tree: dict[str, Any]
     """The whole configuration as plain types."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Stage:
-    """Description of a stage for the command line, recipes, resume, sweeps and reports."""
-
-    name: str
-    """Value of `stage=`, key of the stage's section, and name of its folder."""
-    title: str
-    """Heading of the curves."""
-    config: type
-    """Frozen dataclass of the section; a StageConfig where the stage trains."""
-    data: Kind
-    """Section of `data` that the stage reads."""
-    also_reads: tuple[Kind, ...] = ()
-    """Further sections of `data` that the stage reads where they name a source."""
-    run: Callable[[Settings, Any], Path]
-    """(settings, their `config`) -> path of the `final/` folder that the stage hands over."""
-    prepare: Callable[[Settings, Any], Any] | None = None
-    """(settings, their `config`) -> a `launch.Training`, for a Trainer of the user's own."""
-    build: Callable[..., Any] | None = None
-    """Function: (Prepared, Roles, config, ...) -> LightningModule before its first step, for
-    exports."""
-    reads_sft: bool = True
-    """True if the stage starts from the SFT model of the run, or of `policy.checkpoint`."""
-    reads_reward: bool = False
-    """True if the stage reads the section `reward`, and the reward models named there."""
-    reads_judge: bool = False
-    """True if the stage reads `data.judge`."""
-    reads_models: Callable[[Settings], Mapping[str, Final]] | None = None
-    """Function of the settings that returns the other checkpoints that the stage reads, by role."""
-    check: Callable[[Settings, Mapping[str, Final]], object] | None = None
-    """Function of (settings, parents by role) that raises an RLHFError for errors that can be found
-    before Lightning and torch are imported."""
-    goal: tuple[tuple[str, Literal["min", "max"]], ...] = ()
-    """Metrics of an evaluation that select the best checkpoint, each with its direction; a later
-    metric decides where the earlier ones are equal. Empty for a stage that does not train, or whose
-    evaluations are neither better nor worse: `best` of its section names a metric then."""
-    unit: str = "optimizer step"
-    """Unit in which steps are counted: the label of the x-axis of the curves."""
-    validates_first: bool = False
-    """True if all validation data are evaluated before the first step."""
-    headlines: tuple[str, ...] = ()
-    """Metrics in the progress bar."""
-    summary: tuple[str, ...] = ()
-    """Metrics of the stage in the table of a sweep."""
-    panels: Callable[[Collection[str]], Sequence[Panel]] | None = None
-    """Function: names of the measured metrics -> panels of curves.png; None draws one panel a
-    metric."""
-    divides: bool = False
-    """True if the processes of a stage that does not train divide its work; the first one writes
-    its files, and `run` ends the others."""
-    export: Callable[[Settings, Any, Any], Path] | None = None
-    """(settings, their `config`, a `folder.ending.Export`) -> path of the folder that was made from
-    a checkpoint."""
-    volatile: tuple[str, ...] = ()
-    """Keys of the section that may differ between two calls of a run, besides those that set when
-    checkpoints are written."""
-    hands_over: Literal["model", "report"] = "model"
-    """Content of `final/`: a model with a manifest, or a report."""
-    numbers: str = "fitness.json"
-    """File of a report in `final/` whose key `metrics` holds its numbers."""
-
     @property
-    def trains(self) -> bool:
-        """Return whether the stage has optimizer steps, and so checkpoints."""
-        return issubclass(self.config, StageConfig)
+    def definition(self) -> Stage:
+        """Return the stage, which takes seconds to import."""
+        return self.find()
 
-    @property
-    def runs_in_processes(self) -> bool:
-        """Return whether the stage computes in as many processes as trainer.devices says."""
-        return self.trains or self.divides
 
-    @property
-    def unread(self) -> tuple[str, ...]:
-        """Return the keys of the configuration that the stage does not read."""
-        read = (self.data, *self.also_reads)
-        return (
-            *(f"data.{kind}" for kind in DATA_KINDS if kind not in read),
-            *(() if self.reads_judge else ("data.judge",)),
-            *(() if self.reads_reward else ("reward",)),
-        )
+def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:
+    """Return the mapping `tree[name]`. Raises ConfigError unless it is one that holds `keys`."""
+    require(name in tree, name, "missing", "a mapping of keys to values")
+    found = tree[name]
+    require(isinstance(found, Mapping), name, found, "a mapping of keys to values")
+    for key in keys:
+        require(key in found, f"{name}.{key}", "missing", "a value")
+    return typing.cast(Mapping[str, Any], found)
 
 
 def reward_key(settings: Settings, name: str) -> str:

@@ -145,7 +145,6 @@ LATE: list[tuple[str, str, Edit, list[str]]] = [
     ("rm", ADAPTER, cut, ["rm/roles cannot be loaded", "header"]),
     ("sft", "config.json", sets(num_hidden_layers=0), ["sft/config.json: num_hidden_layers is 0"]),
     ("sft", "config.json", sets(num_hidden_layers=10**9), ["sft/config.json: ", "1 to 1000"]),
-    ("rm", CONFIG, sets(r=10**9), ["r is 1000000000; allowed: at most 64"]),
     ("rm", CONFIG, sets(r=3), ["rm/roles cannot be loaded", "size mismatch"]),
     ("rm", CONFIG, sets(target_modules=["x"]), ["rm/roles cannot be loaded", "'x'"]),
     ("rm", "manifest.json", Path.unlink, ["rm has no manifest.json", "stage=rm"]),

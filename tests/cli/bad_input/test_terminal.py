@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from rich.console import Console
@@ -50,53 +48,19 @@ def test_a_run_over_foreign_text(models: Refusals, monkeypatch: pytest.MonkeyPat
     assert EVIL in json.loads(sample)["prompt"]
 
 
-class Answer(BaseHTTPRequestHandler):
-    """Refuses with what a terminal would obey."""
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        body = EVIL.encode()
-        self.send_response(400, "\x1b[31mno")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        pass
-
-
-def test_the_answer_of_a_server(models: Refusals) -> None:
-    server = HTTPServer(("127.0.0.1", 0), Answer)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        outcome = models.place.mini(
-            "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http",
-            f"reward.url=http://127.0.0.1:{server.server_port}/score",
-        )  # fmt: skip
-    finally:
-        server.shutdown()
-        server.server_close()
-    check(outcome.error, outcome.out)
-
-
 @pytest.mark.parametrize(
     "words",
     [
         [f"run={EVIL}"],
-        [f"data.demonstrations.train={EVIL}.jsonl"],
         [f"data.demonstrations.train=data\\\n{EVIL}.jsonl"],
         [f"model={EVIL}"],
         [f"{EVIL}=1"],
-        [f"seed={EVIL}"],
-        [f"policy.checkpoint=./{EVIL}"],
-        [f"-m{EVIL}"],
         [f"--{EVIL}"],
         ["-m", f"sft.nothing='{EVIL}','a'"],
         ["--cfg", "job", f"outputs='{EVIL}'"],
-        ["--cfg", "hydra", f"outputs='{EVIL}'"],
         ["--info", "all", f"outputs='{EVIL}'"],
     ],
-    ids=range(13),
+    ids=range(8),
 )
 def test_the_command_line_comes_back_as_text(refused: Refusals, words: list[str]) -> None:
     if words[0] in ("--cfg", "--info"):

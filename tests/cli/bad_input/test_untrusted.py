@@ -226,13 +226,10 @@ def test_code_of_a_run_that_is_exported_without_its_asking(
 def test_what_else_a_run_may_ask_for(
     models: Refusals, pipeline: Workplace, key: str, values: dict[str, Any]
 ) -> None:
-    for stage in ("sft", "rm", "ppo"):
-        folder = models.folder / f"run_{stage}"
-        folder.mkdir()
-        shutil.copy(pipeline.stage(stage) / "config.json", folder)
-        edit_model(folder, **values)
-        error = models.place.call("export", str(folder), "--step", "1").error
-        assert f"code that a model brings: {key} is" in error
+    shutil.copy(pipeline.stage("ppo") / "config.json", models.folder)
+    edit_model(models.folder, **values)
+    error = models.place.call("export", str(models.folder), "--step", "1").error
+    assert f"code that a model brings: {key} is" in error
 
 
 def test_a_configuration_of_a_run_is_text(models: Refusals, pipeline: Workplace) -> None:
@@ -296,20 +293,23 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     assert found.status == bool(key)
     if key:
         assert re.search(f"{key} is 'evil.*--code FILE.py:S", found.error)
-    for command in (
-        ("report", str(recorded)),
-        ("replay", str(recorded)),
-        ("compare", str(recorded), str(recorded), "--out", str(place.folder / "page")),
-        ("diminishing", str(recorded)),
-        ("chat", final),
-        ("export", final, "--merge"),
-        ("serve-reward", final),
+    other = place.stage("ppo", "other")
+    shutil.copytree(recorded, other)
+    for command, refusal in (
+        (("report", str(recorded)), ""),
+        (("replay", str(recorded)), ""),
+        (("compare", str(recorded), str(other), "--out", str(place.folder / "page")), ""),
+        (("diminishing", str(recorded)), "has 1 iteration of stage=ppo; allowed: at least 12"),
+        (("chat", final), ""),
+        (("export", final, "--merge"), ""),
+        (("serve-reward", final), "was written by stage=ppo; allowed: the final/ folder of a sta"),
     ):
         with patch("sys.stdin", io.StringIO("/quit\n")):
-            place.call(*command)
+            outcome = place.call(*command)
+        assert refusal in outcome.error if refusal else outcome.succeeded
     policies = f"eval_policy.policies=[{recorded / 'checkpoints' / '000001.ckpt'},{final}]"
     base = ("run=recorded", "policy.checkpoint=base", "reward=random")
-    place.mini("stage=eval_policy", *base, policies)
+    place.mini("stage=eval_policy", *base, policies).succeeded  # noqa: B018
     assert not marker.exists()
 
 

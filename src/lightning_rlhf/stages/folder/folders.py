@@ -13,13 +13,26 @@ from typing import Literal
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
 from lightning_rlhf.callbacks.logger_config import WANDB_ID
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, RLHFError
+from lightning_rlhf.core.errors import (
+    CheckpointError,
+    ConfigError,
+    HubError,
+    RLHFError,
+    StorageError,
+)
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import UNFINISHED, delete, is_marked, make_folder, written_whole
+from lightning_rlhf.io.storage import (
+    UNFINISHED,
+    delete,
+    foreign_names,
+    is_marked,
+    make_folder,
+    written_whole,
+)
 from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -125,13 +138,32 @@ def clear(folder: Path) -> None:
 
     The folder may be a symbolic link. What is deleted is moved aside first, the configuration last,
     so that a kill leaves no partial run that could be mistaken for another one.
+    Raises StorageError, before anything is deleted, where a user's file is among what it would be.
     """
+    names = sorted(filter(is_ours, set(os.listdir(folder)) - {LOCK, DELETED}), key=CONFIG.__eq__)
+    foreign = [f"{name}/{inside}" for name in names for inside in foreign_inside(folder, name)]
+    if foreign:
+        raise StorageError(
+            f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"
+        )
     aside = folder / DELETED
     aside.mkdir()
-    names = set(os.listdir(folder)) - {LOCK, DELETED}
-    for name in sorted(filter(is_ours, names), key=CONFIG.__eq__):
+    for name in names:
         os.replace(folder / name, aside / name)
     delete(aside)
+
+
+def foreign_inside(folder: Path, name: str) -> list[str]:
+    """Return the names that no run wrote into its folder `name`, which lies in `folder`."""
+    patterns = [pattern for pattern in FILES if pattern.startswith(f"{name}/")]
+    if not patterns or not (folder / name).is_dir():
+        return foreign_names(folder / name)
+    return [
+        inside
+        for inside in sorted(os.listdir(folder / name))
+        if not inside.endswith(UNFINISHED)
+        and not any(fnmatch(f"{name}/{inside}", pattern) for pattern in patterns)
+    ]
 
 
 def is_ours(name: str) -> bool:
@@ -248,13 +280,16 @@ def is_stale(settings: Settings) -> bool:
 
 def find_parents(settings: Settings) -> dict[str, Final]:
     """Return the checkpoints that this stage starts from, by role."""
-    found = {}
-    if settings.definition.reads_sft:
-        found[SFT] = find_sft(settings)
-    if settings.definition.reads_reward:
+    stage = settings.definition
+    if not stage.reads_sft and settings.policy.checkpoint not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {settings.policy.checkpoint!r}, but stage={stage.name} starts "
+            "from model.name_or_path; set that instead"
+        )
+    found = {SFT: find_sft(settings)} if stage.reads_sft else {}
+    if stage.reads_reward:
         found |= find_rewards(settings)
-    if settings.definition.reads_models is not None:
-        found |= settings.definition.reads_models(settings)
+    found |= stage.models(settings)
     parents = {role: final for role, final in found.items() if final is not None}
     for final in parents.values():
         check_weights(final.adapter)
@@ -290,7 +325,7 @@ def find_rewards(settings: Settings) -> dict[str, Final]:
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
             found[role] = find_head(settings, component, f"{key}.checkpoint")
-        elif isinstance(component, ModelConfig):
+        elif isinstance(component, TextModelConfig):
             refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
             if is_folder(component.name_or_path):
                 found[role] = find(component.name_or_path, f"{key}.name_or_path")

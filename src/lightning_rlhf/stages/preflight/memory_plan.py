@@ -26,15 +26,14 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.products import computing_dtype
-from lightning_rlhf.models.adapter import check_settings
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
-from lightning_rlhf.models.flops import linear_layers
-from lightning_rlhf.models.language_model import copied_bytes
+from lightning_rlhf.models.language_model import copied_bytes, linear_layers
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute
 from lightning_rlhf.models.quantization import scale_bytes
+from lightning_rlhf.models.roles import check_settings
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rewards.config import HeadConfig, ModelConfig, RandomConfig
+from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.stages.folder.folders import reward_role
 from lightning_rlhf.stages.stage import Settings, reward_key
 
@@ -128,9 +127,9 @@ def plan_memory(
     if isinstance(config, PPOConfig):
         rollout = of_rollout(config, model, longest, number, copied, processes)
         longest = max(longest + config.max_response_tokens, *(d.length for d in demonstrations), 0)
-        predicted = max(config.max_response_tokens, *(d.targets for d in demonstrations), 0)
+        predicted = max(config.max_response_tokens, *(len(d.imitated) for d in demonstrations), 0)
     elif isinstance(config, SFTConfig):
-        predicted = max(row.targets for row in rows)
+        predicted = max(len(row.imitated) for row in rows)
     else:
         sequences = 2  # the two sides of a pair
         if isinstance(config, DPOConfig):
@@ -382,7 +381,7 @@ def print_plan(settings: Settings) -> None:
             "assumed: models of earlier stages are LoRA adapters on this base (finetune=lora)"
         )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
-        if isinstance(component, ModelConfig):
+        if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
 
 

@@ -43,7 +43,7 @@ from lightning_rlhf.stages.preflight.memory_plan import (
     plan_of,
     plan_shown,
 )
-from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.run import Run
 
 Verdict = Literal["passed", "warning", "failed", "not applicable"]
 STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}
@@ -78,7 +78,7 @@ class Check:
 
 
 def preflight(
-    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool = False
+    ready: Run, module: L.LightningModule, data: StageData, *, resumed: bool = False
 ) -> None:
     """Check a run before its first update as the key `preflight` says; print what was found.
 
@@ -123,7 +123,7 @@ def checks_shown(checks: list[Check]) -> Table:
 
 @torch.no_grad()
 def examine(
-    ready: Prepared, module: L.LightningModule, data: StageData, *, resumed: bool
+    ready: Run, module: L.LightningModule, data: StageData, *, resumed: bool
 ) -> tuple[list[Check], MemoryPlan | None]:
     """Return all checks that apply to a stage, and its memory plan; arguments as for `preflight`.
 

@@ -39,7 +39,7 @@ from lightning_rlhf.rewards.config import (
     FunctionConfig,
     HeadConfig,
     HTTPConfig,
-    ModelConfig,
+    TextModelConfig,
 )
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
@@ -48,8 +48,9 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.prepare import Prepared
-from lightning_rlhf.stages.stage import Settings, read_reward, reward_key
+from lightning_rlhf.stages.run import Run
+from lightning_rlhf.stages.settings import read_reward
+from lightning_rlhf.stages.stage import Settings, reward_key
 from lightning_rlhf.stages.trained import trained_as
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_
 
 
 def text_reward(
-    config: ModelConfig, key: str, final: Final | None, device: torch.device
+    config: TextModelConfig, key: str, final: Final | None, device: torch.device
 ) -> TextReward:
     """Load and return the reward model of a checked `config`, the section `key`.
 
@@ -77,13 +78,13 @@ def text_reward(
     return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
 
 
-def found(config: ModelConfig, key: str) -> Final:
+def found(config: TextModelConfig, key: str) -> Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
     key = f"{key}.name_or_path"
     return find(str(local_folder(config.name_or_path, key, config.revision)), key)
 
 
-def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> None:
+def check_text_reward(config: TextModelConfig, key: str, final: Final | None) -> None:
     """Raise an RLHFError for errors known before weights load; arguments as for `text_reward`."""
     final = final or found(config, key)
     if final.manifest is not None:
@@ -99,7 +100,7 @@ def check_text_reward(config: ModelConfig, key: str, final: Final | None) -> Non
     check_classifier(final.path, config, key)
 
 
-def check_own(final: Final, config: ModelConfig, key: str) -> None:
+def check_own(final: Final, config: TextModelConfig, key: str) -> None:
     """Raise ConfigError where an option does not fit a reward model of stage=rm."""
     for name in ("revision", "tokenizer", "chat_template", "label"):
         value = getattr(config, name)
@@ -118,7 +119,7 @@ def check_own(final: Final, config: ModelConfig, key: str) -> None:
 
 
 def classifier_model(
-    config: ModelConfig, key: str, device: torch.device
+    config: TextModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """Load a sequence classifier of any family; returns the same as `own_model`."""
     found = load_classifier(config, key, device)
@@ -127,7 +128,7 @@ def classifier_model(
 
 
 def own_model(
-    final: Final, config: ModelConfig, key: str, device: torch.device
+    final: Final, config: TextModelConfig, key: str, device: torch.device
 ) -> tuple[TextModel, int | None]:
     """Load a reward model of stage=rm on the base and with the format that it was trained with.
 
@@ -181,7 +182,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
         OmegaConf.from_dotlist(list(overrides)),
     )
     (config,) = read_reward(OmegaConf.to_container(tree.reward)).values()
-    assert isinstance(config, ModelConfig)
+    assert isinstance(config, TextModelConfig)
     require(config.normalization != "running", "reward.normalization", "running",
             "none, stored: to a server every request is the first")  # fmt: skip
     check_text_reward(config, "reward", final)
@@ -204,13 +205,13 @@ def turns(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return tuple(map(Message.of, messages))
 
 
-def hub_rewards(ready: Prepared) -> dict[str, Final]:
+def hub_rewards(ready: Run) -> dict[str, Final]:
     """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
     settings = ready.settings
     return {
         role: found(config, reward_key(settings, name))
         for name, config in settings.reward.items()
-        if isinstance(config, ModelConfig)
+        if isinstance(config, TextModelConfig)
         and (role := reward_role(settings, name)) not in ready.parents
     }
 
@@ -220,7 +221,7 @@ Loader = Callable[[Roles, MicrobatchSize], Source]
 head on the policy's base reads at once."""
 
 
-def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Loader]:
+def light_sources(ready: Run, columns: Collection[str]) -> dict[str, Loader]:
     """Check every component of the reward before a model loads; return what loads each.
 
     columns: columns of the prompts' rows.
@@ -232,7 +233,7 @@ def light_sources(ready: Prepared, columns: Collection[str]) -> dict[str, Loader
     return {name: _checked(ready, name, columns) for name in settings.reward}
 
 
-def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
+def _checked(ready: Run, name: str, columns: Collection[str]) -> Loader:
     settings, config = ready.settings, ready.settings.reward[name]
     key, role = reward_key(settings, name), reward_role(settings, name)
     source: Source
@@ -241,7 +242,7 @@ def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
             check_template(ready, ready.parents[role])
             reward_scale(ready.parents[role], config)
             return lambda roles, size: head_source(ready, roles, name, config, size)
-        case ModelConfig():
+        case TextModelConfig():
             final = ready.parents.get(role)
             check_text_reward(config, key, final)
             return lambda roles, size: text_reward(config, key, final, ready.device)
@@ -261,7 +262,7 @@ def _checked(ready: Prepared, name: str, columns: Collection[str]) -> Loader:
 
 
 def build_reward(
-    ready: Prepared, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
+    ready: Run, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
 ) -> Reward:
     """Return the reward that PPO maximises: every component, in the order of the configuration.
 
@@ -276,7 +277,7 @@ def build_reward(
         )
 
 
-def random_source(ready: Prepared, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
+def random_source(ready: Run, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
     """Return a reward head with random weights."""
     own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
     random_reward(roles, role, torch.Generator().manual_seed(own))
@@ -287,7 +288,7 @@ def random_source(ready: Prepared, roles: Roles, role: str, batch_size: Microbat
 
 
 def head_source(
-    ready: Prepared, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
+    ready: Run, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
 ) -> LearnedReward:
     """Return a reward model of stage=rm, on the policy's base or with its own."""
     role = reward_role(ready.settings, name)
@@ -304,7 +305,7 @@ def head_source(
     )  # fmt: skip
 
 
-def check_template(ready: Prepared, final: Final) -> None:
+def check_template(ready: Run, final: Final) -> None:
     """Raise CheckpointError unless a reward model was trained with the policy's chat template."""
     if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
         raise CheckpointError(
@@ -341,9 +342,10 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
     return heads[0]
 
 
-def build_critic(ready: Prepared, roles: Roles, config: PPOConfig) -> Critic:
+def build_critic(ready: Run, roles: Roles) -> Critic:
     """Load and return the critic that ppo.critic and ppo.critic_init describe."""
     reward, scale = None, (0.0, 1.0)
+    config: PPOConfig = ready.settings.config
     if config.critic_init == "reward":
         name, component = critic_start(ready.settings)
         reward = ready.parents[reward_role(ready.settings, name)]

@@ -13,10 +13,10 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import log_pictures
-from lightning_rlhf.callbacks.names import check_names
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.masking import real_tokens
+from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.data.batches import collate_prompts, pad
 from lightning_rlhf.data.chat import ChatFormat
@@ -26,7 +26,7 @@ from lightning_rlhf.data.problems import Problems
 from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.build_roles import check_positions, check_room, refuse_positions
+from lightning_rlhf.models.build_roles import check_positions, check_room
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.checks import metrics
@@ -43,7 +43,7 @@ from lightning_rlhf.rewards.format_check import (
     COUNT,
     FormatResult,
     KnownPair,
-    compare,
+    compare_scores,
     make_probes,
     ranked_backwards,
     read_pairs,
@@ -54,7 +54,7 @@ from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_refere
 from lightning_rlhf.rollout.collector import encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.prepare import Prepared
+from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.stage import reward_key
 
 PROBED = 64
@@ -197,18 +197,18 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
 
 
 def check_lengths(
-    ready: Prepared, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
+    ready: Run, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
 ) -> None:
     """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
     longest = max(len(prompt) for prompt in prompts)
     key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
     what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    refuse_positions(roles, longest + response, what)
+    check_positions(roles, longest + response, what, warns=False)
     check_room(roles, config.batch_size, longest, response, key, ready.device)
 
 
 def sft_samples(
-    ready: Prepared,
+    ready: Run,
     roles: Roles,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -279,7 +279,7 @@ def log_fitness(
         print_line(page.about_pairs)
 
 
-def check_formats(ready: Prepared, reward: Reward) -> None:
+def check_formats(ready: Run, reward: Reward) -> None:
     """Compare every reward model with its scores at training, and print the result.
 
     Raises CheckpointError where they differ and `format_check` is strict.
@@ -314,9 +314,7 @@ def advice(result: FormatResult, key: str) -> str:
     return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
 
 
-def check_format(
-    ready: Prepared, name: str, source: LearnedReward | TextReward
-) -> FormatResult | None:
+def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
     """Return the comparison for one reward model; None where there are no pairs."""
     final = ready.parents.get(reward_role(ready.settings, name))
     known = read_pairs(final.path) if final is not None else []
@@ -340,10 +338,10 @@ def check_format(
         doubts = source.model.doubts(rows[0], chosen[0])
     if not known and ready.settings.reward[name].weight > 0:
         problems = [*problems, *ranked_backwards(high.tolist(), low.tolist())]
-    return compare(known, high.tolist(), low.tolist(), rendered, problems, doubts)
+    return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
 
 
-def labelled(ready: Prepared) -> list[tuple[Mapping[str, Any], str, str]]:
+def labelled(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     """Return some held-out pairs of the data: (row of the prompt, chosen, rejected)."""
     data = ready.settings.data
     if data.preferences.train is None:

@@ -67,7 +67,7 @@ def evaluated(settings: Settings) -> Verdict | None:
     if differing_keys({"reward": then.get("reward")}, {"reward": settings.tree["reward"]}, ()):
         return None
     found: Any = json_object(report).get("judgement")
-    return Verdict(**found) if Verdict.is_json(found) else None
+    return None if found is None else Verdict(**found)
 
 
 def print_verdicts(verdicts: Mapping[str, Verdict | None], advice: str = "") -> None:

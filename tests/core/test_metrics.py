@@ -4,7 +4,7 @@ from dataclasses import fields
 
 import pytest
 
-from lightning_rlhf.callbacks.names import METRICS, check_names, metrics_table
+from lightning_rlhf.core.metrics import METRICS, check_names, metric_rows
 from lightning_rlhf.core.records import UpdateStats
 
 PREFIXES = {
@@ -38,10 +38,21 @@ def test_a_name_without_a_row_is_refused_by_name() -> None:
         check_names(["reward_mean", "rollout/rewardmean"])
 
 
-def test_the_table_has_a_row_for_each_metric_and_six_cells_in_each_row() -> None:
-    lines = metrics_table().splitlines()
-    assert len(lines) == 2 + len(METRICS)
-    assert {line.count("|") for line in lines} == {7}
+def test_a_row_is_read_with_its_parts_and_without_those_that_it_lacks() -> None:
+    found = metric_rows("""
+eval/x | ppo dpo | nats | min | 0.5.. | the x of held-out pairs
+    a formula
+    of two lines -> falls
+time/y | sft | s
+    seconds
+""")
+    assert vars(found["eval/x"]) == {
+        "formula": "a formula of two lines", "unit": "nats", "phase": "eval",
+        "stages": ("ppo", "dpo"), "healthy": "falls", "label": "the x of held-out pairs",
+        "better": "min", "band": (0.5, None),
+    }  # fmt: skip
+    y = found["time/y"]
+    assert (y.healthy, y.label, y.better, y.band) == ("-", None, None, None)
 
 
 def test_a_band_repeats_numbers_of_the_text_on_the_healthy_range() -> None:

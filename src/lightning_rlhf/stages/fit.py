@@ -1,0 +1,380 @@
+"""Runs a stage: the same start, training, check and export for all of them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from copy import copy
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ProgressBar
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, trained
+from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
+from lightning_rlhf.callbacks.contract import CheckMonitors, position
+from lightning_rlhf.callbacks.loggers import close_loggers, read_rows
+from lightning_rlhf.callbacks.metrics import SharedMetrics
+from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.stop import Stop, deferred_signals
+from lightning_rlhf.callbacks.stopping import EarlyStop, WeightAverage
+from lightning_rlhf.core.config import StageConfig
+from lightning_rlhf.core.errors import (
+    CheckpointError,
+    ConfigError,
+    TrainingError,
+    counted,
+    naming_own_keys,
+    require,
+)
+from lightning_rlhf.io.console import Working, print_line
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel.replicas import ONE
+from lightning_rlhf.parallel.world import world
+from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.stages.accelerator import (
+    check_accelerator,
+    check_processes,
+    denormals_flushed,
+    errors_of_all,
+    join,
+    keep_large_blocks,
+    linear_attention_line,
+    print_device,
+)
+from lightning_rlhf.stages.advice import advise
+from lightning_rlhf.stages.console import quiet_libraries
+from lightning_rlhf.stages.folder.changes import Export
+from lightning_rlhf.stages.folder.folders import (
+    CHECKPOINTS,
+    FINAL,
+    METRICS,
+    delete_unfinished,
+    folder_of,
+    is_complete,
+    run_name,
+)
+from lightning_rlhf.stages.folder.resume import (
+    check_resumable,
+    decide,
+    held,
+    origin,
+    resume_point,
+)
+from lightning_rlhf.stages.objects import build_trainer, misconfigured
+from lightning_rlhf.stages.preflight.memory_plan import print_plan
+from lightning_rlhf.stages.preflight.preflight import preflight
+from lightning_rlhf.stages.run import Run, check_trained_weights
+from lightning_rlhf.stages.run_report import leave_report
+from lightning_rlhf.stages.select import (
+    check_final,
+    check_learned,
+    choose,
+    goal_of,
+    load_weights,
+    stop_metric,
+)
+from lightning_rlhf.stages.stage import AUTO, Settings, Stage
+
+THREADS = torch.get_num_threads()
+"""Torch's default number of threads, before any run of this process changed it."""
+
+
+def fit(settings: Settings) -> Path:
+    """Train a stage over its whole schedule and hand its model over; return the path of `final/`.
+
+    To be called in each of the processes that torchrun or srun started.
+    Raises TrainingError where the model has diverged, or where no update was made.
+    """
+    with started(settings) as begun:
+        if begun is None:
+            return folder_of(settings) / FINAL
+        stage, run = begun
+        module, data, callbacks = stage.build(run)
+        steps, replicas = len(data.schedule), run.replicas
+        check_final(run.settings, steps)
+        if run.checkpoint is not None:
+            check_state(run.checkpoint, module, data)
+        preflight(run, module, data, resumed=run.checkpoint is not None)
+        replicas.first(run.claim)
+        config, stop = rhythm(run.settings, steps), Stop()
+        # A logger that does nothing in the other processes: callbacks may refuse to run without.
+        loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
+        saver = Checkpoints(run.folder / CHECKPOINTS, config, origin(run.settings), stop,
+                            goal_of(run.settings), replicas)  # fmt: skip
+        rule = EarlyStop(stage.name, config.stop, stop_metric(run.settings))
+        trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
+        exit_code = 1
+        try:
+            with deferred_signals(stop), misconfigured():
+                trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
+                if replicas.is_first:
+                    check_learned(stage.name, run.folder, trainer, module)
+                # The last checkpoint is written before the evaluation of the same step.
+                if saver.measured != trained(trainer):
+                    trainer.validate(module, datamodule=data, verbose=False)
+            if not replicas.is_first:
+                sys.exit()
+            chosen = choose(run.folder, saver, module, steps, trained(trainer), rule.reason)
+            stage.report(run, module, loggers, position(trainer, module))
+            exit_code = 0
+        finally:
+            if exit_code and replicas.size > 1:
+                # Another process may have ended before: the launcher then ends those that are left.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with Working("closing the loggers"):
+                close_loggers(loggers, exit_code)
+            if exit_code and replicas.is_first:
+                leave_report(run.folder, stage)
+        if chosen is None:
+            last = trainer.callback_metrics.items()
+            chosen = {name: float(value) for name, value in last if name.startswith("eval/")}
+        print_curves(run, stage, saver)
+        metrics = stage.summarise(run, module, chosen)
+        return stage.finish(run, module, metrics | print_compute(run.folder))
+
+
+def measure(settings: Settings) -> Path:
+    """Run a stage that does not train; return the path of `final/`."""
+    with started(settings) as begun:
+        if begun is None:
+            return folder_of(settings) / FINAL
+        stage, run = begun
+        final = stage.measure(run)
+        is_folder = isinstance(final, Path) and final.is_dir()
+        require(is_folder, f"what `measure` of stage={stage.name} returned", final,
+                "the path of the folder that it wrote")  # fmt: skip
+        return final
+
+
+def check(settings: Settings) -> None:
+    """Build the stage, check it before its first update, and print what was found.
+
+    No file is written, and the folder of the run may hold a run already.
+    Raises an RLHFError where the stage cannot start or a check fails.
+    """
+    require_trained(settings.definition, "checked")
+    with entered(settings) as (stage, run):
+        module, data, _ = stage.build(run)
+        check_final(settings, len(data.schedule))
+        preflight(run, module, data)
+
+
+def plan(settings: Settings) -> None:
+    """Print the memory plan of the stage; no weights, data or earlier stages are read.
+
+    Raises an RLHFError where the stage has none, or the model's configuration cannot be read.
+    """
+    check_trained_weights(settings)
+    quiet_libraries()
+    print_plan(settings)
+
+
+def export(settings: Settings, given: Export) -> Path:
+    """Write the model of a checkpoint as a folder like `final/`; return its path."""
+    with entered(settings, given=given) as (stage, run):
+        module = stage.restore(run)
+        load_weights(module, given.checkpoint, given.origin)
+        stage.report(run, module, [], given.ending.step)
+        return stage.finish(run, module, given.metrics)
+
+
+def require_trained(stage: Stage, done: str) -> None:
+    """Raise ConfigError unless the stage trains. done: what is to be done with it, a participle."""
+    if not stage.trains:
+        raise ConfigError(
+            f"stage={stage.name} cannot be {done}: it does not train; allowed: sft, rm, ppo, dpo, "
+            "or a stage of your own that trains"
+        )
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
+    """Within the block, run a stage in its locked folder, in one of several processes if need be.
+
+    Yields the stage and its run; None where the run has finished and is to be resumed.
+    """
+    check_processes(settings, world())
+    is_alone = world().size == 1
+    replicas = ONE if is_alone else join(settings)
+    lock = held(settings, folder_of(settings)) if replicas.is_first else nullcontext()
+    with nullcontext() if is_alone else errors_of_all(replicas), lock:
+        decided = replicas.first(lambda: begin(settings))
+        if decided is None:
+            yield None
+            return
+        resume, overwrite, checkpoint = decided
+        settings = replace(settings, resume=resume, overwrite=overwrite)
+        with entered(settings, checkpoint=checkpoint) as entry:
+            yield entry
+
+
+def begin(settings: Settings) -> tuple[bool | str, bool, Path | None] | None:
+    """Return `resume`, `overwrite` and the checkpoint with which a run starts or resumes.
+
+    None where it has finished. Raises an RLHFError where its folder or checkpoint does not allow
+    it.
+    """
+    if settings.resume == AUTO:
+        if (decided := decide(settings)) is None:
+            complete(settings)
+            return None
+        return decided.resume, decided.overwrite, resume_point(decided)
+    if (checkpoint := resume_point(settings)) is not None:
+        check_resumable(checkpoint, settings)
+    return settings.resume, settings.overwrite, checkpoint
+
+
+def complete(settings: Settings) -> None:
+    """Write the page of a finished run that was killed before it had one, and delete what is left
+    half written."""
+    if not is_complete(folder := folder_of(settings)):
+        delete_unfinished(folder)
+        leave_report(folder, settings.definition)
+
+
+@contextmanager
+def entered(
+    settings: Settings, *, checkpoint: Path | None = None, given: Export | None = None
+) -> Iterator[tuple[Stage, Run]]:
+    """Within the block, compute as a run of these settings does; yield the stage and its run.
+
+    Errors name the keys of the stage's section, and those of a training come with advice.
+    """
+    quiet_libraries()
+    check_accelerator(settings)
+    set_up(settings)
+    names = {field.name for field in fields(settings.config)}
+    try:
+        with denormals_flushed(), naming_own_keys(settings.stage, names):
+            print_device(settings)
+            run = Run.of(settings, checkpoint=checkpoint, export=given)
+            yield copy(settings.definition), run
+    except TrainingError as error:
+        advise(error, settings.stage)
+        raise
+
+
+class KernelsLine(Callback):
+    """Prints which layers are used, once the weights are on the training device."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if isinstance(roles := getattr(pl_module, "roles", None), Roles):
+            print_line(str(roles.kernels))
+            if (line := linear_attention_line(roles)) is not None:
+                print_line(line, "yellow")
+
+
+def set_up(settings: Settings) -> None:
+    """Set the process up to round and draw random numbers as a run of these settings does."""
+    trainer = settings.trainer
+    sharing = trainer.devices if world().size > 1 else 1  # processes on this machine
+    torch.set_num_threads(trainer.threads or max(1, THREADS // sharing))
+    torch.set_float32_matmul_precision(trainer.matmul_precision)
+    if trainer.accelerator == "cpu":
+        keep_large_blocks()
+    L.seed_everything(settings.seed, verbose=False)
+
+
+def trainer_of(
+    run: Run, stop: Stop, config: StageConfig, loggers: list[Logger],
+    callbacks: Sequence[Callback], ending: Sequence[Callback],
+) -> L.Trainer:  # fmt: skip
+    """Return the Trainer of a stage, with its callbacks and those of the user.
+
+    The stage's callbacks come first, as those of the user read the metrics that they log; those of
+    `ending` come after the user's.
+    """
+    stage, options = run.settings.definition, run.settings.trainer.options
+    # First, so that whatever the others do in a validation is done with the averaged weights.
+    average = [] if config.ema_decay is None else [WeightAverage(config.ema_decay)]
+    # The first process alone measures and writes, and shares its metrics.
+    logging = callbacks if run.replicas.is_first else []
+    shared = [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
+    is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
+    has_bar = is_quiet or any(isinstance(own, ProgressBar) for own in run.callbacks)
+    if run.checkpoint is not None:
+        print_line(f"going on from {run.checkpoint}")
+    return build_trainer(
+        run.settings.trainer,
+        run.arguments,
+        stop,
+        callbacks=[
+            *average,
+            *logging,
+            *shared,
+            CheckMonitors(),
+            *run.callbacks,
+            *ending,
+            KernelsLine(),
+            *([] if has_bar else [Progress(stage.name, stage.headlines)]),
+        ],
+        plugins=[WholeFiles()],
+        max_epochs=1,
+        val_check_interval=config.val_every,
+        check_val_every_n_epoch=None,
+        use_distributed_sampler=False,
+        num_sanity_val_steps=-1 if stage.validates_first else 0,
+        logger=loggers,
+        enable_checkpointing=False,
+        default_root_dir=run.folder,
+    )
+
+
+def rhythm(settings: Settings, steps: int) -> StageConfig:
+    """Return the section of the stage, with `val_every` as a run of so many steps has it."""
+    config: StageConfig = settings.config
+    val_every = config.validation_interval(steps)
+    if val_every != config.val_every:
+        print_line(
+            f"validating every {counted(val_every, 'step')}, a tenth of the {steps} of the run: "
+            f"{settings.stage}.val_every is {config.val_every}, more than it has"
+        )
+    return replace(config, val_every=val_every)
+
+
+def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
+    """Raise CheckpointError unless the checkpoint belongs to these parameters and data.
+
+    Called before anything in the run's folder is written or removed; Lightning reads it again.
+    """
+    found = load_checkpoint(checkpoint)
+    try:
+        data.load_state_dict(found[type(data).__qualname__])
+    except CheckpointError as error:
+        raise CheckpointError(f"{checkpoint}: {error}") from error
+    try:
+        module.on_load_checkpoint(found)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be resumed: {error}. Start over with overwrite=true"
+        ) from error
+
+
+def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
+    """Draw the curves, and print which evaluation was the best unless it was the last one."""
+    title = f"{stage.title}: {run_name(run.settings)}"
+    print_line(f"curves: {draw_curves(run.folder, title, stage.unit, stage.panels)}")
+    if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
+        print_line(
+            f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
+            "is the last step"
+        )
+
+
+def print_compute(folder: Path) -> dict[str, float]:
+    """Print and return the totals of what a run has computed, from its last row of them."""
+    rows = [row for row in read_rows(folder / METRICS).values() if PEAK in row]
+    if not rows:  # a run that had ended before its compute was counted
+        return {}
+    computed = {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
+    print_line(compute_line(computed))
+    return computed
