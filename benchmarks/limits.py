@@ -49,7 +49,7 @@ def measure(device: torch.device, quick: bool) -> dict[str, Any]:
     def work(prompts: Prompts) -> dict[str, Any]:
         experience = experience_of(module, prompts)
         works: dict[str, Callable[[], object]] = {
-            "update": lambda: module.update(experience, module.kl_coef),
+            "update": lambda: module.update(experience),
             "rollout": lambda: module.collector.roll_out(prompts, module.generator(TRAINING, 0)),
         }
         flops = {"update": update_flops(module, experience)}

@@ -52,7 +52,7 @@ def tensors(episodes: int, response: int, device: torch.device) -> dict[str, Any
         with Memory() as sampling:
             experience = experience_of(module, prompts)
         with Memory() as memory:
-            module.update(experience, module.kl_coef)
+            module.update(experience)
         return {
             "largest": memory.largest,
             "shape": memory.largest_shape,

@@ -207,13 +207,13 @@ def kernel_groups(
         experience = experience_of(module, prompts)
 
         def update(turn: int) -> None:
-            module.update(experience, module.kl_coef)
+            module.update(experience)
 
         def rollout(turn: int) -> None:
             module.collector.roll_out(prompts, module.generator(TRAINING, 0))
 
         def iteration(turn: int) -> None:
-            module.update(experience_of(module, prompts, turn), module.kl_coef)
+            module.update(experience_of(module, prompts, turn))
 
         with kernels(module, "fast"):
             return {
@@ -329,16 +329,13 @@ def whole_updates(name: str, repeats: int, device: torch.device) -> dict[str, An
     def work(prompts: Prompts) -> dict[str, Any]:
         experience = experience_of(module, prompts)
         contexts = variants(module)
-        works = {
-            v: within(c, lambda: module.update(experience, module.kl_coef))
-            for v, c in contexts.items()
-        }
+        works = {v: within(c, lambda: module.update(experience)) for v, c in contexts.items()}
         times = in_turn(works, repeats, device)
         found: dict[str, Any] = {}
         expected: Tensor | None = None
         for variant, context in contexts.items():
             with context(), Memory() as memory:
-                module.gradient(experience, module.kl_coef, policy_learns=True)
+                module.accumulate(experience)
             gradient = gradient_of(module)
             expected = gradient if expected is None else expected
             found[variant] = {

@@ -20,10 +20,8 @@ from transformers import (
 
 import ours
 from common import Setting, random_prompts
-from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.core.records import Experience, Prompts, Record
-from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 T = TypeVar("T")
@@ -179,13 +177,7 @@ def build_module(
 def experience_of(module: PPOModule, prompts: Prompts, draw: int = 0) -> Experience:
     """Return what the policy learns from: its own responses, scored; each draw has others."""
     rollout = module.collector.roll_out(prompts, module.generator(TRAINING, draw))
-    return make_experience(
-        rollout,
-        module.collector.score(module.collector.decode(rollout, "train")),
-        module.config,
-        kl_coef=module.kl_coef,
-        moments=ScoreMoments.none(1),
-    )
+    return module.make_experience(rollout)
 
 
 def fit(

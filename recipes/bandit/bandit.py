@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_rlhf.core.errors import require
-from lightning_rlhf.core.experience import make_experience, minibatches, whitened
+from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience, Rollout, Scores
@@ -113,7 +113,12 @@ def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
         before = torch.log_softmax(logits.detach(), -1)
         rollout, scores = play(before, values.detach(), config.rollout_batch_size, generator)
         experience = make_experience(
-            rollout, scores, config, kl_coef=config.kl_coef, moments=ScoreMoments.none(1)
+            rollout,
+            scores,
+            config,
+            token_rewards(
+                rollout, scores, config, kl_coef=config.kl_coef, moments=ScoreMoments.none(1)
+            ),
         )
         for minibatch in minibatches(
             experience,

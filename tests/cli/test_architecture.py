@@ -1,24 +1,32 @@
-"""The examples of docs/architecture.md do what the page says."""
+"""The examples of docs/extending.md do what the page says."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import math
 import re
 import tomllib
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+import lightning_rlhf
 from lightning_rlhf.core import metrics as names
+from lightning_rlhf.core.losses import PolicyOutputs
 from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.stages.console import HOME
 
-from .conftest import Workplace, given, rows, weights
+from .conftest import PRESETS, Workplace, given, rows, weights
 
-PAGE = (HOME / "docs" / "architecture.md").read_text()
-FLOORS = re.findall(r"^\| (\d) \| \[`(\w+)`\]", PAGE, re.MULTILINE)
+PAGE = (HOME / "docs" / "extending.md").read_text()
+FLOORS = re.findall(
+    r"^\| (\d) \| \[`(\w+)`\]", (HOME / "docs" / "architecture.md").read_text(), re.MULTILINE
+)
 
 
 def example(name: str) -> str:
@@ -77,6 +85,31 @@ def test_a_stage_on_ppo(place: Workplace) -> None:
     assert weights(place.stage("penalized")) == weights(place.stage("ppo"))
     own(place, *words, "run=other", "penalized.iterations=1")
     assert weights(place.stage("penalized", "other")) != weights(place.stage("ppo"))
+
+
+def test_a_loss_a_reward_an_optimizer_and_a_schedule(place: Workplace) -> None:
+    """Shifted by d, the log-probabilities of all tokens have one ratio: exp(d), below its clip."""
+    gspo = importlib.import_module("gspo").GSPO
+    words = [f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small", *given(place)]
+    with contextlib.chdir(place.folder):
+        settings = lightning_rlhf.configuration("ppo", *words, "run=gspo", "ppo.iterations=1")
+        training = lightning_rlhf.build(settings, module=gspo)
+        L.Trainer(
+            max_epochs=1, accelerator="cpu", logger=False, limit_val_batches=0,
+            enable_checkpointing=False, enable_progress_bar=False,
+        ).fit(training.module, training.data)  # fmt: skip
+    module, batch = training.module, training.module.experience
+    assert type(module.optimizers().optimizer) is torch.optim.RMSprop
+    assert module.lr_schedulers().gamma == 0.99
+    mask = batch.response_mask
+    outputs = PolicyOutputs(
+        logprobs=batch.old_logprobs[mask] + 0.1, entropy=torch.zeros(()), vocabulary_kl=None
+    )
+    expected = -math.exp(0.1) * batch.advantages[mask]
+    torch.testing.assert_close(module.policy_losses(outputs, batch), expected)
+    tokens, kl = mask.sum(dim=1), batch.kl.sum(dim=1)
+    expected = batch.score - 1.0 * ~batch.ended - module.kl_coef * kl - 0.01 * tokens
+    torch.testing.assert_close(batch.rewards.sum(dim=1), expected)
 
 
 def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:

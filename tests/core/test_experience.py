@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.experience import make_experience, token_rewards
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
@@ -53,7 +53,12 @@ def doubles(*rows: list[float]) -> Tensor:
 
 
 def make(rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float = 0.5) -> Experience:
-    return make_experience(rollout, scores, config, kl_coef=kl_coef, moments=MOMENTS)
+    return make_experience(
+        rollout,
+        scores,
+        config,
+        token_rewards(rollout, scores, config, kl_coef=kl_coef, moments=MOMENTS),
+    )
 
 
 def test_by_hand_without_whitening() -> None:
@@ -187,7 +192,12 @@ def test_only_batch_whitens_the_batch(whiten_advantages: str, changes: dict[str,
 def test_arguments_are_left_alone() -> None:
     rollout, scores = by_hand()
     config = ppo_config(whiten_rewards=True, score_clip=1.0, missing_eos="replace")
-    make_experience(rollout, scores, config, kl_coef=0.5, moments=ScoreMoments.none(1))
+    make_experience(
+        rollout,
+        scores,
+        config,
+        token_rewards(rollout, scores, config, kl_coef=0.5, moments=ScoreMoments.none(1)),
+    )
     before = by_hand()
     for name in ("logprobs", "values", "response_mask", "ended"):
         assert torch.equal(getattr(rollout, name), getattr(before[0], name))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.config import Term
-from lightning_rlhf.core.experience import estimate, make_experience
+from lightning_rlhf.core.experience import estimate, make_experience, token_rewards
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments, weighted_sum
 
@@ -37,7 +37,12 @@ def make(**changes: Any) -> Experience:
     scores = replace(scores, vocabulary_kl=doubles([0.5, 2.0], [4.0, NAN]))
     neutral = {"whiten_advantages": "none", "gae_lambda": 1.0}
     config = ppo_config(**neutral | changes)
-    return make_experience(rollout, scores, config, kl_coef=0.5, moments=MOMENTS)
+    return make_experience(
+        rollout,
+        scores,
+        config,
+        token_rewards(rollout, scores, config, kl_coef=0.5, moments=MOMENTS),
+    )
 
 
 @pytest.mark.parametrize(
@@ -152,9 +157,18 @@ def test_components_are_normalised_clipped_and_weighted() -> None:
     scores = replace(scores, component_scores=doubles([3.0, 10.0], [-5.0, 20.0]))
     config = ppo_config(whiten_advantages="none", missing_eos="none")
     found = make_experience(
-        rollout, scores, config, kl_coef=0.0, terms=terms,
-        moments=ScoreMoments(SEEN, (SEEN, SEEN)),
-    )  # fmt: skip
+        rollout,
+        scores,
+        config,
+        token_rewards(
+            rollout,
+            scores,
+            config,
+            kl_coef=0.0,
+            terms=terms,
+            moments=ScoreMoments(SEEN, (SEEN, SEEN)),
+        ),
+    )
     close(found.rewards.sum(dim=1), torch.tensor([2 - 1, -4 - 2], dtype=torch.float64))
     # What is reported is without normalisation.
     close(

@@ -11,7 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, sum_terms, token_weights
+from lightning_rlhf.core.losses import (
+    PolicyOutputs,
+    policy_loss,
+    ppo_terms,
+    sum_terms,
+    token_weights,
+)
 from lightning_rlhf.core.records import Experience, PPOTerms
 
 MASK = torch.tensor([[True, True], [True, False]])
@@ -60,7 +66,17 @@ WEIGHTS = torch.tensor([[0.25, 0.25], [0.5, 0.0]]).double()
 def terms(config: Any, *, policy: PolicyOutputs | None = OUTPUTS, values: Tensor | None = VALUES,
           kl_coef: float = 2.0) -> PPOTerms:  # fmt: skip
     return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef, policy=policy,
-                     values=values)  # fmt: skip
+                     policy_losses=losses(policy, experience(), config), values=values)  # fmt: skip
+
+
+def losses(policy: PolicyOutputs | None, batch: Experience, config: Any) -> Tensor | None:
+    """The clipped loss of each token, as `PPOModule.policy_losses`."""
+    mask = batch.response_mask
+    return None if policy is None else policy_loss(
+        policy.logprobs, batch.old_logprobs[mask], batch.advantages[mask],
+        clip_range=config.clip_range, clip_range_high=config.clip_range_high,
+        dual_clip=config.dual_clip,
+    )  # fmt: skip
 
 
 def check(found: PPOTerms, **expected: float) -> None:
@@ -113,14 +129,14 @@ def test_without_a_critic_it_has_no_term() -> None:
 def test_the_shares_of_micro_batches_add_up() -> None:
     whole, real = terms(config()), MASK.sum()
     rows = [(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 3))]
-    shares = [
-        ppo_terms(
-            experience().select(row), WEIGHTS[row], real, config(), kl_coef=2.0,
-            policy=PolicyOutputs(**{k: x[tokens] for k, x in vars(OUTPUTS).items()}),
-            values=VALUES[tokens],
-        )
-        for row, tokens in rows
-    ]  # fmt: skip
+    shares = []
+    for row, tokens in rows:
+        part = experience().select(row)
+        outputs = PolicyOutputs(**{k: x[tokens] for k, x in vars(OUTPUTS).items()})
+        shares.append(ppo_terms(
+            part, WEIGHTS[row], real, config(), kl_coef=2.0, policy=outputs,
+            policy_losses=losses(outputs, part, config()), values=VALUES[tokens],
+        ))  # fmt: skip
     total = sum_terms(shares)
     for field in fields(PPOTerms):
         torch.testing.assert_close(getattr(total, field.name), getattr(whole, field.name))
@@ -145,10 +161,10 @@ def test_what_the_loss_is_the_sum_of(reduction: Any, entropy: float, ent_coef: f
     """
     weights = token_weights(MASK, reduction, max_response_tokens=4).double()
     found = ppo_terms(
-        experience(), weights, MASK.sum(), config(ent_coef=ent_coef),
-        kl_coef=2.0, policy=OUTPUTS, values=VALUES,
+        experience(), weights, MASK.sum(), config(ent_coef=ent_coef), kl_coef=2.0, policy=OUTPUTS,
+        policy_losses=losses(OUTPUTS, experience(), config()), values=VALUES,
     )  # fmt: skip
-    losses = found.policy_loss + 2.0 * found.kl_loss + 0.5 * found.value_loss
-    check(found, entropy=2.0, loss=losses.item() - ent_coef * entropy)
-    is_sum_of_fields = abs(found.loss - (losses - ent_coef * found.entropy)).item() < 1e-7
+    total = found.policy_loss + 2.0 * found.kl_loss + 0.5 * found.value_loss
+    check(found, entropy=2.0, loss=total.item() - ent_coef * entropy)
+    is_sum_of_fields = abs(found.loss - (total - ent_coef * found.entropy)).item() < 1e-7
     assert is_sum_of_fields == (reduction == "token_mean" or ent_coef == 0)

@@ -8,9 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -26,13 +24,7 @@ def on_policy(module: PPOModule, rows: int = 8) -> Experience:
     """What the first iteration learns from."""
     batch = prompts(rows).to(module.device)
     rollout = module.collector.roll_out(batch, module.generator(TRAINING, 0))
-    return make_experience(
-        rollout,
-        module.collector.score(module.collector.decode(rollout, "train")),
-        module.config,
-        kl_coef=module.kl_coef,
-        moments=ScoreMoments.none(1),
-    )
+    return module.make_experience(rollout)
 
 
 def off_policy(module: PPOModule, rows: int = 8) -> Experience:
@@ -68,14 +60,14 @@ def updated(module: PPOModule, experience: Experience) -> tuple[UpdateStats, dic
 
 def update(module: PPOModule, minibatch: Experience) -> UpdateStats:
     """One optimizer step at the module's own KL coefficient."""
-    return module.update(minibatch, module.kl_coef)
+    return module.update(minibatch)
 
 
 def learn(
     module: PPOModule, experience: Experience, generator: torch.Generator
 ) -> tuple[UpdateStats, ...]:
     """All updates of an iteration, whose minibatches the generator draws."""
-    return module.learn(experience, generator)
+    return tuple(map(module.update, module.minibatches(experience, generator)))
 
 
 @torch.no_grad()

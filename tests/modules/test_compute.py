@@ -30,7 +30,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 
 from . import conftest
 from .conftest import within_fit
-from .experiences import Make
+from .experiences import Make, learn
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_5_text", "gpt2")
@@ -181,8 +181,8 @@ def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counte
         decoded = module.collector.decode(roll_out(*given), "train")
         found["rollout"] = counted(lambda: roll_out(*given))
         found["score"] = counted(lambda: module.collector.score(decoded))
-        experience, _, _ = module.collect(batch, module.generator(0, 0))
-        found["update"] = counted(lambda: module.learn(experience, module.generator(0, 1)))
+        experience = module.make_experience(module.roll_out(batch, module.generator(0, 0)))
+        found["update"] = counted(lambda: learn(module, experience, module.generator(0, 1)))
 
     within_fit(module, work)
     del module.training_step

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.experience import make_experience
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.results import IterationSeconds
-from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
@@ -143,13 +141,7 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     # The reward, which is read at the last token, and the reference.
     assert shapes == [(n, s + 1) for n, s in pairs] + pairs
     shapes.clear()
-    experience = make_experience(
-        rollout,
-        module.collector.score(module.collector.decode(rollout, "train")),
-        module.config,
-        kl_coef=0.1,
-        moments=ScoreMoments.none(1),
-    )
+    experience = module.make_experience(rollout)
     shapes.clear()
     within_fit(module, lambda: update(module, experience))
     assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
@@ -199,6 +191,10 @@ def test_a_model_without_a_cache_is_not_sampled_natively(
 
 def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_ppo: Make) -> None:
     module = make_ppo()
-    module.trainer = SimpleNamespace(world_size=2)
-    with pytest.raises(ConfigError, match="the Trainer's processes is 2; allowed: 1, that of"):
-        module.on_fit_start()
+    for found, expected in (
+        ({"world_size": 2, "max_epochs": 1}, "the Trainer's processes is 2; allowed: 1, that of"),
+        ({"world_size": 1, "max_epochs": 2}, "max_epochs of the Trainer is 2; allowed: 1: "),
+    ):
+        module.trainer = SimpleNamespace(**found)
+        with pytest.raises(ConfigError, match=expected):
+            module.on_fit_start()

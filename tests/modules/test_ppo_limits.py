@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
-from lightning_rlhf.core.records import Experience, UpdateStats
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule, exceeds
 
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
@@ -124,10 +125,21 @@ def test_it_is_the_mean_ratio_that_counts(make_ppo: Make) -> None:
 
 
 @pytest.mark.parametrize(("found", "limit", "above"), [
-    (1.5, 1.0, True), (1.0, 1.0, False), (0.5, 1.0, False), (math.nan, 1.0, False),
-    (math.inf, 1.0, True), (1e9, None, False), (math.nan, None, False),
+    (1.5, 1.0, True), (1.0, 1.0, False), (0.5, 1.0, False), (math.inf, 1.0, True),
+    (1e9, None, False), (math.nan, None, False),
 ])  # fmt: skip
-def test_what_is_no_number_is_above_no_limit(
-    found: float, limit: float | None, above: bool
-) -> None:
-    assert exceeds(torch.tensor(found), limit) is above
+def test_what_is_above_a_limit(found: float, limit: float | None, above: bool) -> None:
+    assert exceeds(torch.tensor(found), limit, "target_kl", "PPOModule") is above
+
+
+@pytest.mark.parametrize(
+    ("key", "field"), [("target_kl", "approx_kl"), ("max_ratio", "ratio_mean")]
+)
+def test_a_limit_of_what_was_not_measured_is_refused(make_ppo: Make, key: str, field: str) -> None:
+    module = make_ppo(**{key: 1.5})
+    whole = module.loss_terms
+    module.loss_terms = lambda *args, **given: PPOTerms.of(whole(*args, **given).loss)
+    experience = on_policy(module)
+    expected = rf"{key} is 1.5, but PPOModule.loss_terms\(\) measured no {field} .* {key}=null"
+    with pytest.raises(ConfigError, match=expected):
+        within_fit(module, lambda: update(module, experience))

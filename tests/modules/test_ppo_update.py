@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import fields, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.losses import policy_loss
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.layers import FastLayer
@@ -260,3 +262,34 @@ def test_a_long_gradient_is_cut(make_ppo: Make) -> None:
     norm = torch.stack([g.square().sum() for g in grads(module).values()]).sum().sqrt()
     assert stats.grad_norm > 1e-2  # what it was before
     assert norm.item() == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_clipped_loss_is_five_frames_below_a_short_training_step(
+    make_ppo: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[list[str]] = []
+
+    def spy(*args: Any, **options: Any) -> Any:
+        frames = [frame.function for frame in inspect.stack()]
+        found.append(frames[: frames.index("training_step")][::-1])
+        return policy_loss(*args, **options)
+
+    monkeypatch.setattr("lightning_rlhf.modules.ppo.policy_loss", spy)
+    fit(make_ppo(), [prompts()])
+    assert {tuple(frames) for frames in found} == {
+        ("update", "accumulate", "loss_terms", "policy_losses", "spy")
+    }
+    assert len(inspect.getsource(PPOModule.training_step).splitlines()) <= 25
+
+
+def test_a_subclass_with_another_optimizer(make_ppo: Make) -> None:
+    class Plain(PPOModule):
+        def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+            return torch.optim.SGD(groups)
+
+    module = make_ppo()
+    module.__class__ = Plain
+    found = module.configure_optimizers()
+    assert type(found["optimizer"]) is torch.optim.SGD
+    factors = [group["lr"] / module.config.lr for group in found["optimizer"].param_groups]
+    assert {*factors} == {1.0, module.config.value_lr_factor}

@@ -202,7 +202,7 @@ def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path
         if replicas.rank == 1:
             with torch.no_grad():
                 module.roles.causal_lm.get_output_embeddings().weight.fill_(torch.nan)
-        return module.collect(prompts(8), module.generator(0, 0))
+        return module.make_experience(module.roll_out(prompts(8), module.generator(0, 0)))
 
     for error in replicated(2, work, tmp_path):
         assert isinstance(error, PolicyLogitsError)

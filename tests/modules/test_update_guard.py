@@ -282,7 +282,7 @@ def test_a_model_that_training_broke_names_iteration_and_key(
         weight.fill_(math.nan)
     logits = "the model's logits are NaN or infinite, and nothing can be sampled from it"
     with pytest.raises(TrainingError) as caught:
-        module.collect(prompts(4), module.generator(0, 0))
+        module.make_experience(module.roll_out(prompts(4), module.generator(0, 0)))
     assert str(advise(caught.value)).startswith(expected.format(logits))
     before = f"iteration {iteration + 1}:", f"the evaluation after iteration {iteration}:"
     with pytest.raises(TrainingError) as caught:
@@ -294,7 +294,7 @@ def test_a_reward_that_is_no_number_names_the_iteration(make_ppo: Make) -> None:
     module = make_ppo(reward=lambda decoded: [math.nan] * len(decoded))
     module.iteration = 6
     with pytest.raises(RewardError, match=r"^iteration 7: reward 'reward' gave nan for the resp"):
-        module.collect(prompts(4), module.generator(0, 0))
+        module.make_experience(module.roll_out(prompts(4), module.generator(0, 0)))
 
 
 class Spoiled(Callback):

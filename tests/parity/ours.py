@@ -9,9 +9,9 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from lightning_rlhf.core.experience import make_experience
+from lightning_rlhf.core.experience import make_experience, token_rewards
 from lightning_rlhf.core.logprobs import token_logprobs
-from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, token_weights
+from lightning_rlhf.core.losses import PolicyOutputs, policy_loss, ppo_terms, token_weights
 from lightning_rlhf.core.masking import masked_sum
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience
@@ -60,9 +60,14 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 def experience_of(trl: Iteration, **changes: Any) -> Experience:
     """What our code makes of TRL's responses, log-probabilities, values and scores."""
-    scores, config = trl.scores(), config_like(trl, **changes)
+    rollout, scores, config = trl.rollout(), trl.scores(), config_like(trl, **changes)
     moments = ScoreMoments.none(1).including(scores)
-    return make_experience(trl.rollout(), scores, config, kl_coef=config.kl_coef, moments=moments)
+    return make_experience(
+        rollout,
+        scores,
+        config,
+        token_rewards(rollout, scores, config, kl_coef=config.kl_coef, moments=moments),
+    )
 
 
 def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str, Tensor]:
@@ -76,6 +81,7 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
     weights = token_weights(
         mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
     )
+    new_logprobs = logprobs[index][mask]
     terms = ppo_terms(
         experience,
         weights,
@@ -83,9 +89,17 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
         config,
         kl_coef=config.kl_coef,
         policy=PolicyOutputs(
-            logprobs=logprobs[index][mask],
+            logprobs=new_logprobs,
             entropy=entropies(logits[index][mask]),
             vocabulary_kl=None,
+        ),
+        policy_losses=policy_loss(
+            new_logprobs,
+            experience.old_logprobs[mask],
+            experience.advantages[mask],
+            clip_range=config.clip_range,
+            clip_range_high=config.clip_range_high,
+            dual_clip=config.dual_clip,
         ),
         values=values[index][mask],
     )

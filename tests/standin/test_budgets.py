@@ -76,7 +76,7 @@ def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernel
         for rows in (2, 2, 1):
             module.guard.microbatch.rows = rows
             with device.counted() as counts:
-                module.update(batch, 0.1)
+                module.update(batch)
             found.append(counts)
         return found[1:]
 

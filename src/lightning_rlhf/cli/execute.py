@@ -249,8 +249,12 @@ def checkpoint_before_requeue() -> Iterator[None]:
         requeue(came[0], None)
 
 
-NEXT = {"sft": "rm", "rm": "ppo", "ppo": "eval_policy"}
-"""Stage -> the one that follows it."""
+NEXT = {
+    "sft": ("rm", "preferences"),
+    "rm": ("ppo", "prompts"),
+    "ppo": ("eval_policy", "prompts"),
+}
+"""Stage -> the one that follows it, and the data that this one reads."""
 ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
 """Keys of a command that are not those of the next one."""
 
@@ -261,7 +265,10 @@ def next_command(settings: Settings, overrides: Sequence[str]) -> str:
     if settings.stage in NEXT:
         given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
         kept = [str(o.input_line) for o in given if stage_of(o, STAGES) is None]
-        words = [*own_configs(), f"stage={NEXT[settings.stage]}", *kept]
+        following, data = NEXT[settings.stage]
+        words = [*own_configs(), f"stage={following}", *kept]
+        if getattr(settings.data, data).train is None:
+            words.append(f"data.{data}.train=FILE.jsonl")
     return without_secrets(f"{program_name()} {shlex.join(words)}", overrides)
 
 

@@ -30,24 +30,13 @@ def make_experience(
     rollout: Rollout,
     scores: Scores,
     config: PPOConfig,
-    *,
-    kl_coef: float,
-    moments: ScoreMoments,
-    terms: Sequence[Term] = AS_IT_IS,
+    rewards: Float[Tensor, "B T"],
 ) -> Experience:
     """Return the Experience that PPO's update needs, from a rollout and its scores.
 
-    kl_coef: KL coefficient of the iteration.
-    moments: moments of all scores so far, this batch included.
-    terms: weights and normalizations with which the components of the reward enter the score.
+    rewards: reward of each response token, 0 on padding, as `token_rewards`.
     """
     mask = rollout.response_mask
-    paid = paid_sum(scores.component_scores, terms, moments.components)
-    score = shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
-    if config.kl_in == "reward":
-        rewards = shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
-    else:
-        rewards = shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
     if config.whiten_rewards:
         rewards = masked_rescale(rewards, mask)
     advantages, returns = estimate(rewards, rollout, config)
@@ -69,6 +58,29 @@ def make_experience(
         ended=rollout.ended,
         index=rollout.index,
     )
+
+
+def token_rewards(
+    rollout: Rollout,
+    scores: Scores,
+    config: PPOConfig,
+    *,
+    kl_coef: float,
+    moments: ScoreMoments,
+    terms: Sequence[Term] = AS_IT_IS,
+) -> Float[Tensor, "B T"]:
+    """Return the reward of each response token: `shape_rewards` of the shaped score; 0 on padding.
+
+    kl_coef: KL coefficient of the iteration.
+    moments: moments of all scores so far, this batch included.
+    terms: weights and normalizations with which the components of the reward enter the score.
+    """
+    mask = rollout.response_mask
+    paid = paid_sum(scores.component_scores, terms, moments.components)
+    score = shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
+    if config.kl_in == "reward":
+        return shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
+    return shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
 
 
 def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tensor, "B T"]:

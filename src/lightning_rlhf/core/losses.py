@@ -213,6 +213,7 @@ def ppo_terms(
     *,
     kl_coef: float,
     policy: PolicyOutputs | None,
+    policy_losses: Float[Tensor, " N"] | None,
     values: Float[Tensor, " N"] | None,
 ) -> PPOTerms:
     """Return the loss of one micro-batch and its statistics, as shares of the minibatch's.
@@ -229,21 +230,20 @@ def ppo_terms(
         tokens: real response tokens of the whole minibatch.
         kl_coef: price of the KL to the reference in this iteration, used where ppo.kl_in=loss.
         policy: predictions of the policy; None where the critic is updated by itself.
+        policy_losses: `policy_loss` of each real response token, or another loss; None likewise.
         values: V(s_t) of the critic at each real response token; None without a critic, and where
             the policy is updated by itself.
     """
     pick = picker(known_mask(batch))
     weight = pick(weights)
     loss = zeros = torch.zeros_like(weight)
-    policy_losses = kl_losses = value_losses = zeros
+    kl_losses = value_losses = zeros
     entropy = approx_kl = ratio = policy_clipped = value_clipped = zeros
-    if policy is not None:
+    if policy is None or policy_losses is None:
+        policy_losses = zeros
+    else:
         old_logprobs = pick(batch.old_logprobs)
         clip_range, clip_range_high = config.clip_range, config.clip_range_high
-        policy_losses = policy_loss(
-            policy.logprobs, old_logprobs, pick(batch.advantages),
-            clip_range=clip_range, clip_range_high=clip_range_high, dual_clip=config.dual_clip,
-        )  # fmt: skip
         kl_losses = kl_loss(policy, batch, config)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,10 +70,24 @@ class MicrobatchSize:
         Each halving prints one warning. `work` must have no effect where it fails.
         Raises TrainingError where one row is too many.
         """
-        while True:
-            rows = self.rows
-            try:
+        for attempt in self.attempts():
+            with attempt as rows:
                 return work(rows)
+        raise AssertionError("the last attempt returns or raises")
+
+    def attempts(self) -> Iterator[AbstractContextManager[int]]:
+        """Yield the attempts of `fitting` as contexts, up to the first whose block ends in memory.
+
+        The tensors of a failed block are freed only where no variable holds them.
+        """
+        fits = False
+
+        @contextmanager
+        def attempt(rows: int) -> Iterator[int]:
+            nonlocal fits
+            try:
+                yield rows
+                fits = True
             except torch.OutOfMemoryError as error:
                 if rows == 1:
                     raise TrainingError(
@@ -80,7 +95,13 @@ class MicrobatchSize:
                         f"{error} Shorter prompts and responses, a smaller model or a quantised "
                         "one need less"
                     ) from error
-            # The tensors of the failed pass are freed only after the handler.
+
+        while True:
+            rows = self.rows
+            yield attempt(rows)
+            if fits:
+                return
+            # The tensors of the failed block are freed only after the handler.
             torch.cuda.empty_cache()
             if self.rows < rows:  # other work with this object has already halved it
                 continue

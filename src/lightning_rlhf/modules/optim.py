@@ -29,13 +29,17 @@ from lightning_rlhf.parallel.replicas import Replicas
 
 
 def build_optimizer(
-    groups: Sequence[tuple[float, Iterable[nn.Parameter]]], config: StageConfig, total_steps: int
+    groups: Sequence[tuple[float, Iterable[nn.Parameter]]],
+    config: StageConfig,
+    total_steps: int,
+    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> dict[str, Any]:
-    """Return AdamW over the trainable parameters and its schedule, in the form Lightning takes.
+    """Return the optimizer of the trainable parameters and its schedule, as Lightning takes them.
 
     groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
         weight decay.
     total_steps: number of calls of the scheduler over the whole run.
+    make: function from groups of parameters to their optimizer; None is `adamw`.
     """
     parameter_groups = []
     for factor, parameters in groups:
@@ -46,13 +50,17 @@ def build_optimizer(
                 parameter_groups.append(
                     {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
                 )
-    optimizer = torch.optim.AdamW(
-        parameter_groups, betas=(0.9, config.adam_beta2), eps=config.adam_eps, fused=True
-    )
+    optimizer = adamw(parameter_groups, config) if make is None else make(parameter_groups)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: lr_factor(step, total_steps, config)
     )
     return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+def adamw(groups: list[dict[str, Any]], config: StageConfig) -> torch.optim.AdamW:
+    """Return AdamW on groups of parameters, with `adam_beta2` and `adam_eps`."""
+    betas = (0.9, config.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
@@ -122,8 +130,11 @@ def _optimizer(module: L.LightningModule) -> LightningOptimizer:
     return optimizer
 
 
-def check_replicas(module: L.LightningModule) -> None:
-    """Raise ConfigError unless the Trainer has the processes over which the module's rows go."""
+def check_epochs_and_replicas(module: L.LightningModule) -> None:
+    """Raise ConfigError unless the Trainer has one epoch and the module's number of processes."""
+    require(module.trainer.max_epochs == 1, "max_epochs of the Trainer", module.trainer.max_epochs,
+            "1: the data of a whole run are one epoch, in which examples are seen as often as the "
+            "configuration says")  # fmt: skip
     replicas, found = module.replicas, module.trainer.world_size
     require(found == replicas.size, "the number of the Trainer's processes", found,
             f"{replicas.size}, that of the module's argument `replicas`")  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from typing import Any
@@ -15,17 +15,27 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError, require
-from lightning_rlhf.core.experience import make_experience, minibatches, whitened
+from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.kl import next_kl_coef
-from lightning_rlhf.core.losses import PolicyOutputs, ppo_terms, sum_terms, token_weights
+from lightning_rlhf.core.losses import (
+    PolicyOutputs,
+    policy_loss,
+    ppo_terms,
+    sum_terms,
+    token_weights,
+)
+from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import (
     Experience,
     PPOTerms,
     Prompts,
+    Rollout,
+    Scores,
     UpdateStats,
     counted,
+    known_mask,
     row_lengths,
 )
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
@@ -34,7 +44,7 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.optim import UpdateGuard, halving_microbatches
+from lightning_rlhf.modules.optim import UpdateGuard
 from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
@@ -113,100 +123,126 @@ class PPOModule(L.LightningModule):
         """False where a callback logs the headline metrics together with all others."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
-        self.updated = time.perf_counter()
-        """Time at which the last iteration ended."""
+        self.looked = time.perf_counter()
+        """Time of the last call of `lap`."""
         self.experience: Experience | None = None
         """Experience of the current or the latest iteration; None before the first."""
         roles.set_role(POLICY)
 
     def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, IterationResult]:
-        """Sample and score prompts, then learn."""
-        other_s, kl_coef = time.perf_counter() - self.updated, self.kl_coef
+        """Sample responses to the prompts and score them, then learn from them."""
+        other_s = self.lap()
         generator = self.generator(TRAINING, self.iteration)
-        experience, rollout_s, score_s = self.collect(prompts, generator)
-        started = time.perf_counter()
-        updates = self.learn(experience, generator)
-        self.updated = time.perf_counter()
-        optim.advance_schedule(self)
-        # After the update: an error during it leaves the state from before the iteration.
-        self.moments = self.moments.including(experience)
-        self.kl_coef = next_kl_coef(kl_coef, experience.kl, self.config, iteration=self.iteration)
-        self.iteration += 1
+        rollout = self.roll_out(prompts, generator)
+        rollout_s = self.lap()
+        experience = self.experience = self.make_experience(rollout)
+        score_s = self.lap()
+        updates = tuple(map(self.update, self.minibatches(experience, generator)))
         result = IterationResult(
             experience=experience,
             updates=updates,
-            kl_coef=kl_coef,
+            kl_coef=self.kl_coef,
             padding=padding_share(experience.mask, self.guard.microbatch.rows),
             seconds=IterationSeconds(
-                rollout=rollout_s, score=score_s, update=self.updated - started, other=other_s
+                rollout=rollout_s, score=score_s, update=self.lap(), other=other_s
             ),
             group_size=self.config.group_size,
         )
+        self.end_iteration(experience)
         optim.log_headline(self, result.headline)
         return {RESULT: result}
 
-    def collect(
-        self, prompts: Prompts, generator: torch.Generator
-    ) -> tuple[Experience, float, float]:
-        """Return what an iteration learns from, and the seconds of sampling and of scoring.
+    def lap(self) -> float:
+        """Return the seconds since the last call."""
+        before, self.looked = self.looked, time.perf_counter()
+        return self.looked - before
 
-        `make_experience` computes the KL-shaped rewards, the advantages and the returns.
+    def roll_out(self, prompts: Prompts, generator: torch.Generator) -> Rollout:
+        """Return the responses of an iteration. Raises PolicyLogitsError where none can be drawn,
+        which names the iteration."""
+        with self.guard.naming(f"iteration {self.iteration + 1}", iterations=self.iteration):
+            return self.collector.roll_out(prompts, generator, self.config.samples_per_prompt)
 
-        Raises: PolicyLogitsError where nothing can be sampled, RewardError where the reward gives
-            no numbers; both name the iteration.
+    def make_experience(self, rollout: Rollout) -> Experience:
+        """Return what an iteration learns from: the responses with their scores, rewards per token,
+        advantages and returns.
+
+        Raises: RewardError where the reward gives no numbers, which names the iteration.
         """
-        number = f"iteration {self.iteration + 1}"
-        started = time.perf_counter()
-        with self.guard.naming(number, iterations=self.iteration):
-            rollout = self.collector.roll_out(prompts, generator, self.config.samples_per_prompt)
-        rolled_out = time.perf_counter()
         try:
             scores = self.collector.score(self.collector.decode(rollout, "train"))
         except RewardError as error:
-            raise RewardError(f"{number}: {error}") from error
-        experience = make_experience(
+            raise RewardError(f"iteration {self.iteration + 1}: {error}") from error
+        return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
+
+    def shape_rewards(self, rollout: Rollout, scores: Scores) -> Float[Tensor, "B T"]:
+        """Return the reward of each response token, 0 on padding, as `token_rewards`.
+
+        A subclass pays tokens of its own choice here.
+        """
+        return token_rewards(
             rollout, scores, self.config, kl_coef=self.kl_coef,
             moments=self.moments.including(scores), terms=self.reward.terms,
         )  # fmt: skip
-        return experience, rolled_out - started, time.perf_counter() - rolled_out
 
-    def learn(self, experience: Experience, generator: torch.Generator) -> tuple[UpdateStats, ...]:
-        """Make ppo_epochs passes over minibatches that the generator shuffles, until target_kl.
-
-        Raises: NotFiniteError as `UpdateGuard.check_finite`.
-        """
-        self.experience, config, updates = experience, self.config, list[UpdateStats]()
-        for minibatch in minibatches(
-            counted(experience),
-            ppo_epochs=config.ppo_epochs,
-            minibatch_size=config.minibatch_size,
-            generator=generator,
+    def minibatches(
+        self, experience: Experience, generator: torch.Generator
+    ) -> Iterator[Experience]:
+        """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
+        config = self.config
+        for number, minibatch in enumerate(
+            minibatches(
+                counted(experience),
+                ppo_epochs=config.ppo_epochs,
+                minibatch_size=config.minibatch_size,
+                generator=generator,
+            )
         ):
-            if config.whiten_advantages == "minibatch":
-                minibatch = whitened(minibatch)
-            self.update_number = len(updates)
-            try:
-                updates.append(self.update(minibatch, self.kl_coef))
-            except NotFiniteError as error:
-                error.rewards_overflow = rewards_overflow(experience)
-                raise
+            self.update_number = number
+            yield whitened(minibatch) if config.whiten_advantages == "minibatch" else minibatch
             if self.stopped:
-                break
-        return tuple(updates)
+                return
 
-    def update(self, minibatch: Experience, kl_coef: float) -> UpdateStats:
-        """Make one optimizer step on the minibatch, unless a limit prevents it."""
-        terms, grad_norm = self.gradient(
-            minibatch, kl_coef, policy_learns=self.iteration >= self.config.critic_warmup
+    def end_iteration(self, experience: Experience) -> None:
+        """Advance all that changes from one iteration to the next.
+
+        After the updates: an error during them leaves the state from before the iteration.
+        """
+        optim.advance_schedule(self)
+        self.moments = self.moments.including(experience)
+        self.kl_coef = next_kl_coef(
+            self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
+        self.iteration += 1
+
+    def update(self, minibatch: Experience) -> UpdateStats:
+        """Make one optimizer step on the minibatch, unless a limit prevents it.
+
+        The gradient is summed over all processes, and clipped.
+
+        Raises: NotFiniteError as `UpdateGuard.check_finite`; ConfigError where a limit compares
+            what a subclass's `loss_terms` did not measure.
+        """
+        config = self.config
+        for attempt in self.guard.microbatch.attempts():
+            with attempt:
+                share = vars(self.accumulate(minibatch))
+        shares = optim.sum_gradients(self, torch.stack([*share.values()]))
+        terms = sum_terms([PPOTerms(**dict(zip(share, row, strict=True))) for row in shares])
+        grad_norm = optim.clip_gradients(self, config.max_grad_norm)
         # The only wait for the device in an update, for all that the limits compare.
         loss, norm, approx_kl, ratio_mean = torch.stack(
             [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
         ).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
-        is_finite = self.guard.check_finite(self, loss, norm)
-        self.stopped = is_finite and exceeds(approx_kl, self.config.target_kl)
-        skipped = is_finite and exceeds(ratio_mean, self.config.max_ratio)
+        try:
+            is_finite = self.guard.check_finite(self, loss, norm)
+        except NotFiniteError as error:
+            error.rewards_overflow = rewards_overflow(self.experience or minibatch)
+            raise
+        name = type(self).__name__
+        self.stopped = is_finite and exceeds(approx_kl, config.target_kl, "target_kl", name)
+        skipped = is_finite and exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
         if is_finite and not (self.stopped or skipped):
             optim.step(self)
         return UpdateStats(
@@ -217,25 +253,13 @@ class PPOModule(L.LightningModule):
             nonfinite=terms.loss.new_full((), not is_finite),
         )
 
-    def gradient(
-        self, minibatch: Experience, kl_coef: float, *, policy_learns: bool
-    ) -> tuple[PPOTerms, Float[Tensor, ""]]:
-        """Backpropagate the loss of a minibatch over all processes, and clip the gradient.
-
-        Returns: the terms of the minibatch, and the norm of its gradient before clipping.
-        """
-        share = vars(self.accumulate(minibatch, kl_coef, policy_learns=policy_learns))
-        shares = optim.sum_gradients(self, torch.stack([*share.values()]))
-        terms = sum_terms([PPOTerms(**dict(zip(share, row, strict=True))) for row in shares])
-        return terms, optim.clip_gradients(self, self.config.max_grad_norm)
-
-    @halving_microbatches
-    def accumulate(self, minibatch: Experience, kl_coef: float, *, policy_learns: bool) -> PPOTerms:
+    def accumulate(self, minibatch: Experience) -> PPOTerms:
         """Backpropagate this process's rows of a minibatch, one micro-batch after another.
 
         Returns: their shares of the terms of the minibatch.
         """
         config, size, rows = self.config, self.guard.microbatch.rows, self.replicas.rows
+        policy_learns = self.iteration >= config.critic_warmup
         minibatch = minibatch.select(row_lengths(minibatch)[:, 0].argsort(stable=True))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
         weights = token_weights(
@@ -246,7 +270,7 @@ class PPOModule(L.LightningModule):
         loss, shares = torch.zeros((), device=self.device), []
         minibatch, weights = minibatch.select(rows), weights[rows]
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
-            loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, kl_coef)
+            loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, self.kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
                 policy = policy_outputs(self.roles, hidden, micro_batch, config)
@@ -294,8 +318,22 @@ class PPOModule(L.LightningModule):
             values: values of the critic at the same tokens.
         """
         return ppo_terms(
-            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy, values=values
-        )
+            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
+            policy_losses=None if policy is None else self.policy_losses(policy, micro_batch),
+            values=values,
+        )  # fmt: skip
+
+    def policy_losses(self, policy: PolicyOutputs, batch: Experience) -> Float[Tensor, " N"]:
+        """Return the policy's loss at each response token of a micro-batch, as `policy_loss`.
+
+        A subclass returns another here, such as one whose ratio is that of the whole response.
+        """
+        pick, config = picker(known_mask(batch)), self.config
+        return policy_loss(
+            policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
+            clip_range=config.clip_range, clip_range_high=config.clip_range_high,
+            dual_clip=config.dual_clip,
+        )  # fmt: skip
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
@@ -328,8 +366,8 @@ class PPOModule(L.LightningModule):
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def on_fit_start(self) -> None:
-        self.updated = time.perf_counter()
-        optim.check_replicas(self)
+        optim.check_epochs_and_replicas(self)
+        self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""
@@ -354,7 +392,15 @@ class PPOModule(L.LightningModule):
         groups = [(1.0, self.roles.trained_by(POLICY))]
         if self.critic is not None:
             groups.append((self.config.value_lr_factor, self.critic.parameters()))
-        return optim.build_optimizer(groups, self.config, self.config.iterations)
+        config = self.config
+        return optim.build_optimizer(groups, config, config.iterations, self.make_optimizer)
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return AdamW on groups of parameters with their learning rate and weight decay.
+
+        A subclass returns another optimizer here; `configure_optimizers` adds the schedule.
+        """
+        return optim.adamw(groups, self.config)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         return optim.trainable_state(self)
@@ -402,6 +448,17 @@ def check_loss(terms: Any, name: str) -> None:
     )
 
 
-def exceeds(found: Tensor, limit: float | None) -> bool:
-    """Return whether a 0-d tensor is above a limit; False for NaN and without a limit."""
+def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:
+    """Return whether a 0-d tensor is above a limit; False without a limit.
+
+    key: name of the limit. name: name of the class whose `loss_terms` measured the number.
+
+    Raises ConfigError for NaN, which would never be above the limit.
+    """
+    if limit is not None and found.isnan():
+        field = {"target_kl": "approx_kl", "max_ratio": "ratio_mean"}[key]
+        raise ConfigError(
+            f"{key} is {limit:g}, but {name}.loss_terms() measured no {field} to compare with it; "
+            f"allowed: {key}=null, or PPOTerms with {field}"
+        )
     return limit is not None and bool(found > limit)

@@ -21,8 +21,8 @@ from lightning_rlhf.modules.optim import (
     advance_schedule,
     backward,
     build_optimizer,
+    check_epochs_and_replicas,
     check_parameters,
-    check_replicas,
     clip_gradients,
     halving_microbatches,
     log_headline,
@@ -112,7 +112,7 @@ class SupervisedModule(L.LightningModule):
         raise NotImplementedError
 
     def on_fit_start(self) -> None:
-        check_replicas(self)
+        check_epochs_and_replicas(self)
 
     def joined(self, parts: Sequence[R], batch: Record) -> R:
         """Return the records of the rows of a batch from those of each process's rows.
