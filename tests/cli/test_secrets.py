@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import request_response
 
 from lightning_rlhf.cli import arguments
 from lightning_rlhf.cli.arguments import parse_arguments
@@ -48,14 +47,14 @@ def test_a_run_with_secrets(models: Workplace, monkeypatch: pytest.MonkeyPatch, 
     def score(prompts: list[object], responses: list[str], columns: object) -> list[float]:
         return [float(len(response)) for response in responses]
 
-    server = RewardServer(score, listening_socket("127.0.0.1", 0))
-    answer = server._post
+    answer = RewardServer._post
 
-    async def watch(request: Request) -> Response:
+    async def watch(self: RewardServer, request: Request) -> Response:
         seen.append(f"{request.url.query} {dict(request.headers)}")
-        return await answer(request)
+        return await answer(self, request)
 
-    monkeypatch.setattr(server.app.routes[0], "app", request_response(watch))
+    monkeypatch.setattr(RewardServer, "_post", watch)
+    server = RewardServer(score, listening_socket("127.0.0.1", 0))
     thread = threading.Thread(target=server.run)
     thread.start()
     user = f"{USER}:{PASSWORD}@" if by == "password" else ""
