@@ -44,7 +44,7 @@ import torch
 import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.stages import rank_responses, run
+from lightning_rlhf.stages import evaluate_policy, run
 from lightning_rlhf.stages.reward import build_rewards
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
@@ -115,7 +115,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        return [(run, "start_from"), (rank_responses, "load_policy")]
+        return [(run, "start_from"), (evaluate_policy, "load_policy")]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 
 

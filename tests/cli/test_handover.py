@@ -93,7 +93,8 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
 
     monkeypatch.setattr("lightning_rlhf.stages.rm.RM.summarise", train)
     sft = final(finished, "sft")
-    error = refused(finished, "stage=rm", f"policy.checkpoint={sft}")
+    error = finished.mini("run=next", "stage=rm", f"policy.checkpoint={sft}").error
+    assert not (finished.stage("rm", "next") / "final").exists()
     assert f"standard deviation {weight}" in error
     assert "rm.lr" in error
 
