@@ -4,12 +4,12 @@ python benchmarks/malformed.py [--count 1200] [--seed 0] [--jobs 2]
 python benchmarks/malformed.py --only ID       shows one input and its outcome
 python benchmarks/malformed.py --kind KIND     counts one kind, as rows-and-files; writes no result
 
-The inputs are valid ones with a random change (malformed_cases.py, mutations.py) and malformed
-answers of a server (malformed_http.py); inputs whose answer is known are in
-tests/cli/refusals.yaml. The real command is run on each in a separate process. Correct outcomes are
-a single line that begins with "error: " and exit status 1, or, where the change is harmless,
-acceptance. Failures are a traceback, another exit, no answer within the time limit, and a command
-that refuses to resume a run but changes its files.
+The inputs are valid ones with a random change (malformed_cases.py, mutations.py); inputs whose
+answer is known are in tests/cli/refusals.yaml, and malformed answers of a server in tests/rewards.
+The real command is run on each in a separate process. Correct outcomes are a single line that
+begins with "error: " and exit status 1, or, where the change is harmless, acceptance. Failures are
+a traceback, another exit, no answer within the time limit, and a command that refuses to resume a
+run but changes its files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline", "COLUMNS": "200"}
 import lightning as L
 import torch
 
-import malformed_http as over_http
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.stages import evaluate_policy, run
@@ -262,7 +261,7 @@ def run_all(args: argparse.Namespace, world: Path) -> list[Result]:
     def dice(name: str) -> random.Random:
         return random.Random(f"{args.seed} {name}")
 
-    found: list[Kind] = [*kinds(world), over_http.client_kind(0.1)]
+    found: list[Kind] = kinds(world)
     named = {"-".join(re.sub("[,:=]", " ", kind.name).lower().split()[:3]): kind for kind in found}
     todo = [(kind.name, name, kind.draw(dice(name)))
             for key, kind in named.items() for name in numbers(key, kind.share)]  # fmt: skip

@@ -78,7 +78,8 @@ def test_the_same_page_again_and_one_of_all_stages(finished: Workplace) -> None:
     assert page.read_text() == before
     finished.call("report", str(finished.stage("ppo").parent)).succeeded  # noqa: B018
     whole = check((finished.stage("ppo").parent / "report.html").read_text())
-    assert whole.values("href") == ["#stage-1", "#stage-2", "#stage-3"]
+    stages = [link for link in whole.values("href") if link.startswith("#stage-")]
+    assert stages == ["#stage-1", "#stage-2", "#stage-3"]
 
 
 PATHS: dict[str, Callable[[Path], object]] = {

@@ -13,7 +13,8 @@ from torch import Tensor
 from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
-from lightning_rlhf.modules.ppo import TRAINING, PPOModule, exceeds
+from lightning_rlhf.modules.optim import exceeds
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
 from .experiences import Make, learn, on_policy, update

@@ -24,6 +24,7 @@ from lightning_rlhf.core.errors import (
     require,
 )
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import PPOTerms
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.parallel.replicas import Replicas
 
@@ -263,3 +264,40 @@ class UpdateGuard:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the state of a checkpoint."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
+
+
+def check_loss(terms: Any, name: str) -> None:
+    """Raise ConfigError unless the terms are PPOTerms whose loss is a number with a gradient.
+
+    name: name of the class whose `loss_terms` returned them.
+    """
+    loss = terms.loss if isinstance(terms, PPOTerms) else None
+    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
+        return
+    found = f"an object of type {type(terms).__name__}"
+    if isinstance(terms, PPOTerms):
+        found = f"a loss of type {type(loss).__name__}"
+    if isinstance(loss, Tensor):
+        found = (
+            f"a loss of shape {[*loss.shape]} with{'' if loss.requires_grad else 'out'} gradient"
+        )
+    raise ConfigError(
+        f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
+        "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"
+    )
+
+
+def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:
+    """Return whether a 0-d tensor is above a limit; False without a limit.
+
+    key: name of the limit. name: name of the class whose `loss_terms` measured the number.
+
+    Raises ConfigError for NaN, which would never be above the limit.
+    """
+    if limit is not None and found.isnan():
+        field = {"target_kl": "approx_kl", "max_ratio": "ratio_mean"}[key]
+        raise ConfigError(
+            f"{key} is {limit:g}, but {name}.loss_terms() measured no {field} to compare with it; "
+            f"allowed: {key}=null, or PPOTerms with {field}"
+        )
+    return limit is not None and bool(found > limit)

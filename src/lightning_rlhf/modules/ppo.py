@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.errors import ConfigError, NotFiniteError, RewardError, require
+from lightning_rlhf.core.errors import NotFiniteError, RewardError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import (
@@ -241,8 +241,8 @@ class PPOModule(L.LightningModule):
             error.rewards_overflow = rewards_overflow(self.experience or minibatch)
             raise
         name = type(self).__name__
-        self.stopped = is_finite and exceeds(approx_kl, config.target_kl, "target_kl", name)
-        skipped = is_finite and exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
+        self.stopped = is_finite and optim.exceeds(approx_kl, config.target_kl, "target_kl", name)
+        skipped = is_finite and optim.exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
         if is_finite and not (self.stopped or skipped):
             optim.step(self)
         return UpdateStats(
@@ -340,7 +340,7 @@ class PPOModule(L.LightningModule):
 
         Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
         """
-        check_loss(terms, type(self).__name__)
+        optim.check_loss(terms, type(self).__name__)
         return replace(terms, loss=optim.backward(self, terms.loss))
 
     def values(
@@ -425,40 +425,3 @@ class PPOModule(L.LightningModule):
         self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]
-
-
-def check_loss(terms: Any, name: str) -> None:
-    """Raise ConfigError unless the terms are PPOTerms whose loss is a number with a gradient.
-
-    name: name of the class whose `loss_terms` returned them.
-    """
-    loss = terms.loss if isinstance(terms, PPOTerms) else None
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
-        return
-    found = f"an object of type {type(terms).__name__}"
-    if isinstance(terms, PPOTerms):
-        found = f"a loss of type {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        found = (
-            f"a loss of shape {[*loss.shape]} with{'' if loss.requires_grad else 'out'} gradient"
-        )
-    raise ConfigError(
-        f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
-        "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"
-    )
-
-
-def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:
-    """Return whether a 0-d tensor is above a limit; False without a limit.
-
-    key: name of the limit. name: name of the class whose `loss_terms` measured the number.
-
-    Raises ConfigError for NaN, which would never be above the limit.
-    """
-    if limit is not None and found.isnan():
-        field = {"target_kl": "approx_kl", "max_ratio": "ratio_mean"}[key]
-        raise ConfigError(
-            f"{key} is {limit:g}, but {name}.loss_terms() measured no {field} to compare with it; "
-            f"allowed: {key}=null, or PPOTerms with {field}"
-        )
-    return limit is not None and bool(found > limit)
