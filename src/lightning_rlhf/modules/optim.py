@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,
+    ConfigError,
     LogitsError,
     NotFiniteError,
     PolicyLogitsError,
