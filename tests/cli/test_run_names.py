@@ -21,9 +21,14 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
     identities: list[RunIdentity] = []
     real = run.RunIdentity
 
-    def keep(figure: Figure, path: Path, **_: object) -> None:
+    save = Figure.savefig
+
+    def keep(figure: Figure, path: Any, **options: Any) -> None:
+        if not isinstance(path, Path):  # a plot inside a page
+            return save(figure, path, **options)
         name = "curves.png" if path.suffix == ".tmp" else path.name
         headings[name] = "".join(figure.get_suptitle().split())
+        return None
 
     def noted(**named: Any) -> RunIdentity:
         identities.append(real(**named))

@@ -403,4 +403,4 @@ def test_the_jobs_on_the_page_name_the_best_one() -> None:
         ["ppo.kl_coef=-1", "failed", "ppo.kl_coef is -1"],
     ]
     assert found.note == "Highest eval/reward_mean: 0.5, ppo.kl_coef=0.1."
-    assert jobs_table([done], goal).heading == ["job", "status"]
+    assert jobs_table([done], goal).columns == ["job", "status"]

@@ -226,14 +226,14 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
         (("report", str(recorded)), ""),
         (("replay", str(recorded)), ""),
         (("compare", str(recorded), str(other), "--out", str(place.folder / "page")), ""),
-        (("diminishing", str(recorded)), "has 1 iteration of stage=ppo; allowed: at least 12"),
+        (("diminishing", str(recorded)), "has 1 iteration of stage=ppo"),
         (("chat", final), ""),
         (("export", final, "--merge"), ""),
         (("serve-reward", final), "was written by stage=ppo; allowed: the final/ folder of a sta"),
     ):
         with patch("sys.stdin", io.StringIO("/quit\n")):
             outcome = place.call(*command)
-        assert refusal in outcome.error if refusal else outcome.succeeded
+        assert refusal in outcome.error if refusal else outcome.succeeded, command
     policies = f"eval_policy.policies=[{recorded / 'checkpoints' / '000001.ckpt'},{final}]"
     base = ("run=recorded", "policy.checkpoint=base", "reward=random")
     place.mini("stage=eval_policy", *base, policies).succeeded  # noqa: B018

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -25,12 +26,12 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from lightning_rlhf.core.errors import CheckpointError, HubError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
 from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
-from lightning_rlhf.models.quantization import quantization_of
+from lightning_rlhf.models.quantization import quantization_config, quantization_of
 from lightning_rlhf.models.roles import Roles, trainable_names
 
 ABSENT = "nobody-at-all/no-such-model"
@@ -310,3 +311,10 @@ def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
     with warnings.catch_warnings(record=True) as again:
         check_positions(roles, 66, "another text")
     assert not again
+
+
+def test_a_machine_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert quantization_config("none", torch.float32) is None
+    with pytest.raises(ConfigError, match=r"^model\.quantization is 'nf4', but .*; allowed: none"):
+        quantization_config("nf4", torch.float32)

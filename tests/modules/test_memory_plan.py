@@ -253,12 +253,12 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
         monkeypatch.setattr(owner, name, work)
 
     measured(module.collector, "roll_out")
-    measured(module, "gradient")
+    measured(module, "accumulate")
     fit(module, [same_length()], [outputs := Outputs()])
     assert outputs.steps[0].experience.response_mask.all()
     trained = sum(role.gradients for role in found.roles.values())
     update = found.update(4).total + trained
-    assert update / 2 < used["gradient"] < 2 * update
+    assert update / 2 < used["accumulate"] < 2 * update
     assert found.rollout.total / 2 < used["roll_out"] < 2 * found.rollout.total
     moments = [x.nbytes for state in module.optimizers().state.values() for x in state.values()]
     steps = 4 * len(module.optimizers().state)

@@ -42,7 +42,6 @@ from lightning_rlhf.models.heads import restore_padding
 from lightning_rlhf.models.quantization import (
     quantization_config,
     quantization_of,
-    use_exact_layers,
 )
 
 RoleContext = Callable[[], AbstractContextManager[None]]
@@ -271,6 +270,8 @@ def read_weights(
             "random"
         )
     if quantization_of(model) in ("int8", "nf4"):
+        from lightning_rlhf.models.quantized_layers import use_exact_layers  # see quantization.py
+
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
 

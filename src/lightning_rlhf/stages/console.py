@@ -122,6 +122,7 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for pattern in NOISY_WARNINGS:
         warnings.filterwarnings("ignore", pattern)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels for CPUs that are optional
     warnings.formatwarning = shown_warning
 
 

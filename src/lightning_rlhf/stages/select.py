@@ -87,7 +87,8 @@ def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tup
     known = measured | dict(stage.goal)
     pattern = next((x for x in known if "<" in x and name.startswith(x.partition("<")[0])), name)
     is_open = not measured and name.startswith("eval/")  # a stage with metrics of its own
-    offered = [name for name, better in known.items() if better]  # a constant is of no use
+    # A constant is of no use; a component's direction is the user's to say.
+    offered = [name for name, better in known.items() if better or name in parts]
     require(pattern in known or is_open, f"{key}.metric", name, ", ".join(offered))
     found = mode or known.get(pattern)
     if found is None:
