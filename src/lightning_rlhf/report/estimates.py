@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
-from scipy.stats import pearsonr, spearmanr
+from scipy.stats import rankdata
 
 RESAMPLES = 2000
 """Number of resamples of a bootstrap; 50 of them lie beyond each end of a 95% interval."""
@@ -213,8 +213,7 @@ def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
     """Return Pearson's correlation of the values, and of their ranks (Spearman's)."""
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(len(x), None, None)
-    pearson, spearman = (float(measured(x, y).statistic) for measured in (pearsonr, spearmanr))
-    return Correlation(len(x), pearson, spearman)
+    return Correlation(len(x), _pearson(x, y), _pearson(rankdata(x), rankdata(y)))
 
 
 def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
@@ -257,3 +256,15 @@ def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
     """
     bins = int(np.clip(np.sqrt(len(values)), 10, 40))
     return np.histogram_bin_edges(values, bins, range=inner_range(values))
+
+
+def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
+    x, y = _centred(x), _centred(y)
+    r = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
+    return float(np.clip(r, -1.0, 1.0))
+
+
+def _centred(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
+    """Return x minus its mean, scaled to size 1 at most, so that no square under- or overflows."""
+    centred = x - x.mean()
+    return centred / np.abs(centred).max()
