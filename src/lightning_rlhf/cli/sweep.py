@@ -92,12 +92,15 @@ class JobResult:
 def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
     """Set the name of the folder of a sweep's job.
 
-    The name holds all overrides where the folder of the short name has a run of another
-    configuration.
+    The name holds all overrides where the folder of that name has a run, or the folder of the short
+    name has a run of another configuration.
 
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
     with open_dict(cfg), suppress(RLHFError, OmegaConfBaseException):  # the job itself reports it
+        cfg.job = whole_name(overrides)
+        if (folder_of(read_settings(cfg)) / CONFIG).is_file():
+            return
         cfg.job = job_name(overrides, varied)
         settings = read_settings(cfg)
         file = folder_of(settings) / CONFIG

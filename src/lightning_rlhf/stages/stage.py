@@ -204,6 +204,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
     source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
     own: type[Stage] = load_object(source, key, "stage", is_stage)
+    missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]
+    require(not missing, key, source, f"a class with {', '.join(missing)}")
     require(own.name == name, key, source, f"a stage of the name {name!r}; it is {own.name!r}")
     return name, own.config, own
 
