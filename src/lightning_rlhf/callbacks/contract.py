@@ -1,4 +1,4 @@
-"""What callbacks read of a module, and checks of the metrics and weights that they are given."""
+"""Protocols of the modules that callbacks read, and checks of the metrics and weights they get."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ FLOPS = "compute/flops"
 HEADLINES = {REWARD: "rollout", KL: "rollout", "entropy": "update", "ppo_loss": "update"}
 """Metrics without the prefix of their phase -> that phase."""
 SIGNS = {"min": -1, "max": 1}
-"""Whether the lowest or the highest value is the best -> the sign by which the largest is."""
+"""Direction in which a metric is better -> factor by which the largest value is the best."""
 FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
 """Quantiles of the score."""
 BEFORE_AFTER = (HELD_OUT, GOLD, HELD_OUT_KL, "eval/response_perplexity", "eval/response_tokens",

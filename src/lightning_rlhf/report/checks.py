@@ -15,8 +15,8 @@ from lightning_rlhf.rewards.format_check import PROBES
 Outcome = Literal["flag", "clear", "not tested"]
 OUTCOMES: dict[bool | None, Outcome] = {True: "flag", False: "clear", None: "not tested"}
 Measured = tuple[bool | None, float | None, str]
-"""Whether a check is flagged, None where there are too few data; its value, None if there was
-nothing to measure; and both in words."""
+"""Flag of a check, None where there are too few data; its value, None if nothing was measured; and
+the text of both."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ WORDS: dict[Standing, str] = {
     "flagged": "Fit with reservations: PPO will look for the weak spots below.",
     "clear": "No check found a fault in it.",
 }
-"""What the findings say about a reward."""
+"""Conclusion of the findings about a reward."""
 FOR_PPO: dict[Standing, str] = {
     "unknown": "It may run, but nothing says that what it is paid is what people chose: hold out "
     "more pairs, of more prompts, and measure again.",
@@ -283,7 +283,7 @@ FOR_PPO: dict[Standing, str] = {
     "clear": "It may run. Read its samples all the same: a reward that rises while they get worse "
     "has found a weak spot that no check here looks for.",
 }
-"""What that means for PPO."""
+"""Consequence for PPO."""
 LOOK_FOR: Sequence[tuple[set[FitnessCheck], str]] = (
     ({BEATS_LENGTH, LENGTH_GAP, LENGTH_CORRELATION},
      "watch `rollout/response_tokens`, since length may be what is paid"),

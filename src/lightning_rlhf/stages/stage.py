@@ -1,4 +1,4 @@
-"""What a stage is, which stages there are, and the settings of a run.
+"""Base class and list of the stages, and the settings of a run.
 
 A stage outside this package is a `Stage` in a file that the stage's section of the configuration
 names: `definition: path/to/file.py:STAGE`.

@@ -1,4 +1,4 @@
-"""What the stages share that make passes over rows: SFT, reward modelling, DPO."""
+"""Base class of the stages that make passes over rows: SFT, reward modelling, DPO."""
 
 from __future__ import annotations
 
