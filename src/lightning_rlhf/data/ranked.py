@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from typing import Any, Literal
 
-from lightning_rlhf.data.formats import Kind, native
+from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.data.rows import BadRow
 
 Row = dict[str, Any]
@@ -81,7 +81,7 @@ def rank(
 def _refusal(row: Row, kind: Kind) -> str | None:
     """Return why the readers of the data refuse a row; None if they read it."""
     try:
-        native(row, kind)
+        formats_of("native", kind)[0].read(row, kind)
     except BadRow as bad:
         return bad.reason
     return None

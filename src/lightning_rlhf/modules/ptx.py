@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Demonstrations
-from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest
+from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
@@ -86,7 +86,7 @@ class PTX:
     @cached_property
     def digest(self) -> str:
         """Return a digest of the demonstrations in their order."""
-        return digest(self.examples)
+        return digest_examples(self.examples)
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise CheckpointError where a checkpoint was trained on other demonstrations."""

@@ -13,7 +13,7 @@ from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.ranked import RankedRows, rank
-from lightning_rlhf.data.readers import counts_text
+from lightning_rlhf.data.rows import counts_text
 from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import versions
 from lightning_rlhf.models.config import SFT
