@@ -17,9 +17,9 @@ from lightning_rlhf.core.records import (
     Record,
     Rollout,
     Scores,
-    counted,
     known_mask,
     row_lengths,
+    with_lengths,
 )
 
 from .conftest import F, T, drawn
@@ -158,7 +158,7 @@ def test_an_experience_that_is_counted_selects_its_counts_too() -> None:
     mask = torch.tensor([[F, T, T], [T, T, F], [F, T, F]])
     response_mask = torch.tensor([[T, T], [T, F], [T, F]])
     plain = experience(mask=mask, response_mask=response_mask)
-    found = counted(plain)
+    found = with_lengths(plain)
     assert isinstance(found, CountedExperience)
     assert found.counts.tolist() == [[2, 2], [2, 1], [1, 1]]
     chosen = found.select(torch.tensor([2, 0]))
@@ -173,4 +173,4 @@ def test_a_record_of_a_class_of_ones_own_keeps_it() -> None:
         note: str
 
     mine = Mine(**vars(experience()), note="kept")
-    assert counted(mine) is mine
+    assert with_lengths(mine) is mine

@@ -29,7 +29,6 @@ from lightning_rlhf.core.validation import (
     described,
     refuse_unknown,
     rule,
-    section,
 )
 
 ListOfText = Annotated[tuple[Text, ...], Field(strict=False), described("a list of texts")]
@@ -52,8 +51,8 @@ class Outer:
     kind: Literal["a", "b"] | None
     loud: bool
     options: Options
-    inner: Annotated[Inner, section(Inner)]
-    inners: Annotated[tuple[Annotated[Inner, section(Inner)], ...], Field(strict=False)]
+    inner: Inner
+    inners: Annotated[tuple[Inner, ...], Field(strict=False)]
 
 
 INNER: dict[str, Any] = {"rank": 1, "names": ["x", "y"]}
