@@ -32,7 +32,7 @@ JudgePath = Annotated[Text, Field(pattern=r"\.py:", description="path.py:functio
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Split:
-    """Two sources, each a local file or a hub data set; see `data.sources.open_source`."""
+    """Two sources, each a local file or a hub data set; see `data.readers.open_source`."""
 
     train: Source | None
     """null where the stage at hand does not need it."""
