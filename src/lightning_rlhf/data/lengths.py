@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from os.path import commonprefix
 from typing import Any, Generic, TypeVar
 
 from lightning_rlhf.core.errors import DataError, require
@@ -247,8 +246,8 @@ def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, i
     """
     other = (*prompt[:i], replace(prompt[i], content=_OTHER_TEXT), *prompt[i + 1 :])
     changed = chat.opened(other)
-    start = len(commonprefix([text, changed]))
-    end = len(text) - len(commonprefix([text[start:][::-1], changed[start:][::-1]]))
+    start = _common(text, changed)
+    end = len(text) - _common(text[start:][::-1], changed[start:][::-1])
     if chat.end_marker is None:
         return start, end, None
     if prompt[i].tool_calls:
@@ -256,3 +255,9 @@ def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, i
     marker = end + len(text[end:]) - len(text[end:].lstrip())
     is_written = start < end and text.startswith(chat.end_marker, marker)
     return start, end, marker if is_written else None
+
+
+def _common(one: str, other: str) -> int:
+    """Return the number of characters that two texts have in common at their start."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
