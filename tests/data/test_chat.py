@@ -22,17 +22,6 @@ DIALOGUE = (
 )
 
 
-def test_prompt_of_a_template_with_end_markers(chatml: PreTrainedTokenizerFast, ids: Ids) -> None:
-    assert ChatFormat(chatml, {}).prompt_tokens(DIALOGUE) == ids(
-        chatml,
-        *("<|im_start|>", "system\nBe kind.", "<|im_end|>", "\n"),
-        *("<|im_start|>", "user\nHi", "<|im_end|>", "\n"),
-        *("<|im_start|>", "assistant\nHello", "<|im_end|>", "\n"),
-        *("<|im_start|>", "user\nBye", "<|im_end|>", "\n"),
-        *("<|im_start|>", "assistant\n"),
-    )
-
-
 def test_a_response_ends_with_the_marker_and_not_with_the_newline_after_it(
     chatml: PreTrainedTokenizerFast, ids: Ids
 ) -> None:
@@ -71,15 +60,6 @@ def test_the_tokens_that_end_a_response(
     assert chat.response_tokens("A") == ids(tokenizer, "A", ends[0])
 
 
-def test_without_eos_the_marker_ends_and_pads(make_tokenizer: Make, ids: Ids) -> None:
-    template = "{% for m in messages %}{{ m.content }}<|eot|>{% endfor %}"
-    tokenizer = make_tokenizer(template)
-    chat = ChatFormat(tokenizer, {})
-    (eot,) = ids(tokenizer, "<|eot|>")
-    assert chat.end_token_ids == (eot,)
-    assert chat.pad_token_id == eot
-
-
 def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
     template = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
     with pytest.raises(ConfigError, match="no eos token"):
@@ -107,19 +87,6 @@ def test_a_template_that_loses_text_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=f"does not reproduce the {lost} text"):
         ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
-
-
-def test_a_template_that_fails_is_refused(make_tokenizer: Make) -> None:
-    """At the start, or by a prompt that has a turn that it refuses."""
-    with pytest.raises(ConfigError, match="tools only"):
-        ChatFormat(make_tokenizer("{{ raise_exception('tools only') }}", eos_token="<|eos|>"), {})
-    template = (
-        "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}"
-        "{% endif %}{{ m.content }}{% endfor %}"
-    )
-    chat = ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
-    with pytest.raises(DataError, match="system, user, assistant, user: no system"):
-        chat.prompt_tokens(DIALOGUE)
 
 
 def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(

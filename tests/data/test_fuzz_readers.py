@@ -17,7 +17,7 @@ from lightning_rlhf.data.readers import read
 KINDS = st.sampled_from(get_args(Kind))
 QUICK = settings(
     derandomize=True,
-    max_examples=150,
+    max_examples=60,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -92,11 +92,3 @@ def test_any_values_of_any_form(tmp_path: Path, data: st.DataObject, kind: Any) 
     lines = data.draw(st.lists(rows, min_size=1, max_size=2))
     file.write_text("".join(json.dumps(row) + "\n" for row in lines))
     rows_or_error(kind, file, form.name)
-
-
-def test_good_rows_are_read(tmp_path: Path) -> None:
-    """The search above is no search for errors alone."""
-    file = tmp_path / "x.jsonl"
-    file.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
-    for kind in get_args(Kind):
-        assert rows_or_error(kind, file) == 1

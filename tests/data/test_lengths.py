@@ -127,17 +127,6 @@ def test_prompts_keep_their_positions(chat: ChatFormat, make_config: MakeConfig)
     assert result.dropped == Counter({"prompt too long": 2})
 
 
-def test_preferences(chat: ChatFormat, make_config: MakeConfig, ids: Ids) -> None:
-    config = make_config(max_response_tokens=5)
-    sides = (("Yes", "No"), ("Maybe", "No"), ("Yes", "Maybe"))
-    result = tokenise(rows(*(Preference(user("Hi"), *two) for two in sides)), chat, config)
-    (example,) = result.examples
-    assert list(example.chosen) == ids(chat.tokenizer, "Yes", "<|eot|>")
-    assert list(example.rejected) == ids(chat.tokenizer, "No", "<|eot|>")
-    assert example.length == 21 + 4
-    assert result.dropped == Counter({"response too long": 2})
-
-
 def test_pairs_that_cutting_makes_identical_are_dropped(
     chat: ChatFormat, make_config: MakeConfig
 ) -> None:

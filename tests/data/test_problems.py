@@ -23,14 +23,6 @@ def rows(*pairs: Preference, **left_out: int) -> Rows[Preference]:
     return Rows("source", pairs, Counter(left_out), "line", tuple(range(len(pairs))))
 
 
-def test_pairs_without_problems() -> None:
-    found = find_problems(
-        rows(pair("one?", "1", "2"), pair("two?", "2", "1")), rows(pair("three?", "3", "10"))
-    )
-    assert [problem.count for problem in found.counted] == [0, 0, 0, 0, 0]
-    assert all(problem.examples == () for problem in found.counted)
-
-
 def test_repeated_and_contradicting_pairs_over_both_sides() -> None:
     train = rows(pair("a?", "x", "y"), pair("a?", "x", "z"), pair("a?", " x\n", "y"))
     held_out = rows(pair("a?", "y", "x"), pair("b?", "y", "x"), pair("a?", "x", "y"))
@@ -92,12 +84,6 @@ def test_wilsons_interval_by_hand() -> None:
     found = length_share([pair("a", "long", "s")] * 9 + [pair("a", "s", "long")])
     # p = 0.9, n = 10, z^2 = 3.8416: (0.9 + 0.19208 -+ 1.96 sqrt(0.009 + 0.009604)) / 1.38416
     assert found.interval == pytest.approx((0.595846, 0.982125), abs=1e-5)
-
-
-def test_responses_of_one_length() -> None:
-    found = length_share([pair("a", "1", "2")])
-    assert (found.share, found.interval, found.one_sided) == (None, None, False)
-    assert "all 1 pairs" in found.line
 
 
 @pytest.mark.parametrize(

@@ -155,18 +155,6 @@ def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(
     assert "x.csv, line 3: not UTF-8" in error(file)
 
 
-def test_numbers_of_a_csv_file(tmp_path: Path) -> None:
-    """Its cells are text: a margin, and labels; a cell may be of any length."""
-    file = tmp_path / "mine.csv"
-    file.write_text(f'prompt,chosen,rejected,margin\na,"b\nd",e,1.5\n\na,b,{"e" * 200_000},\n')
-    found = read("preferences", str(file), "stop")
-    assert [pair.margin for pair in found.rows] == [1.5, None]
-    assert (found.numbers, len(found.rows[1].rejected)) == ((2, 5), 200_000)
-    file.write_text("prompt,completion,label\na,b,True\na,c,0\n")
-    (pair,) = read("preferences", str(file), "stop").rows
-    assert pair == Preference((Message("user", "a"),), "b", "c")
-
-
 def test_a_text_file_of_prompts(tmp_path: Path) -> None:
     file = tmp_path / "x.txt"
     file.write_bytes(BOM + "Größe?\r\n\n \n 中 \nc\n".encode() + b"\xff")

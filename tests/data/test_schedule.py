@@ -90,12 +90,3 @@ def test_batches_on_the_border_of_two_epochs_stay_as_they_come() -> None:
     assert {*pooled[3], *pooled[4]} == {*plain[3], *plain[4]}
     one, other = sorted([sorted(pooled[3]), sorted(pooled[4])])
     assert max(one) < min(other)
-
-
-def test_pools_end_with_the_epoch() -> None:
-    # An epoch of 24 is 6 batches of 4, in pools of 4 and of 2: an example of the second pool
-    # meets only those of its own.
-    lengths = list(range(24))
-    pooled, plain = (list(schedule(lengths, 4, batches=6, pool_batches=p)) for p in (4, 1))
-    first = {e for batch in plain[:4] for e in batch}
-    assert sorted(len(first & set(batch)) for batch in pooled) == [0, 0, 4, 4, 4, 4]

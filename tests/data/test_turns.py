@@ -114,20 +114,6 @@ def test_the_same_as_by_prefixes(template: str, make_tokenizer: Make, tiny: Chat
     ]
 
 
-THINKING = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('</think>')[-1] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n"
-    "{% endif %}"
-)
-
-
-def test_a_template_that_rewrites_earlier_turns(make_tokenizer: Make) -> None:
-    """No dialogue is a prefix here; what the template leaves of a turn is learned."""
-    prompt = (*DIALOGUE[:2], Message("assistant", "<think>Hm.</think>Hello"), *DIALOGUE[3:])
-    chat = ChatFormat(make_tokenizer(THINKING, **EOS), {})
-    assert pieces(chat, prompt) == ["Hello<|im_end|>", " Ann. <|im_end|>"]
-
-
 def test_calls_of_tools_are_learned_and_their_answers_are_not(make_tokenizer: Make) -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -173,12 +159,3 @@ def test_the_targets_of_a_batch(make_config: MakeConfig, chatml: PreTrainedToken
     assert shown[0] == "So long<|im_end|>"
     assert shown[1] == "Hello, who?<|im_end|> Ann. <|im_end|>So long<|im_end|>"
     assert batches[1].target_mask.sum() == len(every.learned) + len(last.response)
-
-
-def test_turns_that_are_cut_are_not_learned(
-    make_config: MakeConfig, chatml: PreTrainedTokenizerFast
-) -> None:
-    chat = ChatFormat(chatml, {})
-    whole = len(chat.prompt_tokens(DIALOGUE))
-    (cut,) = examples("all", make_config, chat, max_prompt_tokens=whole - 1, long_prompts="cut")
-    assert chat.show([cut.prompt[i] for i in cut.learned]) == " Ann. <|im_end|>"
