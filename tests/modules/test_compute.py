@@ -24,9 +24,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.ptx import PTX
 from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import PTX, SFTModule
 
 from . import conftest
 from .conftest import within_fit

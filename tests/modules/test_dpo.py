@@ -196,13 +196,9 @@ def test_it_learns_to_prefer_the_chosen_side() -> None:
 
 def test_rows_by_themselves_are_those_of_the_batch() -> None:
     module, batch = DPOModule(dpo_roles("qwen3"), dpo_config(sft_coef=0.7)), preferences()
-    alone = [
-        module.loss(scores, 1, scores.chosen_tokens.sum())
-        for row in batch.split(1)
-        for scores in [module.scores(row)]
-    ]
-    close(module.row_losses(batch), torch.stack(alone).detach())
     scores = module.scores(batch)
+    nll = -scores.chosen_logprob / scores.chosen_tokens
+    close(module.row_losses(batch), (scores.pair_losses + 0.7 * nll).detach())
     swapped = replace(
         batch, chosen=batch.rejected, chosen_mask=batch.rejected_mask, rejected=batch.chosen,
         rejected_mask=batch.chosen_mask,

@@ -62,10 +62,10 @@ def test_nll_is_that_of_the_response_tokens(architecture: str) -> None:
     module = SFTModule(sft_roles(architecture), sft_config())
     batch = demonstrations()
     with torch.no_grad():
-        close(module.nll_sum(batch).double(), slow_nll(module.roles, batch))
+        close(module.scores(batch).double(), slow_nll(module.roles, batch))
     step = module.validation_step(batch, 0)
     assert step.tokens.item() == 4 + 8 + 1 + 2 + 3 + 1
-    close(step.nll_sum, module.nll_sum(batch))
+    close(step.nll_sum, module.scores(batch))
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
@@ -117,11 +117,11 @@ def test_padding_changes_nothing(architecture: str) -> None:
     garbage = wide.tokens.clone()
     garbage[~wide.mask] = (garbage[~wide.mask] + 17) % VOCABULARY
     with torch.no_grad():
-        expected = module.nll_sum(narrow)
-        close(module.nll_sum(wide), expected)
-        close(module.nll_sum(replace(wide, tokens=garbage)), expected)
+        expected = module.scores(narrow)
+        close(module.scores(wide), expected)
+        close(module.scores(replace(wide, tokens=garbage)), expected)
         order = torch.tensor([3, 0, 5, 1, 4, 2])
-        close(module.nll_sum(narrow.select(order)), expected)
+        close(module.scores(narrow.select(order)), expected)
 
 
 def test_an_adapter_is_all_that_moves() -> None:
@@ -156,7 +156,7 @@ def test_full_fine_tuning_has_the_gradient_of_cross_entropy(tied: bool) -> None:
         roles.assign(SFT)
         module = SFTModule(roles, sft_config(finetune="full"))
         batch = demonstrations()
-        nll = module.nll_sum(batch) if gradients is found else slow_nll(roles, batch)
+        nll = module.scores(batch) if gradients is found else slow_nll(roles, batch)
         nll.float().backward()
         gradients |= grads(module)
     assert ("roles.model.lm_head.weight" in found) == (not tied)
@@ -177,7 +177,7 @@ def test_any_number_of_tokens_gives_the_same_shapes_to_onednn(
         batch = demonstrations()
         batch.target_mask[rows] = False
         by_onednn.clear()
-        module.nll_sum(batch).backward()
+        module.scores(batch).backward()
         seen.append(set(by_onednn))
     assert seen[0] == seen[1] == seen[2] != set()
 
