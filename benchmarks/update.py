@@ -17,7 +17,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
 
 from common import markdown_table
 from counting import Memory
@@ -173,14 +172,8 @@ def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
             patch.object, lora, "can_be_packed", lambda weight: False
         ),
         "decoding step and merged adapters off": together(step, merged),
-        "preallocated cache off": partial(patch.object, native, "roomy_cache", library_cache),
         "all plain": partial(kernels, module, "plain"),
     }
-
-
-def library_cache(config: PretrainedConfig, length: int) -> DynamicCache:
-    """Return transformers' own cache, which grows with every token."""
-    return DynamicCache(config=config)
 
 
 def iteration_groups() -> dict[str, Callable[[], Any]]:

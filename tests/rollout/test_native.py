@@ -159,7 +159,7 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
 ) -> None:
     """0: never; 1: at once."""
     usual = roll_out(roles, prompts)
-    monkeypatch.setattr("lightning_rlhf.rollout.decode_state.KEPT", kept)
+    monkeypatch.setattr("lightning_rlhf.rollout.native.KEPT", kept)
     changed = roll_out(roles, prompts)
     for name in ("mask", "response_mask", "ended"):
         assert torch.equal(getattr(usual, name), getattr(changed, name)), name

@@ -30,7 +30,7 @@ from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
+from lightning_rlhf.rollout.collector import OURS, load_sampler
 from lightning_rlhf.stages.console import print_lengths
 from lightning_rlhf.stages.diminishing import print_diminishing
 from lightning_rlhf.stages.evaluate_reward import check_formats
