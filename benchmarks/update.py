@@ -26,7 +26,7 @@ from lightning_rlhf.core.records import Experience, Prompts
 from lightning_rlhf.kernels import attention, decoder, lora, products
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models import language_model
+from lightning_rlhf.models import roles as models_roles
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
@@ -180,11 +180,8 @@ def iteration_groups() -> dict[str, Callable[[], Any]]:
     """Return what depends on the lengths of responses, which differ in every iteration."""
     return {
         FAST: nullcontext,
-        "lengths not rounded up": together(
-            *(
-                partial(patch.object, user, "compiles_by_shape", lambda x: False)
-                for user in (native, score, language_model)
-            )
+        "lengths not rounded up": partial(
+            patch.object, models_roles, "compiles_by_shape", lambda x: False
         ),
     }
 

@@ -17,7 +17,7 @@ from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.kernels import packing
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import Kernels
-from lightning_rlhf.models import language_model
+from lightning_rlhf.models import roles as models_roles
 from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -124,7 +124,7 @@ def test_update_is_the_slow_version(
     settings: dict[str, Any] = {"vf_coef": 0.5, "ent_coef": 0.1, "temperature": temperature}
     with monkeypatch.context() as all_by_the_libraries:
         plain = Kernels("plain", "for the slow version")
-        all_by_the_libraries.setattr(language_model, "use_kernels", lambda choice, model: plain)
+        all_by_the_libraries.setattr(models_roles, "use_kernels", lambda choice, model: plain)
         slow_module = make_ppo(architecture, spread=0.1, **settings)
     assert not any(isinstance(module, FastLayer) for module in slow_module.roles.modules())
     experience = off_policy(slow_module)

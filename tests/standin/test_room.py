@@ -11,8 +11,7 @@ from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.decoding import can_decode
 from lightning_rlhf.kernels.layers import OneDNNLinear, library_class, own_class
 from lightning_rlhf.models.config import POLICY
-from lightning_rlhf.models.language_model import copied_bytes, linear_layers
-from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 
 from ..modules.conftest import LORA, language_model
 from .device import NAME, Device

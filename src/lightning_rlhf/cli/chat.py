@@ -24,8 +24,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, 
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
-from lightning_rlhf.models.adapter import check_weights
-from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.checkpoint import MANIFEST, check_weights, find
 from lightning_rlhf.stages.chat import Conversation, Piece, Reply, load_speaker
 from lightning_rlhf.stages.console import quiet_libraries
 from lightning_rlhf.stages.folder.folders import FINAL

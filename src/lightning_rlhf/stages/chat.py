@@ -14,9 +14,8 @@ from lightning_rlhf.core.errors import CheckpointError, LogitsError
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, Messages
-from lightning_rlhf.models.adapter import ADAPTER, json_object
 from lightning_rlhf.models.build_roles import check_fingerprint, check_positions, start_from
-from lightning_rlhf.models.checkpoint import Final, find
+from lightning_rlhf.models.checkpoint import ADAPTER, Final, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
