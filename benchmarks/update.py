@@ -23,7 +23,8 @@ from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.records import Experience, Prompts
-from lightning_rlhf.kernels import attention, decoder, lora, products
+from lightning_rlhf.kernels import attention, decoder, lora
+from lightning_rlhf.kernels import layers as kernel_layers
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models import roles as models_roles
@@ -142,7 +143,7 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """Return the groups of fast layers that are switched off, with the context that does it."""
     norms = partial(by_library, module, FusedRMSNorm)
     packed = partial(patch.object, Roles, "hidden_at", everywhere)
-    torch_products = partial(patch.object, products, "fp32_by_onednn", bool)
+    torch_products = partial(patch.object, kernel_layers, "fp32_by_onednn", bool)
     peft = partial(by_library, module, FusedLoRALinear)
     chunks = partial(by_library, module, ChunkedDeltaNet)
     sdpa = partial(patch.object, attention, "_is_slow", lambda query: False)

@@ -35,11 +35,16 @@ from transformers.pytorch_utils import Conv1D
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, picker
-from lightning_rlhf.kernels.decoder import family, merged_adapters, rotates_by_length
+from lightning_rlhf.kernels.decoder import (
+    COLUMNS,
+    Packing,
+    family,
+    merged_adapters,
+    rotates_by_length,
+)
+from lightning_rlhf.kernels.layers import ROWS, compiles_by_shape, computing_dtype
 from lightning_rlhf.kernels.lora import FusedLoRALinear, can_be_packed
-from lightning_rlhf.kernels.packing import Packing, columns_to_add
 from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits, use_kernels
-from lightning_rlhf.kernels.products import ROWS, compiles_by_shape, computing_dtype
 from lightning_rlhf.models.checkpoint import check_adapter, check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.loading import checkpoint_layers
@@ -212,9 +217,8 @@ class Roles(nn.Module):
             return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = self.row_multiple > 1
-        if not rotates_by_length(self.causal_lm):
-            more = columns_to_add(tokens.shape[1], few_shapes=few_shapes)
-            tokens, wanted = (F.pad(x, (0, more)) for x in (tokens, wanted))
+        if few_shapes and not rotates_by_length(self.causal_lm):
+            tokens, wanted = (F.pad(x, (0, -x.shape[1] % COLUMNS)) for x in (tokens, wanted))
         packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
         hidden = trunk(
             input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing

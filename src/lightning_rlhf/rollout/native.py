@@ -14,7 +14,7 @@ from lightning_rlhf.core.errors import LogitsError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import decode_step
-from lightning_rlhf.kernels.products import rounded_up
+from lightning_rlhf.kernels.layers import rounded_up
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.sampler import SamplingParams, Share

@@ -25,7 +25,7 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
-from lightning_rlhf.kernels.products import computing_dtype
+from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute
