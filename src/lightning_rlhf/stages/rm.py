@@ -21,8 +21,7 @@ from lightning_rlhf.core.records import SampledResponses
 from lightning_rlhf.data.batches import StageData, pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.evaluate_reward import (
     check_lengths,
     fitting_pairs,
