@@ -269,6 +269,45 @@ def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: R
     assert run.steps == [1]
 
 
+class Cannot(Callback):
+    """Has no state that can be saved: an object of its own, or an error."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.steps = error, 0
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.steps += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.error is not None:
+            raise self.error
+        return {"path": Path("x")}
+
+
+def test_a_state_that_is_none_for_a_checkpoint_is_one_error_with_its_class(run: Run) -> None:
+    """An object before the first step, an error at the first checkpoint: it may go until then."""
+    own = Cannot()
+    with pytest.raises(CheckpointError, match=r"^Cannot\.state_dict\(\) holds .*PosixPath; allow"):
+        run.train(own)
+    assert own.steps == 0
+    own = Cannot(KeyError("mine"))
+    with pytest.raises(CheckpointError, match=r"^Cannot\.state_dict\(\) raises KeyError: 'mine';"):
+        run.train(own, checkpoint_every=2)
+    assert (own.steps, run.steps) == (2, [])
+
+
+def test_an_object_in_the_state_of_an_optimizer_is_refused_when_it_is_saved(run: Run) -> None:
+    class Own(FakePPO):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+            optimizer.state[self.weight] = {"momentum": torch.zeros(1), "plan": [Path("x")]}
+            return optimizer
+
+    told = r"^checkpoint\['optimizer_states'\] holds objects from which .*: pathlib\.PosixPath;"
+    with pytest.raises(CheckpointError, match=told):
+        run.train(module=Own())
+
+
 def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
     told = r"^checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;"
     with pytest.raises(CheckpointError, match=told):

@@ -8,19 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.compute import ComputeTotals, compute_line, peak_memory, sum_of
+from lightning_rlhf.callbacks.compute import CountedRows, compute_line, peak_memory, sum_of
 from lightning_rlhf.callbacks.loggers import MetricsFile
-from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 
 from .conftest import FakePPO, FakeReward, FakeSFT, Fit
 from .test_metric_callbacks import SaveAt, column
 
 
 def test_totals_add_up_and_memory_is_the_largest() -> None:
-    totals, more = ComputeTotals(), {"generated_tokens": 4, "scored_tokens": 12}
+    rows, more = CountedRows(), {"generated_tokens": 4, "scored_tokens": 12}
     more |= {"trained_tokens": 6, "flops": 6e15, "device_s": 4.5}
-    totals.add(more, 7_000)
-    assert totals.add(more, 5_000) == {
+    rows.count(more, 7_000)
+    assert rows.count(more, 5_000) == {
         "compute/generated_tokens": 8,
         "compute/scored_tokens": 24,
         "compute/trained_tokens": 12,
@@ -28,7 +28,7 @@ def test_totals_add_up_and_memory_is_the_largest() -> None:
         "compute/device_s": 9.0,
         "compute/peak_memory": 7_000,
     }
-    assert compute_line(totals.totals) == (
+    assert compute_line(rows.totals) == (
         "compute: tokens 8 generated, 24 scored, 12 trained; 12 PFLOP; 9.0 device seconds; "
         "peak memory 7.0 kB"
     )
@@ -45,11 +45,9 @@ def test_the_totals_of_a_recipe_are_those_of_its_stages() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("module", "metrics"), [(FakeSFT, SFTMetrics), (FakeReward, RewardMetrics)]
-)
+@pytest.mark.parametrize(("module", "metrics"), [(FakeSFT, StepMetrics), (FakeReward, StepMetrics)])
 def test_a_supervised_run_counts_and_goes_on_with_its_totals(
-    fit: Fit, tmp_path: Path, module: type[FakeSFT], metrics: type[SFTMetrics]
+    fit: Fit, tmp_path: Path, module: type[FakeSFT], metrics: type[StepMetrics]
 ) -> None:
     """A row every second step; a step has 100 operations and 7 tokens, and takes half a second."""
     checkpoint = tmp_path / "three.ckpt"
@@ -93,21 +91,3 @@ def test_a_resumed_run_goes_on_with_the_totals(fit: Fit, tmp_path: Path) -> None
     assert column(tmp_path, "compute/flops") == whole
     assert column(tmp_path, "compute/generated_tokens")[6] == 24.0
     assert column(tmp_path, "compute/device_s")[6] == 24.0
-
-
-def test_a_checkpoint_without_totals_starts_them_and_says_so(
-    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = tmp_path / "three.ckpt"
-    fit(FakePPO(), [PPOMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)], batches=4)
-    assert "compute/" not in capsys.readouterr().out
-    older = torch.load(checkpoint, weights_only=True)
-    del older["callbacks"]["PPOMetrics"]
-    torch.save(older, checkpoint)
-    # Rows from before the columns, which stay empty there.
-    old_rows = "step,reward_mean\n" + "".join(f"{k},1.0\n" for k in range(1, 4))
-    (tmp_path / "metrics.csv").write_text(old_rows)
-    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
-    assert column(tmp_path, "compute/flops") == {4: 60.0, 5: 120.0, 6: 180.0}
-    assert [*column(tmp_path, "reward_mean")] == [1, 2, 3, 4, 5, 6]
-    assert "compute/… counts from iteration 4" in capsys.readouterr().out

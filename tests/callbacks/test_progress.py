@@ -10,7 +10,7 @@ from rich.console import Console
 
 from lightning_rlhf.callbacks import progress
 from lightning_rlhf.callbacks.evaluation import Samples
-from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.stages.ppo import PPO
 from lightning_rlhf.stages.sft import SFT
@@ -50,7 +50,7 @@ def test_progress_counts_optimizer_steps_and_starts_where_a_resumed_run_starts(
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "enable_progress_bar": True}
     fit(
         FakeSFT(),
-        [SFTMetrics(), Progress("sft", SFT.headlines)],
+        [StepMetrics(), Progress("sft", SFT.headlines)],
         [],
         batches=6,
         **options,

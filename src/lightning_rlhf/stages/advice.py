@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.callbacks.contract import divergence_advice
+from lightning_rlhf.callbacks.checkpoints import divergence_advice
 from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError, TrainingError
 
 
