@@ -121,7 +121,7 @@ def first_call(
 @pytest.fixture
 def done(kitchen: Kitchen, first_call: tuple[Kitchen, list[str], str]) -> Kitchen:
     """After a first call."""
-    shutil.copytree(first_call[0].place.outputs, kitchen.place.outputs)
+    shutil.copytree(first_call[0].place.outputs, kitchen.place.outputs, symlinks=True)
     return kitchen
 
 

@@ -66,7 +66,7 @@ def place(pipeline: Workplace, experiences: list[Experience]) -> Workplace:
 def run(tmp_path: Path, place: Workplace) -> Path:
     """A copy of the recorded run."""
     folder = tmp_path / "outputs" / "recorded" / "mini" / "ppo"
-    shutil.copytree(place.stage("ppo", "recorded"), folder)
+    shutil.copytree(place.stage("ppo", "recorded"), folder, symlinks=True)
     return folder
 
 

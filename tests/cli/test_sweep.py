@@ -91,7 +91,7 @@ def swept(
 @pytest.fixture
 def clean_sweep(tmp_path: Path, swept: tuple[Workplace, Outcome]) -> Workplace:
     """A copy of its workplace."""
-    shutil.copytree(swept[0].folder, tmp_path / "clean")
+    shutil.copytree(swept[0].folder, tmp_path / "clean", symlinks=True)
     return Workplace(tmp_path / "clean")
 
 
