@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
+from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
 from lightning_rlhf.callbacks.rules import RULES, kl_exploding, reward_against_gold, reward_constant
@@ -181,6 +182,8 @@ def test_every_evaluation_counts_once(fit: Fit) -> None:
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             step = pl_module.iteration
             publish(trainer, pl_module, {"eval/reward_mean": step, "eval/judge/gold": 1.0 - step})
+            rows = [{"index": index, "judge": {"gold": 1.0 - step}} for index in range(2)]
+            write_samples(eval_samples(Path(), step), rows)
 
     config: Any = SimpleNamespace(kl_warning=None)
     diagnosis = Diagnosis(config, Path(), rules=[reward_against_gold])

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
 from lightning_rlhf.callbacks.rules import RULES, History, Rule
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -61,6 +62,7 @@ def found(
     evaluations: list[dict[str, float]] | None = None,
     start: int = 1,
     prompts_cut: float = 0.0,
+    run_dir: Path = Path("nowhere"),
     **config: Any,
 ) -> list[str]:
     """Return the names of the rules that apply to healthy iterations with other `columns`."""
@@ -74,6 +76,7 @@ def found(
         evaluations=[{"step": float(k), **row} for k, row in enumerate(evaluations or [])],
         config=SimpleNamespace(**{**CONFIG, **config}),  # type: ignore[arg-type]
         prompts_cut=prompts_cut,
+        run_dir=run_dir,
     )
     return [rule.name for rule in RULES if rule.find(history) is not None]
 
@@ -91,6 +94,7 @@ def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:
                 evaluations=[{"step": 0.0}] * 3,
                 config=SimpleNamespace(**CONFIG),  # type: ignore[arg-type]
                 prompts_cut=0.0,
+                run_dir=Path("nowhere"),
             )
             assert rule.find(history) is None, rule.name
 
@@ -228,22 +232,34 @@ def test_reward_flat(rewards: list[float], start: int, names: list[str]) -> None
 
 
 @pytest.mark.parametrize(
-    ("rewards", "golds", "names"),
+    ("rewards", "golds", "noise", "applies"),
     [
-        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], ["reward_against_gold"]),
-        ([0.0, 1.0, 0.9], [0.5, 0.4, 0.3], []),
-        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.45], []),
-        ([0.0, 1.0], [0.5, 0.3], []),
-        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.89], ["reward_against_gold"]),
-        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.91], []),  # 0.09 of a range of 1
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.0, True),
+        ([0.0, 1.0, 0.9], [0.5, 0.4, 0.3], 0.0, False),
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.45], 0.0, False),
+        ([0.0, 1.0], [0.5, 0.3], 0.0, False),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.89], 0.0, True),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.91], 0.0, False),  # 0.09 of a range of 1
+        # 0.2 less, of four prompts 0.2 +- noise: a standard error of 2 * noise / sqrt(12).
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.17, True),  # 2 errors are 0.196
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.18, False),  # ... and 0.208
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], None, False),  # no samples to tell
     ],
 )
-def test_reward_against_gold(rewards: list[float], golds: list[float], names: list[str]) -> None:
+def test_reward_against_gold(
+    tmp_path: Path, rewards: list[float], golds: list[float], noise: float | None, applies: bool
+) -> None:
     rows = [
         {"eval/reward_mean": reward, "eval/judge/gold": gold}
         for reward, gold in zip(rewards, golds, strict=True)
     ]
-    assert found(evaluations=rows) == names
+    for step, gold in enumerate(golds if noise is not None else ()):
+        last = noise if step == len(golds) - 1 else 0.0
+        # The second of five prompts has no verdict, as where a part does not apply.
+        scores = [gold + last, None, gold + last, gold - last, gold - last]
+        samples = [{"index": i, "judge": {"gold": x}} for i, x in enumerate(scores)]
+        write_samples(eval_samples(tmp_path, step), samples)
+    assert found(evaluations=rows, run_dir=tmp_path) == ["reward_against_gold"] * applies
 
 
 @pytest.mark.parametrize(
@@ -308,6 +324,9 @@ class Notes(dict[str, float]):
         self[name] = 1.0
         return 1.0
 
+    def get(self, name: str, default: Any = None) -> float:
+        return self[name]
+
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
@@ -315,7 +334,11 @@ def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
     config: Any = SimpleNamespace(**CONFIG | {"advantage": "grpo", "kl_warning": 0.5})
     rule.find(
         History(
-            rows=[iteration] * 100, evaluations=[evaluation] * 100, config=config, prompts_cut=1.0
+            rows=[iteration] * 100,
+            evaluations=[evaluation] * 100,
+            config=config,
+            prompts_cut=1.0,
+            run_dir=Path("nowhere"),
         )
     )
     names = {*iteration, *evaluation} - {"step", "eval/judge/gold"}
@@ -336,6 +359,7 @@ def test_recorded_runs_of_the_quickstart_have_no_finding(seed: str) -> None:
             evaluations=[row for row in rows[:end] if "eval/reward_mean" in row],
             config=SimpleNamespace(**CONFIG | {"max_response_tokens": 48}),  # type: ignore[arg-type]
             prompts_cut=0.0,
+            run_dir=Path("nowhere"),
         )
         assert [rule.name for rule in RULES if rule.find(history) is not None] == []
 

@@ -96,6 +96,7 @@ class Diagnosis(Callback):
             evaluations=self.evaluations,
             config=self.config,
             prompts_cut=self.prompts_cut,
+            run_dir=self.path.parent,
         )
         for each in self.rules:
             if each.name in self.reported or (symptom := applied(each, history)) is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -119,6 +120,18 @@ def train_samples(run_dir: Path) -> Path:
 def eval_samples(run_dir: Path, iteration: int) -> Path:
     """Return where the samples of the evaluation after an iteration are."""
     return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
+
+
+def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
+    """Return place of a prompt -> mean of a part of the judge's verdicts, after an iteration.
+
+    Empty where there are no samples, as in a run whose user has deleted them.
+    """
+    path, found = eval_samples(run_dir, iteration), defaultdict[int, list[float]](list)
+    for _, sample in json_lines(path) if path.is_file() else ():
+        if (value := sample["judge"].get(part)) is not None:
+            found[sample["index"]].append(value)
+    return {index: fmean(values) for index, values in found.items()}
 
 
 def training_samples(module: Any, experience: Experience) -> list[Sample]:
