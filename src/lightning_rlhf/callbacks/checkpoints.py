@@ -14,9 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -175,19 +174,15 @@ class Checkpoints(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update(state_dict)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         for key, part in checkpoint.items():
             check_loadable(f"checkpoint[{key!r}]", part)
         checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         self._first = checkpoint[RUN]["step"]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is None or not self.replicas.is_first:
@@ -197,7 +192,7 @@ class Checkpoints(Callback):
             print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
         self.delete_surplus()  # a kill within `save` leaves too many
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         check_states(trainer.callbacks, at_start=True)  # type: ignore[attr-defined]
         if self.replicas.size > 1:
             self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
@@ -211,10 +206,7 @@ class Checkpoints(Callback):
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
             evaluate(trainer)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
-        batch_idx: int,
-    ) -> None:  # fmt: skip
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._finished = progress(trainer, pl_module)
         if self.is_due(trainer):
             self.save(trainer)
@@ -222,7 +214,7 @@ class Checkpoints(Callback):
         trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
         self.stop.obey(self.replicas)
 
-    def is_due(self, trainer: L.Trainer) -> bool:
+    def is_due(self, trainer: Trainer) -> bool:
         """Return True if a checkpoint of the finished step is due."""
         step, config = trained(trainer), self.config
         if step % config.checkpoint_every == 0 or step % config.val_every == 0:
@@ -231,14 +223,14 @@ class Checkpoints(Callback):
         is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
         return is_late or step == trainer.num_training_batches or trainer.should_stop
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.replicas.size > 1:
             self.stop.listen()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.stop.obey(self.replicas)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
             return
         metrics = latest(trainer)
@@ -267,9 +259,7 @@ class Checkpoints(Callback):
             for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         is_whole = self._finished == progress(trainer, pl_module)
         is_new = self._saved != (trained(trainer), self.evaluated)
@@ -284,7 +274,7 @@ class Checkpoints(Callback):
             except Exception as failure:  # must not replace the exception that ended the run
                 print_line(f"no checkpoint of step {trained(trainer)}: {failure}")
 
-    def save(self, trainer: L.Trainer) -> None:
+    def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
         if self.replicas.is_first:
@@ -304,7 +294,7 @@ class Checkpoints(Callback):
         keep_newest(self.folder, self.config.checkpoints_kept, kept)
 
 
-def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int, int]:
+def progress(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
     """Return the numbers of finished batches, of the module's finished steps, and of started
     optimizer steps.
 
@@ -314,7 +304,7 @@ def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int
     return trained(trainer), position(trainer, pl_module), optimizer.total.ready
 
 
-def evaluate(trainer: L.Trainer) -> None:
+def evaluate(trainer: Trainer) -> None:
     """Run the evaluation that is due at the resumed step, as Lightning runs it during training."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False  # start with the first batch

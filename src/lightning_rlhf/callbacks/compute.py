@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.progress import position
@@ -31,14 +31,12 @@ class FileRows(Callback):
     """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
     before a checkpoint is written. For a module that logs its metrics with `self.log`."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | RunTensorBoard):
                 logger.rewind(position(trainer, pl_module))
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         for logger in trainer.loggers:
             if isinstance(logger, MetricsFile | RunTensorBoard):
                 logger.flush()

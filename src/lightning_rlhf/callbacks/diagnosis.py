@@ -73,9 +73,7 @@ class Diagnosis(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.write()  # without the findings behind the checkpoint that a run goes on from
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         found = {n: x for n, x in latest(trainer).items() if not n.startswith(UNREAD)}
         self.rows = [*self.rows, found | {"step": pl_module.iteration}][-KEPT:]
         self.diagnose(trainer, pl_module.iteration)

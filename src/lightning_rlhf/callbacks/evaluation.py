@@ -74,9 +74,7 @@ class Samples(Callback):
         if trainer.is_global_zero and self._path.exists():
             keep_until(self._path, pl_module.iteration)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         iteration = pl_module.iteration
         if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
             return
@@ -93,9 +91,7 @@ class Samples(Callback):
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown(samples), iteration)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: Any, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Flush the samples before the checkpoint that comes after them is written."""
         if trainer.is_global_zero and self._path.exists():
             flush(self._path)
@@ -248,7 +244,7 @@ class Evaluation(Callback):
         self._samples: list[Sample] = []
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, *args: Any
+        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
         names = [term.name for term in pl_module.reward.terms]
         self._samples += judged_samples(outputs, names, self._judge)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
@@ -214,7 +214,7 @@ def step_metrics(
     return {f"{phase}/{name}": value for name, value in found.items()}
 
 
-def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, float]) -> None:
+def publish(trainer: Trainer, pl_module: Any, metrics: Mapping[str, float]) -> None:
     """Give metrics to every logger and to `trainer.callback_metrics`, where others monitor them."""
     check_names(metrics)
     for logger in trainer.loggers:
@@ -225,9 +225,7 @@ def publish(trainer: Trainer, pl_module: LightningModule, metrics: Mapping[str, 
 class StepRows(CountedRows):
     """Rows of metrics of steps, at whose start their learning rate and the time are noted."""
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         # The learning rate of the first parameter group, the policy's.
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
         self._started = time.perf_counter()
@@ -236,9 +234,7 @@ class StepRows(CountedRows):
 class PPOMetrics(StepRows):
     """Metrics of every iteration."""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         result: IterationResult = outputs[RESULT]
         sums = response_sums(result.experience).cpu()
         computed = iteration_totals(pl_module, result, trainer.world_size)
@@ -267,9 +263,7 @@ class PPOMetrics(StepRows):
         publish(trainer, pl_module, metrics)
 
 
-def draw_histograms(
-    trainer: Trainer, pl_module: LightningModule, columns: Mapping[str, Tensor]
-) -> None:
+def draw_histograms(trainer: Trainer, pl_module: Any, columns: Mapping[str, Tensor]) -> None:
     """Log the numbers of each component of the reward to loggers that draw histograms."""
     step = position(trainer, pl_module)
     for logger in trainer.loggers:
@@ -312,7 +306,7 @@ class StepMetrics(StepRows):
         self._nonfinite = state_dict["nonfinite"]
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
         result = outputs[RESULT]
         names, sums = stacked(step_sums(result))
@@ -335,16 +329,16 @@ class StepMetrics(StepRows):
         publish(trainer, pl_module, metrics | computed)
         self._nonfinite, self._logged_step = 0, step
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._validation: list[Tensor] = []
 
     def on_validation_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any
+        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
         self._names, sums = stacked(step_sums(outputs))
         self._validation.append(sums)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_evaluation(trainer):
             metrics = step_metrics(self._names, torch.stack(self._validation), "eval")
             publish(trainer, pl_module, metrics)
@@ -367,12 +361,10 @@ class SharedMetrics(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         pl_module.logs_headline = False
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.share(trainer)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_evaluation(trainer):
             self.share(trainer)
 

@@ -88,9 +88,7 @@ class Progress(ProgressBar):
             self._bar.start()
         self._begin(Working(self._stage, line=self._line))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         before, self._done = self._done, position(trainer, pl_module)
         if self._done == before:
             return

@@ -52,9 +52,7 @@ class Recorder(Callback):
             if iteration > pl_module.iteration:
                 file_of(self._run_dir, iteration).unlink()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         if self._every:
             iteration = pl_module.iteration
             write_table(file_of(self._run_dir, iteration), iteration_columns(pl_module))

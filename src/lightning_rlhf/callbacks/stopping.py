@@ -24,7 +24,7 @@ from lightning_rlhf.core.ppo_config import PPOStopConfig
 class CheckMonitors(Callback):
     """Callback that checks the metric of every EarlyStopping. Place it before them."""
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         logged = trainer.callback_metrics
         for callback in trainer.early_stopping_callbacks:
             if callback is not None and callback.strict and callback.monitor not in logged:
@@ -71,13 +71,11 @@ class EarlyStop(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update(state_dict)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """End a run at once that a rule has ended, and that is resumed to be handed over."""
         trainer.should_stop = trainer.should_stop or self.reason is not None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
         if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
             self.end(
@@ -86,7 +84,7 @@ class EarlyStop(Callback):
                 f"{self.section}.stop.max_kl={largest:g}",
             )
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         is_over = self.config.patience is None or self.reason is not None
         if is_over or self.metric is None or not is_evaluation(trainer):
             return
@@ -168,7 +166,7 @@ class WeightAverage(Callback):
         self._update = get_ema_multi_avg_fn(decay)
         self._is_swapped = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Average after every step of the optimizer from now on.
 
         Raises ConfigError where the module trains no weights in `roles`.
@@ -199,32 +197,26 @@ class WeightAverage(Callback):
                     self.average[name].copy_(before)
         self._is_swapped = not self._is_swapped
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.swap(pl_module)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.swap(pl_module)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if self._is_swapped:
             self.swap(pl_module)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Leave the average in the module. Called also where a resumed run has no batch left."""
         self.swap(pl_module)
         self.average, self._is_swapped = {}, False
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if self.average:
             checkpoint[AVERAGE] = dict(self.average)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if AVERAGE in checkpoint:  # there is none before the first step
             self.average = {name: x.clone() for name, x in checkpoint[AVERAGE].items()}
 
