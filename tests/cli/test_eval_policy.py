@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.stages.policies import short_names
+from lightning_rlhf.evaluation.policies import short_names
 
 from ..report.pages import check
 from .conftest import Workplace, given, rows, tree

@@ -26,7 +26,7 @@ from lightning_rlhf.cli.execute import given_overrides, run_job
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import ignore_presets, set_group
 from lightning_rlhf.parallel.world import SRUN
-from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.runs.console import CONF
 
 from .conftest import Workplace
 

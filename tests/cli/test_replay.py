@@ -33,7 +33,7 @@ from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
 
 from .conftest import Outcome, Workplace, given, rows, tree, weights
 

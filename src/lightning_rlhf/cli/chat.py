@@ -22,15 +22,15 @@ from rich.text import Text
 from lightning_rlhf.cli.export import refuse_code
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, counted, require
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
 from lightning_rlhf.models.adapter import check_weights
 from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import FINAL
+from lightning_rlhf.runs.trained import reward_of, sampled_as, short_names
 from lightning_rlhf.stages.chat import Conversation, Piece, Reply, load_speaker
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.folders import FINAL
-from lightning_rlhf.stages.reward.build_rewards import text_scorer
-from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names
 
 HELP = """/temperature NUMBER   0 takes the most probable token
 /system TEXT          system message before the first turn; without TEXT none. Starts over

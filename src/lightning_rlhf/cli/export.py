@@ -13,18 +13,18 @@ from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.models.adapter import attention_of_the_hub, check_weights, is_folder
 from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.runs.changes import read_config
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import CONFIG, check_kinds, exported, is_stale, run_folder
+from lightning_rlhf.runs.resume import saved
+from lightning_rlhf.runs.settings import read_tree
+from lightning_rlhf.runs.stage import Settings, TrainerConfig, stage_names
 from lightning_rlhf.stages import fit
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.changes import read_config
-from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
-from lightning_rlhf.stages.folder.resume import saved
 from lightning_rlhf.stages.merge import write_merged
-from lightning_rlhf.stages.select import export_of
-from lightning_rlhf.stages.settings import read_tree
-from lightning_rlhf.stages.stage import Settings, TrainerConfig, stage_names
 
 
 def export(arguments: Sequence[str]) -> None:

@@ -19,10 +19,10 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.stages.folder.folders import FINAL
+from lightning_rlhf.runs.folders import FINAL
+from lightning_rlhf.runs.stage import find_stage
+from lightning_rlhf.runs.trained import trained_as
 from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
-from lightning_rlhf.stages.stage import find_stage
-from lightning_rlhf.stages.trained import trained_as
 
 
 @torch.no_grad()

@@ -33,8 +33,8 @@ from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missi
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
-from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.runs.changes import ENDING, changes, listed, read_config
+from lightning_rlhf.runs.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
