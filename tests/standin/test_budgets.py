@@ -12,7 +12,7 @@ import torch
 from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.records import with_lengths
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout.decode_state import ASKED
+from lightning_rlhf.rollout.native import ASKED
 
 from ..modules.conftest import prompts, within_fit
 from ..modules.experiences import learn, on_policy

@@ -68,8 +68,7 @@ from lightning_rlhf.report.comparison import (
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_mine
-from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -223,7 +222,7 @@ def sample_responses(
     config, ready = task.config, task.ready
     key = f"{ready.settings.stage}.batch_size"
     kind = NativeSampler if roles.caches else HFSampler
-    batches = deal(batches_of(task, count), ready.replicas, divides=kind is NativeSampler)
+    batches = shard(batches_of(task, count), ready.replicas, divides=kind is NativeSampler)
     params = SamplingParams(
         max_response_tokens=config.max_response_tokens,
         temperature=temperature,
@@ -235,7 +234,7 @@ def sample_responses(
     rows = MicrobatchSize(key, config.batch_size)
 
     def parts() -> Iterator[Part]:
-        for numbers, sampled in sample_mine(sampler, batches, generator):
+        for numbers, sampled in sample_local(sampler, batches, generator):
             rollout = annotate(
                 sampled,
                 roles,
@@ -247,7 +246,8 @@ def sample_responses(
             )
             yield numbers, rollout.to("cpu")
 
-    with roles.use_role(role), Working(f"sampling from {name}", count_mine(batches)) as work:
+    count = sum(len(batch.numbers) for batch in batches)
+    with roles.use_role(role), Working(f"sampling from {name}", count) as work:
         try:
             return list(work.track(parts(), lambda part: len(part[1])))
         except LogitsError as error:

@@ -51,8 +51,13 @@ from lightning_rlhf.rewards.format_check import (
 )
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward, Source
-from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_reference
-from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
+from lightning_rlhf.rollout.collector import (
+    decode_responses,
+    encode_responses,
+    sample_reference,
+    score_texts,
+    shard,
+)
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
@@ -324,11 +329,11 @@ def sft_samples(
         )
         for start in range(0, count, config.batch_size)
     )
-    dealt = deal(((batch, 1) for batch in batches), replicas, divides=False)
-    with Working("sampling from the SFT model", count_mine(dealt)) as working:
+    shards = shard(((batch, 1) for batch in batches), replicas, divides=False)
+    with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         samples = sample_reference(
             roles,
-            working.track(dealt, lambda batch: len(batch.mine)),
+            working.track(shards, lambda batch: len(batch.numbers)),
             SamplingParams(
                 max_response_tokens=settings.data.max_response_tokens,
                 temperature=config.temperature,
