@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.diagnosis import KEPT
 from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.rules import RULES, History, Row
 from lightning_rlhf.cli.export import settings_of
-from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.config import PPOConfig
 
 OUT = Path(__file__).parent / "results" / "diagnosis_clean.md"
 SHOWN = ("kl_divergence", "entropy", "update/ratio_max", "rollout/repetition")

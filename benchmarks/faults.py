@@ -39,7 +39,7 @@ import yaml
 ROOT = Path(__file__).parents[1]
 ROOMS = ("core", "modules", "rollout", "rewards", "data")
 """Folders below src/lightning_rlhf from which mutants are drawn."""
-NOT_DRAWN = ("static", "cache", "step_compute", "compute", "config", "ppo_config")
+NOT_DRAWN = ("static", "cache", "step_compute", "compute", "config")
 """Files without mutants: those of CUDA graphs and of counted operations, and tables of bounds."""
 RESULTS = Path(__file__).parent / "results" / "faults.csv"
 LEFT_OUT = (".git", ".venv*", "outputs", "__pycache__", ".*_cache", ".hypothesis", "results")

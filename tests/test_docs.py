@@ -22,8 +22,7 @@ from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.cli.replay import COLUMNS, parser
-from lightning_rlhf.core.config import Normalization
-from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.config import Normalization, PPOConfig
 from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS

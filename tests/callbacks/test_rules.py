@@ -17,8 +17,8 @@ import pytest
 
 from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
 from lightning_rlhf.callbacks.rules import RULES, History, Rule
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"

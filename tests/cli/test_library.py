@@ -17,8 +17,8 @@ from hydra import compose, initialize_config_dir
 from lightning.pytorch.callbacks import Callback
 
 import lightning_rlhf
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.runs.console import HOME
 
 from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, rows, weights

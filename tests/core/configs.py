@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.core.config import RMConfig, SFTConfig
-from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.validation import build
 
 STAGE: dict[str, Any] = {

@@ -9,9 +9,9 @@ from typing import Any, get_args
 import pytest
 from pydantic import ValidationError
 
-from lightning_rlhf.core import ppo_config as names
+from lightning_rlhf.core import config as names
+from lightning_rlhf.core.config import GROUPED
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.ppo_config import GROUPED
 from lightning_rlhf.core.validation import build as from_section
 
 from .configs import PPO, STAGE, STAGES, ppo_config

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from lightning_rlhf.core.config import KLEstimator
 from lightning_rlhf.core.kl import (
     ESTIMATORS,
     absolute,
@@ -23,7 +24,6 @@ from lightning_rlhf.core.kl import (
     k3,
     linear_coef,
 )
-from lightning_rlhf.core.ppo_config import KLEstimator
 
 from .conftest import close, drawn
 

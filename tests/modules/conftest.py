@@ -21,9 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.models.config import CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, Trainer
 from lightning_rlhf.callbacks.loggers import RunWandb
 from lightning_rlhf.callbacks.progress import is_evaluation, latest
 from lightning_rlhf.callbacks.rules import RULES, History, Row, Rule
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError, own_keys
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_object

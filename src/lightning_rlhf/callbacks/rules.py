@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean, median, stdev
 
 from lightning_rlhf.callbacks.evaluation import judged
+from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
-from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
 
 IN_A_ROW = 3
 """Consecutive iterations in which a metric of a batch must be bad: a single one may be chance."""

@@ -15,10 +15,9 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_rlhf.callbacks.progress import is_evaluation, latest, number_text, trained
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.config import Mode, StopConfig
+from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
 from lightning_rlhf.core.errors import ConfigError, counted, require
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
-from lightning_rlhf.core.ppo_config import PPOStopConfig
 
 
 class CheckMonitors(Callback):

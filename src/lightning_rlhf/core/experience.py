@@ -16,10 +16,9 @@ from lightning_rlhf.core.advantages import (
     leave_one_out,
     rewards_to_go,
 )
-from lightning_rlhf.core.config import Term
+from lightning_rlhf.core.config import PPOConfig, Term
 from lightning_rlhf.core.kl import ESTIMATORS, k1
 from lightning_rlhf.core.masking import masked_rescale, masked_whiten
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import AS_IT_IS, ScoreMoments, paid_sum, shape_rewards, shape_score
 

@@ -11,10 +11,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.config import LossType
+from lightning_rlhf.core.config import LossType, PPOConfig, Reduction
 from lightning_rlhf.core.kl import ESTIMATORS, k3
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.ppo_config import PPOConfig, Reduction
 from lightning_rlhf.core.records import Experience, PPOTerms, known_mask
 
 

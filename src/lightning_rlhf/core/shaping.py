@@ -11,9 +11,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.config import Term
+from lightning_rlhf.core.config import MissingEOS, PPOConfig, Term
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.ppo_config import MissingEOS, PPOConfig
 from lightning_rlhf.core.records import Experience, Scores
 
 

@@ -14,9 +14,9 @@ from jaxtyping import Float
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from lightning_rlhf.core.config import CriticKind
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
-from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models.checkpoint import (
     ROLES,

@@ -14,6 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import (
     LogitsError,
     NotFiniteError,
@@ -32,7 +33,6 @@ from lightning_rlhf.core.losses import (
 )
 from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import (
     Experience,
     PPOTerms,

@@ -11,11 +11,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_rlhf.core.config import SFTConfig, SupervisedConfig
+from lightning_rlhf.core.config import PPOConfig, SFTConfig, SupervisedConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Demonstrations, Record
 from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTStep
 from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples

@@ -10,10 +10,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.masking import by_length, real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, SampledResponses, Scores
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat

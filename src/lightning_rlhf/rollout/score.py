@@ -11,11 +11,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.losses import PolicyOutputs
 from lightning_rlhf.core.masking import by_length, from_first_real, picker
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import (
     DecodedResponses,
     Experience,

@@ -25,6 +25,7 @@ from lightning.fabric.plugins.environments import (
 )
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import (
     ConfigError,
     ProcessEndedError,
@@ -32,7 +33,6 @@ from lightning_rlhf.core.errors import (
     counted,
     first_line,
 )
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel.replicas import (
     Replicas,

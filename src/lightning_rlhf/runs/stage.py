@@ -23,13 +23,13 @@ from lightning_rlhf.core.config import (
     DType,
     EvalConfig,
     PolicyEvalConfig,
+    PPOConfig,
     RankConfig,
     RMConfig,
     SFTConfig,
     StageConfig,
 )
 from lightning_rlhf.core.errors import ConfigError, require
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.io.user_code import load_object

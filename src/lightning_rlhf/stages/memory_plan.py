@@ -16,11 +16,10 @@ from rich.text import Text
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
 from lightning_rlhf.core.memory import available_memory
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable

@@ -15,9 +15,9 @@ from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Samples, load
 from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import Recorder
+from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
-from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
 from lightning_rlhf.evaluation.build_rewards import (
