@@ -80,27 +80,6 @@ def test_values_and_gradients_are_those_of_the_full_table(
             close(found, expected, **FP32)
 
 
-@pytest.mark.parametrize(
-    ("elements", "sizes"),
-    [(1, [1, 1, 1, 1, 1]), (20, [2, 2, 1]), (21, [3, 2]), (99, [5])],
-)
-def test_no_more_logits_than_allowed_are_alive(chunk, elements: int, sizes: list[int]) -> None:
-    # 5 rows, vocabulary 7: elements // 7 rows a chunk, and one where not even one fits.
-    chunk(elements)
-    case, seen = Case(rows=5, vocabulary=7, seed=0), []
-
-    def head(hidden: Tensor) -> Tensor:
-        seen.append(len(hidden))
-        return hidden @ case.weight.T
-
-    hidden = case.hidden.clone().requires_grad_()
-    logprobs, _ = token_logprobs(hidden, case.targets, head, temperature=1.0, vocab_size=7)
-    assert seen == sizes
-    logprobs.sum().backward()
-    # Several chunks: the backward pass asks the head again instead of having kept their logits.
-    assert sorted(seen) == sorted(sizes * 2 if len(sizes) > 1 else sizes)
-
-
 def test_by_hand() -> None:
     # Logits (0, ln 3): probabilities 1/4, 3/4; entropy 1/4 ln 4 + 3/4 ln 4/3.
     # At temperature 1/2 they are (0, 2 ln 3): 1/10, 9/10.
@@ -252,22 +231,6 @@ class TestFrozenHead:
         case.hidden, case.weight, case.weighting[1] = case.hidden.float(), case.weight.float(), 0
         expected = case.slow(1.0)[2]
         assert (gradient.float() - expected).norm() < 2**-7 * expected.norm()
-
-    @pytest.mark.usefixtures("by_torch")
-    def test_the_head_is_asked_once(self, chunk) -> None:
-        chunk(14)
-        case, seen = Case(rows=5, vocabulary=7, seed=0), []
-
-        def head(hidden: Tensor) -> Tensor:
-            seen.append(len(hidden))
-            return hidden @ case.weight.T
-
-        hidden = case.hidden.clone().requires_grad_()
-        logprobs, _ = token_logprobs(
-            hidden, case.targets, head, temperature=1.0, vocab_size=7, frozen_head=True
-        )
-        logprobs.sum().backward()
-        assert seen == [2, 2, 1]
 
     @pytest.mark.parametrize("elements", [1, 8, 20])
     def test_a_few_rows_at_a_time_have_the_same_bits(

@@ -55,16 +55,6 @@ def test_the_order_is_a_function_of_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_fields_of_a_row_stay_together() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for part in minibatches(ten_rows(), ppo_epochs=2, minibatch_size=3, generator=generator):
-        rows = part.index
-        for field in fields(part):
-            found = getattr(part, field.name)
-            expected = (rows % 2 == 0) if found.dtype == torch.bool else rows
-            assert torch.equal(found, expected.view(-1, *[1] * (found.ndim - 1)).expand_as(found))
-
-
 def test_whitened_by_hand() -> None:
     # Advantages 5/2, 5/2, -4 (see test_experience.py) are in units of their deviation about their
     # mean (1/sqrt 2, 1/sqrt 2, -sqrt 2). What stands on padding is not read.

@@ -54,6 +54,7 @@ def test_demonstrations_beyond_the_limits_are_dropped(
     assert result.dropped == Counter({"prompt too long": 2, "response too long": 1})
     assert result.numbers == (2,)
     assert not result.cut
+    assert result.too_long == 3 / 4
 
 
 def test_a_cut_response_has_no_end_token(
@@ -103,6 +104,7 @@ def test_cutting_keeps_the_system_turn_the_latest_turns_and_the_template(
     assert text(chat, example.prompt) == f"<|bos|>{left}[assistant]"
     assert len(example.prompt) <= limit
     assert result.cut == (Counter() if limit == 95 else Counter({"prompt cut": 1}))
+    assert result.too_long == (limit < 95)
 
 
 def test_a_prompt_shorter_than_its_template_cannot_be_cut(
