@@ -23,8 +23,8 @@ from lightning_rlhf.core.validation import (
     Texts,
     check_divides,
     described,
+    nested,
     rule,
-    section,
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
@@ -119,8 +119,8 @@ class StageConfig:
     """Step whose model becomes `final/`: last, best or a number."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
-    best: Annotated[BestConfig, section(BestConfig)]
-    stop: Annotated[StopConfig, section(StopConfig)]
+    best: Annotated[BestConfig, nested(BestConfig)]
+    stop: Annotated[StopConfig, nested(StopConfig)]
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.
@@ -335,7 +335,7 @@ class PPOConfig(StageConfig):
     samples_every: PositiveInt
     kl_warning: PositiveFloat | None
     """Largest kl_divergence, in nats a response, without a warning."""
-    stop: Annotated[PPOStopConfig, section(PPOStopConfig)]
+    stop: Annotated[PPOStopConfig, nested(PPOStopConfig)]
 
     @property
     def has_critic(self) -> bool:

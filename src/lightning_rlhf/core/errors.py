@@ -184,10 +184,10 @@ def naming_own_keys(stage: str, keys: Collection[str]) -> Iterator[None]:
 def require(holds: bool, key: str, found: Any, allowed: str) -> None:
     """Raise ConfigError naming the key, what was found and what is allowed, unless it holds."""
     if not holds:
-        raise ConfigError(refused(key, found, allowed))
+        raise ConfigError(refusal(key, found, allowed))
 
 
-def refused(key: str, found: Any, allowed: str) -> str:
+def refusal(key: str, found: Any, allowed: str) -> str:
     """Return the message about a value that is refused; a long text is shortened."""
     is_long = isinstance(found, str) and len(found) > 200
     shown = f"{found[:40]}… ({len(found)} characters)" if is_long else found

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAda
 from pydantic import ValidationError as PydanticError
 from pydantic.fields import FieldInfo
 
-from lightning_rlhf.core.errors import ConfigError, refused, unknown_key
+from lightning_rlhf.core.errors import ConfigError, refusal, unknown_key
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ Texts = Annotated[
 Options = Annotated[dict[str, Any], described("a mapping of names to values")]
 
 
-def section(cls: type[T]) -> BeforeValidator:
+def nested(cls: type[T]) -> BeforeValidator:
     """Return an annotation with which a field of type `cls` also takes a mapping of its keys."""
     return BeforeValidator(lambda node: cls(**node) if isinstance(node, Mapping) else node)
 
@@ -94,7 +94,7 @@ def _built(cls: Any, node: Any, key: str, refusals: dict[str, str]) -> Any:
     if isinstance(node, cls):
         return node
     if not isinstance(node, Mapping):
-        refusals[key] = refused(key, node, "a mapping of keys to values")
+        refusals[key] = refusal(key, node, "a mapping of keys to values")
         return None
     hints = get_type_hints(cls, include_extras=True)
     values = {str(name): value for name, value in node.items()}
@@ -129,7 +129,7 @@ def _built(cls: Any, node: Any, key: str, refusals: dict[str, str]) -> Any:
         elif not inside[name]:
             if len(detail["loc"]) > 1 and all(isinstance(part, int) for part in detail["loc"][1:]):
                 value = detail["input"]  # the item of a list
-            refusals.setdefault(where, refused(where, value, allowed(hints[name], value)))
+            refusals.setdefault(where, refusal(where, value, allowed(hints[name], value)))
     for found in inside.values():
         refusals |= found
     return None
@@ -142,7 +142,7 @@ def check_value(key: str, found: Any, kind: Any) -> None:
         return
     except PydanticError:
         pass
-    raise ConfigError(refused(key, found, allowed(kind, found)))
+    raise ConfigError(refusal(key, found, allowed(kind, found)))
 
 
 class RuleError(ValueError):
@@ -160,7 +160,7 @@ def rule(holds: bool, field: str, found: Any, allowed: str) -> None:
     `build` turns it into a ConfigError, with the key of the section before the name of the field.
     """
     if not holds:
-        raise RuleError(lambda section: refused(f"{section}{field}", found, allowed))
+        raise RuleError(lambda section: refusal(f"{section}{field}", found, allowed))
 
 
 def check_divides(small_field: str, small: int, large_field: str, large: int) -> None:

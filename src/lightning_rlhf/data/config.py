@@ -12,8 +12,8 @@ from lightning_rlhf.core.validation import (
     PositiveInt,
     Text,
     described,
+    nested,
     rule,
-    section,
 )
 from lightning_rlhf.data.formats import AUTO, NAMES, formats_of
 
@@ -44,9 +44,9 @@ class Split:
 class DataConfig:
     """Sources of the rows, and how long a prompt and a response may be."""
 
-    demonstrations: Annotated[Split, section(Split)]
-    preferences: Annotated[Split, section(Split)]
-    prompts: Annotated[Split, section(Split)]
+    demonstrations: Annotated[Split, nested(Split)]
+    preferences: Annotated[Split, nested(Split)]
+    prompts: Annotated[Split, nested(Split)]
     format: FormatName
     """Form of the rows, see `data.formats`; "auto" finds it by their columns. A function turns a
     row into the package's own form, see `data.readers.own_row`."""

@@ -8,7 +8,7 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.core.config import DType, KernelChoice, Quantization
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import STRICT, Text, described, rule, section
+from lightning_rlhf.core.validation import STRICT, Text, described, nested, rule
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
@@ -62,7 +62,7 @@ class ModelConfig:
     kernels: KernelChoice
     """Layers that compute: fast ones, the library's own, or what was measured to be faster."""
     trust_remote_code: bool
-    lora: Annotated[LoRASettings, section(LoRASettings)]
+    lora: Annotated[LoRASettings, nested(LoRASettings)]
 
     def __post_init__(self) -> None:
         if (self.name_or_path is None) == (self.from_config is None):
