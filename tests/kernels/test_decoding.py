@@ -23,7 +23,6 @@ VOCABULARY, STEPS = 61, 6
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8},
     "llama, biases": {"attention_bias": True, "mlp_bias": True},
-    "qwen2": {},
     "qwen3_5_text": {
         "head_dim": 8,
         "num_hidden_layers": 4,
@@ -107,14 +106,9 @@ def test_each_step_is_that_of_the_models_own_layers(
     found = stepped(roles, ours=True, merged=merged)
     assert found.shape == (3 + 3 + 4 * 2, 32)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    roles, hidden = build("qwen3"), torch.randn(3, 32)
-    for smallest in (0, 2**30):
-        monkeypatch.setattr("lightning_rlhf.kernels.lora.SMALLEST", smallest)
-        step = DecodeStep(roles.causal_lm, DynamicCache(config=roles.causal_lm.config))
-        torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
+    step = DecodeStep(roles.causal_lm, DynamicCache(config=roles.causal_lm.config))
+    with torch.no_grad():
+        torch.testing.assert_close(step.head(found), roles.head(found), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

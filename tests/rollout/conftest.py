@@ -23,7 +23,6 @@ END = (1, 2, 3, 4, 5, 6)
 """Many end tokens, so that responses of random models end here and there."""
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
-    "llama": {"initializer_range": 0.2},
     "qwen3_5_text": {
         "head_dim": 8,
         "num_hidden_layers": 4,
