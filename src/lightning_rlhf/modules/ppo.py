@@ -113,7 +113,7 @@ class PPOModule(L.LightningModule):
         self.replicas = replicas
         self.guard = UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
-            roles, reward, config, critic=critic, chat=chat, prompts=prompts,
+            roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
