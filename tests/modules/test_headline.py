@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 from lightning_rlhf.core.results import IterationResult
 
 from .conftest import Outputs, prompts
@@ -99,7 +99,7 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
         assert float(trainer.callback_metrics[name]) == pytest.approx(number, rel=1e-5)
         assert [step for step, row in logger.rows if name in row] == [1, 2]
 
-    plain, (_, logger) = logger, run(SFTMetrics() if stage == "sft" else RewardMetrics())
+    plain, (_, logger) = logger, run(StepMetrics())
     for name in expected:
         rows = [(step, row[name]) for step, row in logger.rows if name in row]
         assert [step for step, _ in rows] == [1, 2]

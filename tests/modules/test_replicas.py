@@ -17,8 +17,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, distributed, nn
 
-from lightning_rlhf.callbacks.checkpoints import trained as batches_of
 from lightning_rlhf.callbacks.metrics import SharedMetrics
+from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
 from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
 from lightning_rlhf.core.records import Experience, Rollout

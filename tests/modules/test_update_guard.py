@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
+from lightning_rlhf.callbacks.metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Record, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles

@@ -32,7 +32,8 @@ from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
-from lightning_rlhf.data.readers import Rows, load, sample
+from lightning_rlhf.data.readers import draw_rows, load
+from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation.build_rewards import build_reward, hub_rewards, light_sources
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
 from lightning_rlhf.evaluation.policies import (
@@ -144,7 +145,7 @@ def fitting_tokens(ready: Run, rows: Rows[Any], limit: int | None) -> Sequence[A
     fits = tokenise(rows, ready.chat, ready.settings.data)
     place = {number: i for i, number in enumerate(rows.numbers)}
     usable = rows.only([place[number] for number in fits.numbers])
-    kept = set(sample(usable, limit, ready.settings.seed).numbers)
+    kept = set(draw_rows(usable, limit, ready.settings.seed).numbers)
     pairs = zip(fits.examples, fits.numbers, strict=True)
     return [example for example, number in pairs if number in kept]
 

@@ -28,8 +28,8 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import Problems, find_problems
-from lightning_rlhf.data.readers import Rows, load, sample
-from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.data.readers import draw_rows, load
+from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -174,7 +174,7 @@ def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
     """
     data = ready.settings.data
     fits = fitting_pairs(rows, ready.chat, data)
-    pairs = sample(fits, data.max_val_rows, ready.settings.seed).rows
+    pairs = draw_rows(fits, data.max_val_rows, ready.settings.seed).rows
     if not pairs:
         raise DataError(
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
@@ -420,7 +420,7 @@ def labelled_pairs(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     except (DataError, HubError) as error:  # PPO does not need the pairs
         print_line(f"data.preferences, to check the format of rewards with: {error}")
         return []
-    some = sample(held_out, data.max_val_rows, ready.settings.seed)
+    some = draw_rows(held_out, data.max_val_rows, ready.settings.seed)
     rows = fitting_pairs(some, ready.chat, data).rows[:COUNT]
     return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows]
 

@@ -40,9 +40,9 @@ from lightning_rlhf.core.records import (
     Rollout,
     Scores,
     UpdateStats,
-    counted,
     known_mask,
     row_lengths,
+    with_lengths,
 )
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
@@ -209,7 +209,7 @@ class PPOModule(L.LightningModule):
         config = self.config
         for number, minibatch in enumerate(
             minibatches(
-                counted(experience),
+                with_lengths(experience),
                 ppo_epochs=config.ppo_epochs,
                 minibatch_size=config.minibatch_size,
                 generator=generator,

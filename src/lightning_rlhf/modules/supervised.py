@@ -18,7 +18,7 @@ from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Demonstrations, Record
 from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTStep
-from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest
+from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
@@ -290,7 +290,7 @@ class PTX:
     @cached_property
     def digest(self) -> str:
         """Return a digest of the demonstrations in their order."""
-        return digest(self.examples)
+        return digest_examples(self.examples)
 
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise CheckpointError where a checkpoint was trained on other demonstrations."""
