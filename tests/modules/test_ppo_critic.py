@@ -18,16 +18,7 @@ from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
-from .experiences import (
-    ADAPTER,
-    HEAD,
-    Make,
-    named,
-    off_policy,
-    on_policy,
-    update,
-    updated,
-)
+from .experiences import ADAPTER, HEAD, Make, named, off_policy, on_policy, update, updated
 
 KINDS = ("adapter", "model")
 

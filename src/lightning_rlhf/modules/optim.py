@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    ConfigError,
-    NotFiniteError,
-    require,
-)
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import PPOTerms
 from lightning_rlhf.models.roles import trainable_names
