@@ -305,7 +305,7 @@ class PPOModule(L.LightningModule):
             parts.append(self.backpropagate(loss_terms(policy=policy, values=values)))
             for part in parts:  # in the order of the passes
                 loss = loss + part.loss
-            shares.append(sum_terms(parts))
+            shares.append(parts[0] if len(parts) == 1 else sum_terms(parts))
         ptx_loss = torch.zeros_like(loss)
         if self.ptx is not None and policy_learns:
             demonstrations = self.ptx.batch(self.iteration, self.update_number)
