@@ -13,14 +13,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-)
-from transformers import (
-    pipeline as make_pipeline,
-)
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import pipeline as make_pipeline
 
 from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.models.build_roles import start_from

@@ -15,8 +15,6 @@ from transformers import (
     LlamaForSequenceClassification,
     PreTrainedModel,
     PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -46,9 +44,6 @@ SHAPE: dict[str, Any] = {
 }
 DECODER = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
-    "qwen3": lambda **k: Qwen3ForSequenceClassification(
-        Qwen3Config(**(SHAPE | DECODER | {"head_dim": 16} | k))
-    ),
     "llama": lambda **k: LlamaForSequenceClassification(LlamaConfig(**(SHAPE | DECODER | k))),
     "roberta": lambda **k: RobertaForSequenceClassification(RobertaConfig(**(SHAPE | k))),
     "bert": lambda **k: BertForSequenceClassification(BertConfig(**(SHAPE | k))),

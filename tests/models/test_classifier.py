@@ -18,13 +18,26 @@ from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
 from lightning_rlhf.core.config import PAIR
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
 from lightning_rlhf.models.classifier import Classifier
 
-from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier
+from .classifiers import (
+    DECODER,
+    IDS,
+    SHAPE,
+    TEMPLATE,
+    WORDS,
+    load,
+    row,
+    save_classifier,
+    save_tokenizer,
+)
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
 TEXTS = [
@@ -68,21 +81,19 @@ def scores(classifier: Classifier, size: int = len(TEXTS)) -> Tensor:
     return column
 
 
-@pytest.mark.parametrize("size", [1, 5])
 @pytest.mark.parametrize("pad", [0, None, 2], ids=["pad", "no_pad", "pad_is_eos"])
-@pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_score_is_the_same_whatever_is_read_beside_it(
-    checkpoint: Callable[..., str], family: str, pad: int | None, size: int
+    checkpoint: Callable[..., str], pad: int | None
 ) -> None:
-    folder = checkpoint(family, pad_token_id=pad)
+    folder = checkpoint(pad_token_id=pad)
     wanted = expected(folder, TEXTS)
     assert wanted.std() > 0.1  # or any two would be alike
-    torch.testing.assert_close(scores(load(folder), size), wanted, atol=1e-5, rtol=0)
+    for size in (1, 5):
+        torch.testing.assert_close(scores(load(folder), size), wanted, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("size", [1, 5])
 @torch.no_grad()
-def test_a_pair_is_two_texts(checkpoint: Callable[..., str], size: int) -> None:
+def test_a_pair_is_two_texts(checkpoint: Callable[..., str]) -> None:
     folder = checkpoint("bert")
     model = BertForSequenceClassification.from_pretrained(folder).eval()
     wanted = []
@@ -91,9 +102,10 @@ def test_a_pair_is_two_texts(checkpoint: Callable[..., str], size: int) -> None:
         types = [0] * len(first) + [1] * len(second)
         logits = model(torch.tensor([first + second]), token_type_ids=torch.tensor([types])).logits
         wanted.append(logits[0, 0])
-    found = scores(load(folder, chat_template=PAIR), size)
-    assert found.std() > 0.03
-    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-5, rtol=0)
+    for size in (1, 5):
+        found = scores(load(folder, chat_template=PAIR), size)
+        assert found.std() > 0.03
+        torch.testing.assert_close(found, torch.stack(wanted), atol=1e-5, rtol=0)
 
 
 def test_the_whole_dialogue_is_read_with_one_start(checkpoint: Callable[..., str]) -> None:
@@ -200,3 +212,64 @@ def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> 
             plain.get_submodule(name).weight.copy_(weight)
     plain.save_pretrained(folder)
     torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
+
+
+# Refused
+
+
+def test_a_language_model(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    LlamaForCausalLM(LlamaConfig(**SHAPE, **DECODER)).save_pretrained(folder)
+    save_tokenizer(folder)
+    with pytest.raises(CheckpointError) as error:
+        load(str(folder))
+    assert str(error.value) == (
+        f"{folder} is a LlamaForCausalLM, which has no reward head; allowed: a model for "
+        "sequence classification, or the final/ folder of a stage=rm run"
+    )
+
+
+def test_an_output_has_a_number_and_a_name(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "model", num_labels=3)
+    assert [load(folder, label=label).label for label in (0, "LABEL_2")] == [0, 2]
+
+
+@torch.no_grad()
+def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path) -> None:
+    """Of 48, with the pad token 0, the first is that of padding: 47 tokens can be read."""
+    folder = save_classifier(tmp_path / "model", "roberta")
+    with pytest.raises(
+        ConfigError, match=r"reward\.max_tokens is 48; allowed: null, or at most 47, "
+    ):
+        load(folder)
+    model = load(folder, max_tokens=47)
+    # <s> user : p </s> assistant : r </s> are seven tokens besides the words.
+    fits = model.encode(row("w1"), " ".join(["w2"] * 39))
+    assert len(fits["input_ids"]) == 47
+    assert model.read([fits]).isfinite().all()
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        model.read([model.encode(row("w1"), " ".join(["w2"] * 40))])
+
+
+def test_no_chat_template(tmp_path: Path) -> None:
+    folder = save_classifier(tmp_path / "model")
+    save_tokenizer(tmp_path / "plain", None)
+    with pytest.raises(ConfigError) as error:
+        load(folder, tokenizer=str(tmp_path / "plain"))
+    assert str(error.value).startswith(
+        f"reward.chat_template is null, but the tokenizer of {tmp_path / 'plain'} has none; "
+        "allowed: a Jinja file"
+    )
+    assert load(folder, tokenizer=str(tmp_path / "plain"), chat_template=PAIR).pair
+
+
+def test_a_dialogue_that_the_template_refuses(tmp_path: Path) -> None:
+    """Templates of some models know no system turn; PPO may meet one late."""
+    template = tmp_path / "strict.jinja"
+    template.write_text("{{ raise_exception('no system turns') if messages[0].role == 'system' }}x")
+    classifier = load(save_classifier(tmp_path / "model"), chat_template=str(template))
+    system = {"prompt": "", "messages": [{"role": "system", "content": "w1"}]}
+    with pytest.raises(
+        RewardError, match="refuses a dialogue with the turns system, assistant: no"
+    ):
+        classifier.encode(system, "w2")

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedModel
 
-from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, find
-from lightning_rlhf.models.config import REWARD
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.validation import build
+from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, check_adapter, find
+from lightning_rlhf.models.config import REWARD, LoRASettings
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import Lineage
@@ -37,7 +38,8 @@ def malformed(file: Path, values: Callable[[str], list[Any]]) -> Iterator[bytes]
     tree = json.loads(file.read_text())
     yield from FILES
     for key in tree:
-        yield json.dumps({k: v for k, v in tree.items() if k != key}).encode()
+        if values(key):
+            yield json.dumps({k: v for k, v in tree.items() if k != key}).encode()
         for value in values(key):
             yield json.dumps(tree | {key: value}).encode()
 
@@ -65,7 +67,7 @@ def test_manifests(folder: Path) -> None:
 def test_adapters(folder: Path, make_model: Callable[..., PreTrainedModel]) -> None:
     file, refused = folder / ADAPTER, 0
     keys = {"peft_type", "base_model_name_or_path", "lora_alpha", "target_modules", "use_dora"}
-    for content in malformed(file, lambda key: VALUES[::3] if key in keys else ["x"]):
+    for content in malformed(file, lambda key: VALUES[::3] if key in keys else []):
         file.write_bytes(content)
         try:
             _ = find(str(folder), "reward.checkpoint").base_folder
@@ -76,3 +78,35 @@ def test_adapters(folder: Path, make_model: Callable[..., PreTrainedModel]) -> N
             one_line(error, file)
             refused += 1
     assert refused > 10
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "allowed"),
+    [
+        ("peft_type", "PROMPT_TUNING", "LORA"),
+        ("layer_replication", [[0, 10**9]], "null"),
+        ("megatron_config", {"a": 1}, "null"),
+        ("use_rslora", "false", "true or false"),
+        ("lora_alpha", float("nan"), "a finite number"),
+        ("lora_alpha", float("inf"), "a finite number"),
+        ("r", 10**6, "1 to 4096"),
+    ],
+)
+def test_a_value_is_refused(folder: Path, key: str, value: Any, allowed: str) -> None:
+    file = folder / ADAPTER
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
+    with pytest.raises(CheckpointError) as error:
+        check_adapter(folder)
+    caught = str(error.value)
+    assert caught.startswith(f"{folder} cannot be loaded: {ADAPTER}: {key} is ")
+    assert caught.endswith(f"; allowed: {allowed}")
+
+
+def test_settings_of_the_user() -> None:
+    for values, told in (
+        ({"target_modules": "["}, r"target_modules is '\[', which is no regular expression"),
+        ({"r": 4097}, r"model\.lora\.r is 4097; allowed: .*<= 4096"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            build(LoRASettings, {"r": 4, "alpha": 8, "target_modules": "all-linear"} | values,
+                  "model.lora")  # fmt: skip

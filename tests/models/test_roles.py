@@ -176,7 +176,7 @@ def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
 
 
 # gpt2 has learned positions: unlike rotary ones, they show a row that was shifted as a whole.
-@pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "llama", "gpt2"])
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "gpt2"])
 @torch.no_grad()
 def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
     make_model: Callable[..., PreTrainedModel], tokens: Tensor, model_type: str

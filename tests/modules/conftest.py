@@ -13,13 +13,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import (
-    PreTrainedModel,
-    Qwen3_5ForCausalLM,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
+from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -36,6 +30,7 @@ from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.accelerator import strategy
 
 from ..composing import stage_config
+from ..models.conftest import build_model
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "qwen3_5")
@@ -88,33 +83,16 @@ def language_model(architecture: str, seed: int = 0, spread: float = 0.2) -> Pre
 
     spread: the standard deviation of the weights. Linear attention magnifies rounding with it.
     """
-    common: dict[str, Any] = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 16,
-        "max_position_embeddings": 128,
-        "initializer_range": spread,
-        "tie_word_embeddings": True,
-    }
+    family, shape = architecture, dict[str, Any]()
+    if architecture == "qwen3_5":
+        family = "qwen3_5_text"
+        shape = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        if architecture == "qwen3":
-            model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**common))
-        else:
-            config = Qwen3_5TextConfig(
-                **common,
-                layer_types=["linear_attention", "full_attention"],
-                linear_key_head_dim=8,
-                linear_value_head_dim=8,
-                linear_num_key_heads=2,
-                linear_num_value_heads=4,
-            )
-            model = Qwen3_5ForCausalLM(config)
-    return model.float().eval().requires_grad_(False)
+        return build_model(
+            family, seed=seed, vocab_size=VOCABULARY, num_attention_heads=2, head_dim=16,
+            num_key_value_heads=1, initializer_range=spread, tie_word_embeddings=True,
+            eos_token_id=None, pad_token_id=None, **shape,
+        )  # fmt: skip
 
 
 def shake(module: nn.Module, marker: str, seed: int, size: float = 0.05) -> None:
@@ -151,7 +129,7 @@ def rm_roles(architecture: str) -> Roles:
 def reward_adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Architecture -> folder of a reward adapter for its model."""
     folders = {}
-    for name in ARCHITECTURES:
+    for name in (*ARCHITECTURES, "llama"):  # for tests/standin
         folder = tmp_path_factory.mktemp(name)
         rm_roles(name).model.save_pretrained(str(folder), selected_adapters=[REWARD])
         folders[name] = folder / REWARD

@@ -1,4 +1,4 @@
-"""Iterations of PPO through a Trainer: what they touch, repeat and remember."""
+"""Iterations of PPO through a Trainer: what they touch, repeat, remember and learn."""
 
 from __future__ import annotations
 
@@ -11,36 +11,24 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.records import Experience, UpdateStats
+from lightning_rlhf.core.records import DecodedResponses, UpdateStats
 from lightning_rlhf.core.results import IterationSeconds
-from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
 
-from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
-from .experiences import ADAPTER, HEAD, Make, named, update
-
-
-def test_iterations_through_a_trainer_touch_nothing_but_policy_and_critic(
-    make_ppo: Make, architecture: str
-) -> None:
-    module = make_ppo(architecture)
-    roles, outputs = module.roles, Outputs()
-    before = parameters(module)
-    probes = {role: roles.probe(role) for role in (REFERENCE, REWARD, POLICY)}
-    trainer = fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
-    assert changed(before, parameters(module)) == named(module, ADAPTER, HEAD)
-    assert torch.equal(roles.probe(REFERENCE), probes[REFERENCE])
-    assert torch.equal(roles.probe(REWARD), probes[REWARD])
-    assert not torch.allclose(roles.probe(POLICY), probes[POLICY], atol=1e-3)
-    assert module.iteration == 3
-    # 2 epochs over 8 rows in minibatches of 4 are 4 optimizer steps an iteration.
-    assert [len(step.updates) for step in outputs.steps] == [4, 4, 4]
-    assert trainer.global_step == 12
-    for step in outputs.steps:
-        assert isinstance(step.experience, Experience)
-        assert step.kl_coef == module.config.kl_coef
-        assert all(seconds >= 0 for seconds in vars(step.seconds).values())
+from .conftest import (
+    VOCABULARY,
+    Outputs,
+    changed,
+    close,
+    fit,
+    parameters,
+    prompts,
+    shake,
+    within_fit,
+)
+from .experiences import ADAPTER, HEAD, Make, named, on_policy, update
 
 
 def three_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:
@@ -198,3 +186,113 @@ def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_p
         module.trainer = SimpleNamespace(**found)
         with pytest.raises(ConfigError, match=expected):
             module.on_fit_start()
+
+
+# Without a critic
+
+SAMPLES = {"rloo": 4, "grpo": 4, "dr_grpo": 2, "reinforce++": 1}
+
+
+@pytest.mark.parametrize("advantage", SAMPLES)
+def test_it_runs_without_a_critic(make_ppo: Make, advantage: str) -> None:
+    samples = SAMPLES[advantage]
+    module = make_ppo(advantage=advantage, samples_per_prompt=samples)
+    optimizer, outputs = module.configure_optimizers()["optimizer"], Outputs()
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    policy = named(module, ADAPTER)
+    assert {n for n, p in module.named_parameters() if id(p) in trained} == policy
+    assert VALUE not in module.roles.heads
+    before = parameters(module)
+    fit(module, [prompts(8 // samples, seed=seed) for seed in range(2)], [outputs])
+    assert changed(before, parameters(module)) == policy
+    for step in outputs.steps:
+        assert len(step.experience) == 8
+        assert not step.experience.old_values.any()
+        first, *_, last = step.updates
+        assert first.approx_kl.abs() <= 1e-10
+        assert (first.ratio_mean - 1).abs() <= 1e-5
+        assert last.approx_kl > 1e-7
+        assert all(stats.value_loss == 0 for stats in step.updates)
+
+
+def test_responses_to_one_prompt_stand_in_a_row(make_ppo: Make) -> None:
+    module, outputs = make_ppo(advantage="rloo", samples_per_prompt=4), Outputs()
+    asked = prompts(2)
+    fit(module, [asked], [outputs])
+    experience = outputs.steps[0].experience
+    assert experience.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
+    width = asked.tokens.shape[1]
+    for row in range(8):
+        assert torch.equal(experience.tokens[row, :width], asked.tokens[row // 4])
+        assert torch.equal(experience.mask[row, :width], asked.mask[row // 4])
+    said = {tuple(row[real].tolist()) for row, real in
+            zip(experience.responses, experience.response_mask, strict=True)}  # fmt: skip
+    assert len(said) > 4  # each is drawn by itself
+
+
+def test_a_response_is_compared_with_the_others_to_its_prompt(make_ppo: Make) -> None:
+    module = make_ppo(advantage="rloo", samples_per_prompt=4, whiten_advantages="none", kl_coef=0.2)
+    experience = on_policy(module, rows=8)  # rows 0 to 3 and 4 to 7 are the groups
+    paid = experience.rewards.sum(1)  # gamma 1: the whole return
+    assert experience.kl.abs().max() > 1e-3
+    for i in range(8):
+        group = [j for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
+        expected = paid[i] - sum(paid[j] for j in group) / 3
+        real = experience.response_mask[i]
+        close(experience.advantages[i], torch.where(real, expected, 0.0))
+
+
+# Learning
+
+
+def share_of_low_tokens(decoded: DecodedResponses) -> Tensor:
+    """The share of the response that is among the first quarter of the vocabulary."""
+    rollout = decoded.rollout
+    low = (rollout.responses < VOCABULARY // 4) & rollout.response_mask
+    return low.sum(1) / rollout.response_mask.sum(1)
+
+
+def train(module: PPOModule) -> tuple[Tensor, Tensor]:
+    """Mean score, and mean KL summed over a response, of every iteration."""
+    outputs = Outputs()
+    rows, iterations = module.config.rollout_batch_size, module.config.iterations
+    fit(module, [prompts(rows, seed=i) for i in range(iterations)], [outputs])
+    experiences = [step.experience for step in outputs.steps]
+    scores = torch.stack([e.score.mean() for e in experiences])
+    return scores, torch.stack([e.kl.sum(1).mean() for e in experiences])
+
+
+LEARNING: dict[str, Any] = {
+    "fresh": True,
+    "reward": share_of_low_tokens,
+    "rollout_batch_size": 64,
+    "minibatch_size": 32,
+    "microbatch_size": 32,
+    "ppo_epochs": 4,
+    "ent_coef": 0.0,
+    "missing_eos": "none",
+    "lr": 1e-2,
+}
+
+
+@pytest.mark.slow
+def test_it_learns_what_is_rewarded(make_ppo: Make, architecture: str) -> None:
+    scores, kl = train(make_ppo(architecture, iterations=14, kl_coef=0.0, **LEARNING))
+    assert scores[:2].mean() < 0.45  # chance, with many responses ended by a rewarded token
+    assert scores[-3:].mean() > 0.7
+    assert kl[-3:].mean() > 1
+
+
+@pytest.mark.slow
+def test_the_leash_pulls_back(make_ppo: Make) -> None:
+    """With nothing to gain and a price on KL, a policy that has strayed turns to the reference."""
+    settings = LEARNING | {
+        "fresh": False,
+        "reward": lambda decoded: torch.zeros(len(decoded)),
+        "lr": 3e-3,
+    }
+    module = make_ppo(iterations=14, kl_coef=1.0, **settings)
+    shake(module.roles, ADAPTER, seed=11, size=0.1)
+    _, kl = train(module)
+    assert kl[:2].mean() > 1.5
+    assert kl[-3:].mean() < 0.75 * kl[:2].mean()

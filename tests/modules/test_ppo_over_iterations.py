@@ -38,13 +38,10 @@ def check_price(found: list[dict[str, Any]], coefs: list[float]) -> None:
         assert experience.kl[before].abs().max() > 1e-3
 
 
-def test_a_fixed_price_stays(make_ppo: Make) -> None:
-    check_price(steps(make_ppo(kl_coef=0.3)), [0.3, 0.3, 0.3])
-
-
-def test_a_linear_price_ends_where_it_is_set_to(make_ppo: Make) -> None:
+def test_a_linear_price_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: Make) -> None:
     module = make_ppo(kl_coef=0.3, kl_control="linear", kl_coef_end=0.1, iterations=3)
     check_price(steps(module), [0.3, 0.2, 0.1])
+    check_price(steps(make_ppo(kl_coef=0.3), last=2), [0.3, 0.3])
 
 
 @pytest.mark.parametrize(("target", "factor"), [(1e-4, 1.02), (1e4, 0.98)])
@@ -95,13 +92,12 @@ def test_scores_are_left_alone_where_no_rule_is_set(make_ppo: Make) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0},
-        {"kl_control": "linear", "kl_coef_end": 0.0},
-        {"score_normalization": "running"},
-        {"score_normalization": "running_scale"},
+        {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0,
+         "score_normalization": "running_scale"},
+        {"kl_control": "linear", "kl_coef_end": 0.0, "score_normalization": "running"},
     ],
     ids=lambda changes: next(iter(changes.values())),
-)
+)  # fmt: skip
 def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str, Any]) -> None:
     settings = {"reward": one_number, **changes}
     unbroken = make_ppo(**settings)

@@ -28,14 +28,7 @@ from lightning_rlhf.parallel import replicas as collectives
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 from ..processes import replicated
-from .conftest import (
-    Outputs,
-    fit,
-    parameters,
-    prompts,
-    sft_config,
-    sft_roles,
-)
+from .conftest import Outputs, fit, parameters, prompts, sft_config, sft_roles
 from .experiences import Make
 from .test_ptx import with_ptx
 from .test_sft import demonstrations

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import REWARD
@@ -108,22 +107,6 @@ def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
     # Without centring the bias moves both sides alike and would have no gradient.
     assert expected["roles.heads.reward.linear.bias"].abs() > 0.1
     same_direction(outputs.grads[0], expected)
-
-
-def test_padding_on_either_side_changes_no_reward(architecture: str) -> None:
-    roles = rm_roles(architecture)
-    tokens, mask = pad_to(CHOSEN, 9, seed=0)
-    with torch.no_grad():
-        expected = slow_rewards(roles, tokens, CHOSEN)
-        for left, right, garbage in ((0, 0, 0), (0, 5, 3), (5, 0, 9), (3, 4, 63)):
-            padded = F.pad(tokens, (left, right), value=garbage)
-            padded_mask = F.pad(mask, (left, right), value=False)
-            close(roles.reward(padded, padded_mask), expected)
-        # A row of its own, without any other beside it.
-        for row, length in enumerate(CHOSEN):
-            alone = F.pad(tokens[row : row + 1, :length], (4, 0), value=5)
-            real = F.pad(mask[row : row + 1, :length], (4, 0), value=False)
-            close(roles.reward(alone, real), expected[row : row + 1])
 
 
 def test_the_sides_may_be_of_any_width() -> None:

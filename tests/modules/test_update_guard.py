@@ -29,14 +29,7 @@ from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.stages.fit import advise
 
-from .conftest import (
-    Outputs,
-    changed,
-    fit,
-    parameters,
-    prompts,
-    within_fit,
-)
+from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
 from .experiences import Make, learn, on_policy, update
 from .test_supervised import STAGES
 

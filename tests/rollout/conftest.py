@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.config import POLICY, VALUE, LoRASettings
@@ -18,29 +16,23 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 
+from ..models.conftest import _calm as _calm
+from ..models.conftest import build_model
+
 VOCABULARY = 61
 END = (1, 2, 3, 4, 5, 6)
 """Many end tokens, so that responses of random models end here and there."""
 SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
-    "llama": {"initializer_range": 0.2},
-    "qwen3_5_text": {
-        "head_dim": 8,
-        "num_hidden_layers": 4,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
-        "initializer_range": 0.05,  # its recurrence magnifies rounding
-    },
+    "qwen3": {},
+    "qwen3_5_text": {},
     # Learned positions: unlike rotary ones, they show a row that was shifted as a whole.
-    "gpt2": {"initializer_range": 0.2},
+    "gpt2": {},
     # A state of its own in place of the library's cache.
-    "mamba": {"state_size": 8, "initializer_range": 0.2},
+    "mamba": {"state_size": 8},
 }
 CACHELESS = {"mamba"}
 ADAPTER_STD = {"qwen3_5_text": 0.05}
-"""For the same reason. The difference from the reference is still that of weights as large."""
+"""Its recurrence magnifies rounding. The difference from the reference is still as large."""
 
 
 def sample(
@@ -58,32 +50,10 @@ def sample(
     return sampler.sample(prompts, samples_per_prompt, generator)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _calm() -> None:
-    """One thread: on matrices this small a second one waits longer than it works."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
 @pytest.fixture(params=[name for name in SHAPES if name not in CACHELESS])
 def roles(request: pytest.FixtureRequest) -> Roles:
     """A policy that differs from its reference, and a critic that is not zero."""
-    shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-        "bos_token_id": None,
-    }
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(request.param, **(shape | SHAPES[request.param]))
-    roles = Roles(AutoModelForCausalLM.from_config(config).eval().requires_grad_(False))
+    roles = Roles(build_model(request.param, vocab_size=VOCABULARY, **SHAPES[request.param]))
     targets = ["in_proj"] if request.param == "mamba" else "all-linear"
     roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules=targets))
     with torch.no_grad():

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
 from lightning_rlhf.core.config import Term
-from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scores
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.score import padding_share, response_hidden, response_logprobs, score
+from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.score import (
+    annotate,
+    padding_share,
+    response_hidden,
+    response_logprobs,
+    score,
+)
 
 from .conftest import sample
 
@@ -27,6 +39,13 @@ def rollout(request: pytest.FixtureRequest, roles: Roles, prompts: Prompts) -> R
 INDEX = Reward.of(lambda decoded: decoded.rollout.index.float())
 
 
+def scored(roles: Roles, rollout: Rollout, batch_size: int = 4, reward: Reward = INDEX) -> Scores:
+    return score(
+        roles, decoded(rollout), reward, temperature=TEMPERATURE, batch_size=batch_size,
+        over_vocabulary=False,
+    )  # fmt: skip
+
+
 def decoded(rollout: Rollout) -> DecodedResponses:
     """With text that nobody reads."""
     row = {"prompt": "", "messages": []}
@@ -39,9 +58,7 @@ def decoded(rollout: Rollout) -> DecodedResponses:
 def test_the_references_log_probabilities_are_its_log_softmax(
     roles: Roles, rollout: Rollout
 ) -> None:
-    scores = score(
-        roles, decoded(rollout), INDEX, temperature=TEMPERATURE, batch_size=4, over_vocabulary=False
-    )
+    scores = scored(roles, rollout)
     assert scores.ref_logprobs.shape == rollout.logprobs.shape
     with roles.use_role(REFERENCE):
         for i in range(len(rollout)):
@@ -61,23 +78,9 @@ def test_the_references_log_probabilities_are_its_log_softmax(
 
 
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
-    whole = score(
-        roles,
-        decoded(rollout),
-        INDEX,
-        temperature=TEMPERATURE,
-        batch_size=len(rollout),
-        over_vocabulary=False,
-    )
+    whole = scored(roles, rollout, len(rollout))
     for batch_size in (1, 4):
-        parts = score(
-            roles,
-            decoded(rollout),
-            INDEX,
-            temperature=TEMPERATURE,
-            batch_size=batch_size,
-            over_vocabulary=False,
-        )
+        parts = scored(roles, rollout, batch_size)
         torch.testing.assert_close(parts.ref_logprobs, whole.ref_logprobs, atol=1e-5, rtol=0)
         assert parts.score.tolist() == rollout.index.tolist()
 
@@ -98,10 +101,7 @@ def test_the_reward_is_asked_once_for_all_replies_in_their_order(
         ),
         (twice_the_index, lambda found: torch.ones(len(found))),
     )
-    scores = score(
-        roles, decoded(rollout), reward, temperature=TEMPERATURE, batch_size=4,
-        over_vocabulary=False,
-    )  # fmt: skip
+    scores = scored(roles, rollout, reward=reward)
     assert asked == [rollout]
     # What is reported are the raw parts: 0.5 * 2 i - 1 * 1.
     assert scores.component_scores.tolist() == [[2.0 * i, 1.0] for i in rollout.index.tolist()]
@@ -131,3 +131,32 @@ def test_share_of_padding_by_hand(batch_size: int, share: float) -> None:
     lengths = torch.tensor([4, 2, 3, 3])
     mask = torch.arange(6) >= 6 - lengths[:, None]
     assert float(padding_share(mask, batch_size)) == pytest.approx(share)
+
+
+def rows() -> MicrobatchSize:
+    return MicrobatchSize("the number of rows annotated at a time", 6)
+
+
+def test_what_a_server_measured_is_computed_again(roles: Roles, prompts: Prompts) -> None:
+    """Its weights may round otherwise; here its log-probabilities are off by a whole nat."""
+    roles.set_role(POLICY)
+    exact = sample(roles, prompts, temperature=0.7)
+    off = replace(exact, logprobs=torch.where(exact.response_mask, exact.logprobs - 1, 0))
+    again = annotate(
+        off, roles, None, is_exact=False, temperature=0.7, policy_rows=rows(), batch_size=2
+    )
+    torch.testing.assert_close(again.logprobs, exact.logprobs, atol=2e-5, rtol=0)
+    taken = annotate(
+        off, roles, None, is_exact=True, temperature=0.7, policy_rows=rows(), batch_size=2
+    )
+    assert torch.equal(taken.logprobs, off.logprobs)
+
+
+def test_a_response_comes_with_the_row_of_its_prompt() -> None:
+    responses = as_responses([[1], [1], [1]], [[2, 3], [4], [5]], pad_id=0)
+    responses = replace(responses, index=torch.tensor([2, 0, 2]))
+    data = [{"prompt": name} for name in ("first", "second", "third")]
+    chat: Any = SimpleNamespace(decode_response=lambda tokens: " ".join(map(str, tokens)))
+    decoded = decode_responses(responses, data, chat)
+    assert [row["prompt"] for row in decoded.rows] == ["third", "first", "third"]
+    assert decoded.responses == ["2 3", "4", "5"]

@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from lightning_rlhf.kernels.layers import own_class
@@ -36,28 +35,34 @@ def fast_sdpa(
     attention_mask: Tensor | None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "B S H d"], None]:
-    """Compute SDPA attention as the library does, but with a gradient in 16 bits on a CPU.
+    """Compute SDPA attention as the library does, but with a fast gradient in 16 bits on a CPU.
 
-    There `causal_attention` computes it; with a mask the library computes it in fp32 and the output
-    is rounded.
+    There torch's own gradient takes about seven times as long as in fp32. Causal attention of short
+    sequences in bf16 keeps its probabilities for a gradient by matrix products; the rest is
+    computed in fp32 by the library, and the output is rounded.
     """
     learns = torch.is_grad_enabled() and query.requires_grad
     if not (_is_slow(query) and learns):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
     scale, causal = kwargs.get("scaling"), kwargs.get("is_causal")
-    if (
-        attention_mask is None
-        and (getattr(module, "is_causal", True) if causal is None else causal)
-        and query.shape[2] == key.shape[2]
-        and key.shape == value.shape
-        and not kwargs.get("dropout")
-        and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
-    ):
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        return causal_attention(query, key, value, scale), None
-    if attention_mask is not None and attention_mask.is_floating_point():
-        attention_mask = attention_mask.float()
+    batch, heads, length, size = query.shape
     with torch.autocast("cpu", enabled=False):
+        if (
+            query.dtype == torch.bfloat16
+            and length <= SHORT * size
+            and batch * heads * length**2 <= SCORES
+            and attention_mask is None
+            and (getattr(module, "is_causal", True) if causal is None else causal)
+            and length == key.shape[2]
+            and key.shape == value.shape
+            and not kwargs.get("dropout")
+            and all(kwargs.get(name) is None for name in ("position_bias", "softcap", "cache"))
+        ):
+            scale = size**-0.5 if scale is None else scale
+            mixed: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore
+            return mixed.transpose(1, 2), None
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = attention_mask.float()
         wide = [x.float() for x in (query, key, value)]
         output, _ = sdpa_attention_forward(module, *wide, attention_mask, **kwargs)
     return output.to(query.dtype), None
@@ -66,33 +71,6 @@ def fast_sdpa(
 def _is_slow(query: Tensor) -> bool:
     """Return whether torch's gradient of attention is several times slower than in fp32."""
     return query.device.type == "cpu" and query.dtype.itemsize == 2
-
-
-def causal_attention(
-    query: Float[Tensor, "B H S d"],
-    key: Float[Tensor, "B K S d"],
-    value: Float[Tensor, "B K S d"],
-    scale: float,
-) -> Float[Tensor, "B S H d"]:
-    """Compute causal attention that has a fast gradient.
-
-    In 16 bits on a CPU torch's own gradient takes about seven times as long as in fp32. There,
-    attention of short sequences keeps its probabilities for a gradient by matrix products; that of
-    long ones is computed in fp32 and rounded.
-    """
-    batch, heads, length, size = query.shape
-    slow, dtype, groups = _is_slow(query), query.dtype, heads // key.shape[1]
-    short = length <= SHORT * size and batch * heads * length**2 <= SCORES
-    with torch.autocast(query.device.type, enabled=False):
-        if slow and short and dtype == torch.bfloat16:
-            mixed: Tensor = _CausalAttention.apply(query, key, value, scale)  # type: ignore
-            return mixed.transpose(1, 2)
-        if slow:
-            query, key, value = (x.float() for x in (query, key, value))
-        if groups > 1:
-            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-    return mixed.to(dtype).transpose(1, 2)
 
 
 class _CausalAttention(torch.autograd.Function):

@@ -239,17 +239,42 @@ class DecodeStep:
             return self.norm(hidden)
 
 
+@torch.no_grad()
 def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | None:
-    """Return a step on the cache; None, with a warning, where it would compute something else."""
+    """Return a step on the cache; None, with a warning, where it would compute something else.
+
+    The first step of a model in a dtype is compared with the trunk, on a cache of its own.
+    """
     if not can_decode(causal_lm, cache):
         return None
-    agreed = causal_lm.base_model.__dict__.setdefault("steps_agree", {})
-    dtype = computing_dtype(causal_lm)
-    if dtype in agreed:  # checked once
+    trunk, dtype = causal_lm.base_model, computing_dtype(causal_lm)
+    agreed = trunk.__dict__.setdefault("steps_agree", {})
+    if dtype in agreed:
         return DecodeStep(causal_lm, cache) if agreed[dtype] else None
-    step = _checked(causal_lm, cache)
-    agreed[dtype] = step is not None
-    return step
+    tokens = (
+        torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % trunk.embed_tokens.num_embeddings
+    )
+    own, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
+    trunk(input_ids=tokens[:, :-1], past_key_values=own, use_cache=True)
+    expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
+    fault = "gives other hidden states"
+    try:
+        step = DecodeStep(causal_lm, own)
+        found = step(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
+        agreed[dtype] = same_logits(found, expected, rounding(causal_lm))
+    except torch.OutOfMemoryError:  # fewer responses at once may fit
+        raise
+    except Exception as error:  # code written for other layers may raise anything
+        agreed[dtype], fault = False, f"fails: {first_line(error)}"
+    if agreed[dtype]:
+        step.attach(cache)
+        return step
+    warnings.warn(
+        f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast decoding "
+        f"step {fault}",
+        stacklevel=2,
+    )
+    return None
 
 
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
@@ -274,36 +299,6 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
         )
         and all(_is_known(layer) and layer.weight.dtype == dtype for layer in linear)
     )
-
-
-@torch.no_grad()
-def _checked(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep | None:
-    """Return a step on the cache if it agrees with the trunk, on a cache of its own; else warn."""
-    trunk = causal_lm.base_model
-    tokens = (
-        torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % trunk.embed_tokens.num_embeddings
-    )
-    own, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
-    trunk(input_ids=tokens[:, :-1], past_key_values=own, use_cache=True)
-    expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]
-    try:
-        step = DecodeStep(causal_lm, own)
-        found = step(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
-    except torch.OutOfMemoryError:  # fewer responses at once may fit
-        raise
-    except Exception as error:  # code written for other layers may raise anything
-        fault = f"fails: {first_line(error)}"
-    else:
-        if same_logits(found, expected, rounding(causal_lm)):
-            step.attach(cache)
-            return step
-        fault = "gives other hidden states"
-    warnings.warn(
-        f"sampling is slower, by {causal_lm.config.model_type}'s own layers: the fast decoding "
-        f"step {fault}",
-        stacklevel=2,
-    )
-    return None
 
 
 def _is_known(layer: nn.Module) -> bool:

@@ -233,26 +233,24 @@ def check_positions(
     Where the positions are computed (rotary), a longer text is possible: the first one of a process
     is warned of, where `warns`.
 
-    longest: number of tokens of the longest text.
-    what: description of that text, for the message.
+    longest: number of tokens of the longest text. what: description of that text, for the message.
     lower: advice on how to shorten it, for the message, with the number of positions as {limit}.
     """
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return
+    has, advice = f"{what} has {longest} tokens", lower.format(limit=limit)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
         raise ConfigError(
-            f"{what} has {longest} tokens, but the model has positions for {limit} "
-            f"(max_position_embeddings); {lower.format(limit=limit)}"
+            f"{has}, but the model has positions for {limit} (max_position_embeddings); {advice}"
         )
     if warns and limit not in WARNED:
         WARNED.add(limit)
         warnings.warn(
-            f"{what} has {longest} tokens, more than the {limit} that the model was made for "
-            f"(max_position_embeddings): its answers and scores may be meaningless there; "
-            + lower.format(limit=limit),
+            f"{has}, more than the {limit} that the model was made for (max_position_embeddings): "
+            f"its answers and scores may be meaningless there; {advice}",
             stacklevel=2,
         )
 

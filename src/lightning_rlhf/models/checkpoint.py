@@ -435,12 +435,6 @@ def find(source: str, key: str) -> Final:
     return Final(path, None)
 
 
-def stands_on_random_weights(folder: Path) -> bool:
-    """Return True if the folder is an adapter whose base has random weights, made from a seed."""
-    file = folder / ADAPTER
-    return file.is_file() and json.loads(file.read_text())["base_model_name_or_path"] == FROM_CONFIG
-
-
 def digest(folder: Path) -> str:
     """Return a hash that changes whenever the checkpoint in `folder` is replaced.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -75,21 +76,15 @@ class Classifier:
     def _forward(
         self, features: Sequence[Mapping[str, list[int]]], pad: int
     ) -> Float[Tensor, "n 1"]:
-        longest = max(len(one["input_ids"]) for one in features)
-        batch = {
-            name: [[*one[name], *[pad if name == "input_ids" else 0] * (longest - len(one[name]))]
-                   for one in features]
-            for name in features[0]
-            if name != "attention_mask"
-        }  # fmt: skip
-        batch["attention_mask"] = [
-            [1] * len(one["input_ids"]) + [0] * (longest - len(one["input_ids"]))
-            for one in features
-        ]
+        lengths = [torch.ones(len(one["input_ids"]), dtype=torch.long) for one in features]
+        tensors = {"attention_mask": pad_sequence(lengths, batch_first=True)}
+        for name in features[0].keys() - {"attention_mask"}:
+            rows, fill = [torch.tensor(one[name]) for one in features], pad * (name == "input_ids")
+            tensors[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
         device = self.model.device
-        tensors = {name: torch.tensor(rows, device=device) for name, rows in batch.items()}
+        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
         with torch.autocast(device.type, enabled=False):
-            return self.model(**tensors).logits[:, [self.label]]
+            return self.model(**inputs).logits[:, [self.label]]
 
     def show(self, tokens: Sequence[int]) -> str:
         """Return the tokens decoded to text, special tokens included."""

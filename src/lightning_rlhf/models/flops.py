@@ -56,17 +56,16 @@ class Weights:
             predicts.
         """
         linear = 2.0 * (self.frozen + self.trained) * int(lengths.sum())
-        squares = float((lengths.double() ** 2).sum())
-        return linear + 2.0 * self.head * predicted + 4.0 * self.attention * squares
+        return linear + 2.0 * self.head * predicted + self._scores(lengths)
+
+    def _scores(self, lengths: Int[Tensor, " B"]) -> float:
+        return 4.0 * self.attention * float((lengths.double() ** 2).sum())
 
     def update(self, lengths: Int[Tensor, " B"], predicted: int = 0) -> float:
         """Return the operations of a forward and a backward pass; arguments as for `forward`."""
-        of_weights = (
-            self.trained * int(lengths.sum()) + self.head_is_trained * self.head * predicted
-        )
-        squares = float((lengths.double() ** 2).sum())
         passes = (3 if self.recomputes else 2) * self.forward(lengths, predicted)
-        return passes + 2.0 * of_weights + 4.0 * self.attention * squares
+        weights = self.trained * int(lengths.sum()) + self.head_is_trained * self.head * predicted
+        return passes + 2.0 * weights + self._scores(lengths)
 
     def sampling(
         self, prompts: Int[Tensor, " B"], responses: Int[Tensor, " B"], each: int

@@ -26,27 +26,6 @@ from transformers import (
 from lightning_rlhf.models.checkpoint import json_object
 
 
-class ScalarHead(nn.Module):
-    """A linear map from a hidden state to a scalar, computed in fp32."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(hidden_size, 1)
-
-    @classmethod
-    def zeros(cls, hidden_size: int) -> ScalarHead:
-        """Return a head with all weights 0, so that training of a value head starts from V = 0."""
-        head = cls(hidden_size)
-        nn.init.zeros_(head.linear.weight)
-        nn.init.zeros_(head.linear.bias)
-        return head
-
-    def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """Return one fp32 number for each hidden state."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return self.linear(hidden.float()).squeeze(-1)
-
-
 class RewardHeads(nn.Module):
     """An ensemble of linear maps from a hidden state to a reward, computed in fp32."""
 
@@ -70,6 +49,25 @@ class RewardHeads(nn.Module):
         """Return the fp32 output of each of the H heads for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())
+
+
+class ScalarHead(RewardHeads):
+    """A linear map from a hidden state to a scalar, computed in fp32."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__(hidden_size, 1)
+
+    @classmethod
+    def zeros(cls, hidden_size: int) -> ScalarHead:
+        """Return a head with all weights 0, so that training of a value head starts from V = 0."""
+        head = cls(hidden_size)
+        nn.init.zeros_(head.linear.weight)
+        nn.init.zeros_(head.linear.bias)
+        return head
+
+    def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
+        """Return one fp32 number for each hidden state."""
+        return super().forward(hidden).squeeze(-1)
 
 
 SCORE = "score"

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    ConfigError,
-    NotFiniteError,
-    require,
-)
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import PPOTerms
 from lightning_rlhf.models.roles import trainable_names
@@ -196,16 +191,14 @@ def check_loss(terms: Any, name: str) -> None:
 
     name: name of the class whose `loss_terms` returned them.
     """
-    loss = terms.loss if isinstance(terms, PPOTerms) else None
-    if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
-        return
-    if not isinstance(terms, PPOTerms):
-        found = f"an object of type {type(terms).__name__}"
-    elif isinstance(loss, Tensor):
-        gradient = "with" if loss.requires_grad else "without"
-        found = f"a loss of shape {[*loss.shape]} {gradient} gradient"
-    else:
+    found, loss = f"an object of type {type(terms).__name__}", getattr(terms, "loss", None)
+    if isinstance(terms, PPOTerms):
         found = f"a loss of type {type(loss).__name__}"
+        if isinstance(loss, Tensor):
+            if loss.dim() == 0 and loss.requires_grad:
+                return
+            gradient = "with" if loss.requires_grad else "without"
+            found = f"a loss of shape {[*loss.shape]} {gradient} gradient"
     raise ConfigError(
         f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
         "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"

@@ -113,7 +113,7 @@ class PPOModule(L.LightningModule):
         self.replicas = replicas
         self.guard = UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
-            roles, reward, config, critic=critic, chat=chat, prompts=prompts,
+            roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
@@ -305,7 +305,7 @@ class PPOModule(L.LightningModule):
             parts.append(self.backpropagate(loss_terms(policy=policy, values=values)))
             for part in parts:  # in the order of the passes
                 loss = loss + part.loss
-            shares.append(sum_terms(parts))
+            shares.append(parts[0] if len(parts) == 1 else sum_terms(parts))
         ptx_loss = torch.zeros_like(loss)
         if self.ptx is not None and policy_learns:
             demonstrations = self.ptx.batch(self.iteration, self.update_number)

@@ -251,53 +251,46 @@ def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
     return float(mean), float(std)
 
 
+@dataclass(kw_only=True, eq=False)
 class Collector:
     """Samples responses of the active role, and has models and reward read them.
 
     Forward passes take as many rows as fit into memory; a size that was halved stays so.
     """
 
-    def __init__(
-        self,
-        roles: Roles,
-        reward: Reward,
-        config: PPOConfig,
-        *,
-        critic: Critic | None,
-        chat: ChatFormat,
-        prompts: Mapping[str, Sequence[dict[str, Any]]],
-        microbatch: MicrobatchSize,
-        sampler: Sampler | None,
-        stage: str = "ppo",
-        replicas: Replicas = ONE,
-    ) -> None:
-        """Make the collector; the arguments are those of `PPOModule`."""
-        self.replicas = replicas
-        self.roles = roles
-        self.reward = reward
-        self.config = config
-        self.critic = critic
-        self.chat = chat
-        self.prompts = prompts
-        self.microbatch = microbatch
-        """Number of rows that a critic apart, reward and reference read at a time."""
+    roles: Roles
+    reward: Reward
+    config: PPOConfig
+    critic: Critic | None
+    chat: ChatFormat
+    prompts: Mapping[str, Sequence[dict[str, Any]]]
+    """Split -> rows of the data, as for `PPOModule`."""
+    microbatch: MicrobatchSize
+    """Number of rows that a critic apart, reward and reference read at a time."""
+    sampler: Any
+    """`Sampler` of the responses; None builds the one that `config.rollout` names."""
+    stage: str = "ppo"
+    replicas: Replicas = ONE
+
+    def __post_init__(self) -> None:
+        config = self.config
         self.annotation_rows = MicrobatchSize(
             "the number of rows annotated at a time", config.rollout_batch_size
         )
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         self.generation_rows = MicrobatchSize(
-            f"{stage}.generation_batch_size",
+            f"{self.stage}.generation_batch_size",
             config.generation_batch_size or config.rollout_batch_size,
         )
         """Number of responses that are sampled at a time."""
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
             temperature=config.temperature,
-            end_token_ids=chat.end_token_ids,
-            stop=chat.stop_at(config.stop_strings),
+            end_token_ids=self.chat.end_token_ids,
+            stop=self.chat.stop_at(config.stop_strings),
         )
-        self.sampler = sampler or build_sampler(
-            config.rollout, roles, params, critic, key=f"{stage}.rollout"
+        self.sampler = self.sampler or build_sampler(
+            config.rollout, self.roles, params, self.critic, key=f"{self.stage}.rollout"
         )
         self.annotated = not isinstance(self.sampler, NativeSampler)
         """True if the policy read the latest responses for log-probabilities or values."""

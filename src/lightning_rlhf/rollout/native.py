@@ -107,19 +107,12 @@ class DecodeState:
         return self.tokens[self.rows, self.width : self.width + self.length]
 
     @property
-    def latest(self) -> Int[Tensor, "A 1"]:
-        """Return the token appended last."""
-        return self.tokens[self.rows, self.width + self.length - 1, None]
-
-    @property
-    def latest_position(self) -> Int[Tensor, "A 1"]:
-        """Return the position of `latest` among the real tokens of its row."""
-        return self.prompt_tokens[self.rows, None] + self.length - 1
-
-    @property
-    def attention_mask(self) -> Bool[Tensor, "A P+T"]:
-        """Return a mask, True on the tokens that the next token may attend to."""
-        return self.mask[self.rows, : self.width + self.length]
+    def following(self) -> tuple[Int[Tensor, "A 1"], Bool[Tensor, "A P+T"], Int[Tensor, "A 1"]]:
+        """Return what the next step reads: the token appended last, a mask, True on the tokens that
+        it may attend to, and its position among the real tokens of its row."""
+        end = self.width + self.length
+        position = self.prompt_tokens[self.rows, None] + self.length - 1
+        return self.tokens[self.rows, end - 1, None], self.mask[self.rows, :end], position
 
     def append(
         self,
@@ -265,7 +258,7 @@ class NativeSampler:
                     left = state.drop_ended(count)
                     if left is not None:
                         cache.reorder_cache(left)
-                following = state.latest, state.attention_mask, state.latest_position
+                following = state.following
                 hidden = step(*following) if step else last_hidden(roles, cache, *following)
 
 

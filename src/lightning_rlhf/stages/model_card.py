@@ -23,12 +23,12 @@ from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.checkpoint import (
+    ADAPTER,
     FROM_CONFIG,
     Manifest,
     Verdict,
     is_folder,
     json_object,
-    stands_on_random_weights,
     tokenizer_hash,
     versions,
 )
@@ -203,7 +203,8 @@ def hand_over(
     )  # fmt: skip
     with Working(f"writing {folder}"):
         write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card)
-    if stands_on_random_weights(folder):
+    file = folder / ADAPTER
+    if file.is_file() and json_object(file)["base_model_name_or_path"] == FROM_CONFIG:
         print_line(
             f"{folder} is an adapter on random weights (model.from_config): the stages here make "
             "them again, other programs cannot; sft.finetune=full writes whole weights"
