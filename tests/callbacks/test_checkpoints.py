@@ -21,17 +21,18 @@ from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
 from lightning_rlhf.callbacks import checkpoints
-from lightning_rlhf.callbacks.checkpoint_files import (
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
+from lightning_rlhf.callbacks.evaluation import Evaluation
+from lightning_rlhf.callbacks.files import (
     Origin,
     check_checkpoint,
     numbered,
+    read_rows,
     read_run,
     stamp,
     step_of,
 )
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
-from lightning_rlhf.callbacks.evaluation import Evaluation
-from lightning_rlhf.callbacks.loggers import MetricsFile, read_rows
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.core.config import SFTConfig

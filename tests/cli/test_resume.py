@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run
+from lightning_rlhf.callbacks.files import numbered, read_run
 from lightning_rlhf.runs.folders import DELETED
 
 from .conftest import MINI, MODULE, Workplace, make_workplace, rows, weights

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.checkpoint_files import OUTLINE, RUN, Origin, outline, stamp
+from lightning_rlhf.callbacks.files import OUTLINE, RUN, Origin, outline, stamp
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation.select import load_weights
 

@@ -21,7 +21,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_rlhf.callbacks.checkpoint_files import (
+from lightning_rlhf.callbacks.files import (
     BEST,
     OUTLINE,
     RUN,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from lightning_rlhf.callbacks.evaluation import judged
+from lightning_rlhf.callbacks.files import judged
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
 

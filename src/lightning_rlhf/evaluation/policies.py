@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
+from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_run
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build

@@ -11,23 +11,23 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.checkpoint_files import (
-    BEST,
-    SUFFIX,
-    Origin,
-    check_checkpoint,
-    numbered,
-    path_of,
-    read_run,
-    step_named,
-)
 from lightning_rlhf.callbacks.checkpoints import (
     Checkpoints,
     divergence_advice,
     require_finite_weights,
 )
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.callbacks.files import (
+    BEST,
+    SUFFIX,
+    Origin,
+    check_checkpoint,
+    numbered,
+    path_of,
+    read_rows,
+    read_run,
+    step_named,
+)
 from lightning_rlhf.callbacks.progress import number_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, StageConfig
