@@ -190,17 +190,13 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: i
         assert os.umask(umask) == umask, "it is as it was"
     finally:
         os.umask(before)
+    with written_whole(tmp_path / "c", kind="folder") as beside:
+        beside.chmod(0o2777)  # a folder whose new files belong to its group
+    assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o2777
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a").iterdir()}
     assert modes == {"page": file, "weights.safetensors": file, WRITTEN: file}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == folder
     assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == file
-
-
-def test_a_group_s_own_modes_are_kept(tmp_path: Path) -> None:
-    """Of a folder whose new files belong to its group, and of one that others may write."""
-    with written_whole(tmp_path / "a", kind="folder") as beside:
-        beside.chmod(0o2777)
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o2777
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt, ValueError])
