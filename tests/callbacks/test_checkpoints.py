@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_rlhf.callbacks import checkpoints
+from lightning_rlhf.callbacks import files
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.files import (
@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(checkpoints, "outline", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again

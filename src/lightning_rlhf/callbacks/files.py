@@ -34,12 +34,10 @@ RUN = "lightning_rlhf"
 """Checkpoint key of the origin and the step."""
 OUTLINE = "outline"
 """Checkpoint key of `outline` of all other keys."""
-BEST = "best"
-"""File name, without suffix, of the best checkpoint."""
 SUFFIX = ".ckpt"
 """File name suffix of a checkpoint."""
-
-
+BEST = f"best{SUFFIX}"
+"""File name of the best checkpoint."""
 STEP = "step"
 """First column of metrics.csv."""
 SAMPLES = "samples"
@@ -82,13 +80,6 @@ def step_named(path: Path) -> int:
     return int(path.stem)
 
 
-def keep_newest(folder: Path, count: int, step: int | None = None) -> None:
-    """Delete all numbered checkpoints but the newest `count`, and that of `step`."""
-    for path in numbered(folder)[:-count]:
-        if step_named(path) != step:
-            path.unlink()
-
-
 def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     if target.exists() and target.samefile(source):
@@ -108,7 +99,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
 
     Returns: file name -> reason, for the deleted files other than unfinished ones.
     """
-    best = folder / f"{BEST}{SUFFIX}"
+    best = folder / BEST
     later = f"later than step {step}"
     gone = {path: later for path in numbered(folder) if step_named(path) > step}
     if best.exists():

@@ -19,7 +19,6 @@ from lightning_rlhf.callbacks.checkpoints import (
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.files import (
     BEST,
-    SUFFIX,
     Origin,
     check_checkpoint,
     numbered,
@@ -168,7 +167,7 @@ def choose(
                 f"ended after step {last}")  # fmt: skip
         path = path_of(saver.folder, step)
         if step == saver.best_step and not path.is_file():
-            path = saver.folder / f"{BEST}{SUFFIX}"
+            path = saver.folder / BEST
         load_weights(module, path, saver.origin)
         print_line(text_of(ending))
     write_ending(folder, ending)

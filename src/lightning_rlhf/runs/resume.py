@@ -111,7 +111,7 @@ def resume_point(settings: Settings) -> Path | None:
 
 def saved(folder: Path) -> list[Path]:
     """Return the checkpoints of a run: the best one first, the one to resume from last."""
-    best = folder / CHECKPOINTS / f"{BEST}{SUFFIX}"
+    best = folder / CHECKPOINTS / BEST
     return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
 
 
