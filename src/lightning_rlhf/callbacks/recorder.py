@@ -18,7 +18,6 @@ from lightning_rlhf.core.records import Experience
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import (
     LAST_BATCH,
     file_of,
@@ -26,6 +25,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     write_table,
 )
+from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io.console import print_line
 
 BY_ROW = ("old_logprobs", "ref_logprobs", "old_values", "component_scores")

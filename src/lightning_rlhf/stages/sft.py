@@ -20,7 +20,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report.curves import SFT_PANELS
 from lightning_rlhf.report.tables import spread
-from lightning_rlhf.rollout.build_sampler import deal, sample_reference
+from lightning_rlhf.rollout.collector import sample_reference, shard
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.supervised import Supervised
@@ -83,7 +83,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
     prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     (sampled,) = sample_reference(
         roles.to(run.device),
-        deal([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
+        shard([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
         SamplingParams(
             max_response_tokens=min(room, run.settings.data.max_response_tokens),
             temperature=1.0,
