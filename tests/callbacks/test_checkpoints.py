@@ -28,7 +28,7 @@ from lightning_rlhf.callbacks.files import (
     check_checkpoint,
     numbered,
     read_rows,
-    read_run,
+    read_stamp,
     stamp,
     step_of,
 )
@@ -438,7 +438,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline_of", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
@@ -507,7 +507,7 @@ def whole(run: Run) -> Path:
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> None:
     check_checkpoint(whole, ORIGIN)
-    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
+    assert read_stamp(whole) == asdict(ORIGIN) | {"step": 6}
     whole.write_bytes(whole.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"000006.ckpt cannot be read: "):
         check_checkpoint(whole, ORIGIN)

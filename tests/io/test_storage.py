@@ -27,7 +27,7 @@ from lightning_rlhf.io.storage import (
     There,
     full_disk,
     full_disk_told,
-    standing,
+    what_stands_at,
     written_whole,
 )
 
@@ -128,7 +128,7 @@ def test_what_is_written_over(tmp_path: Path, kind: Kind, there: There) -> None:
     other, target = tmp_path / "other", tmp_path / "a"
     other.write_text("another's")
     STANDING[there](target)
-    assert standing(target) == there
+    assert what_stands_at(target) == there
     before = [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))]
     refused = pytest.raises(StorageError, match=f"a {there} stands there")
     with nullcontext() if allowed else refused, written_whole(target, kind=kind) as beside:

@@ -23,7 +23,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.callbacks.files import Origin, path_of
-from lightning_rlhf.callbacks.progress import is_evaluation, latest, number_text, position, trained
+from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, position, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
@@ -42,7 +42,7 @@ class WholeFiles(TorchCheckpointIO):
         target = Path(path)
         make_folder(target.parent)
         with written_whole(target) as beside, beside.open("wb") as file:
-            torch.save(checkpoint | {files.OUTLINE: files.outline(checkpoint)}, file)
+            torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
 
 ALLOWED = "allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
@@ -238,7 +238,7 @@ class Checkpoints(Callback):
         """Return a description of the `goal` metrics at the best evaluation."""
         assert self.best is not None
         return ", then ".join(
-            f"{name} {number_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
+            f"{name} {metric_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
             for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 

@@ -120,19 +120,20 @@ def training_samples(module: Any, experience: Experience) -> list[Sample]:
         real = experience.response_mask[row]
         kl, advantages = experience.kl[row][real], experience.advantages[row][real]
         response = experience.responses[row][real].tolist()
-        samples.append({
+        per_token = {
+            "text": [module.chat.show([token]) for token in response],
+            "kl": [round(x, DECIMALS) for x in kl.tolist()],
+            "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
+        }
+        sample = {
             "iteration": module.iteration,
             "prompt": prompts[index]["prompt"],
             "response": module.chat.decode_response(response),
             "score": experience.score[row].item(),
             "kl": kl_sums[row],
             "ended": experience.ended[row].item(),
-            "per_token": {
-                "text": [module.chat.show([token]) for token in response],
-                "kl": [round(x, DECIMALS) for x in kl.tolist()],
-                "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
-            },
-        })  # fmt: skip
+        }
+        samples.append(sample | {"per_token": per_token})
     return samples
 
 

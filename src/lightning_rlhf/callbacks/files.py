@@ -33,7 +33,7 @@ from lightning_rlhf.io.storage import (
 RUN = "lightning_rlhf"
 """Checkpoint key of the origin and the step."""
 OUTLINE = "outline"
-"""Checkpoint key of `outline` of all other keys."""
+"""Checkpoint key of `outline_of` all other keys."""
 SUFFIX = ".ckpt"
 """File name suffix of a checkpoint."""
 BEST = f"best{SUFFIX}"
@@ -118,8 +118,8 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
 
 
 def step_of(path: Path) -> int:
-    """Return the step at which a checkpoint was written. Raises CheckpointError like `read_run`."""
-    return int(read_run(path)["step"])
+    """Return the step of a checkpoint. Raises CheckpointError like `read_stamp`."""
+    return int(read_stamp(path)["step"])
 
 
 def stamp(origin: Origin, step: int) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def load_checkpoint(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def read_run(path: Path, content: Any = None) -> dict[str, Any]:
+def read_stamp(path: Path, content: Any = None) -> dict[str, Any]:
     """Return the value of the key RUN of the checkpoint, without reading tensors.
 
     content: contents of the file, where they are loaded already.
@@ -168,19 +168,19 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
     content: dict[str, Any] = load_checkpoint(path)
-    found = read_run(path, content)
+    found = read_stamp(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key
             raise CheckpointError(f"{path} is foreign: of {what} {found[key]}, not {value}")
     if path.stem.isdigit() and found["step"] != step_named(path):
         raise CheckpointError(f"{path} is foreign: of step {found['step']}, whatever its name")
-    if OUTLINE not in content or content[OUTLINE] != outline(content):
+    if OUTLINE not in content or content[OUTLINE] != outline_of(content):
         raise CheckpointError(f"{path} is foreign: it does not hold what this program wrote")
     return content
 
 
-def outline(checkpoint: Mapping[str, Any]) -> str:
+def outline_of(checkpoint: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a checkpoint's keys, plain values, and tensor shapes and types.
 
     It changes when a file is edited and saved again. Damaged tensor data is detected by the

@@ -243,16 +243,15 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
 
 
 def log_table(
-    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]],
-    step: int,
-) -> None:  # fmt: skip
-    """Log a table to W&B, where it is one of the loggers."""
+    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Log a table to W&B, where it is one of the loggers, at step 0."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 
             table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            logger.log_metrics({name: table}, step=step)
+            logger.log_metrics({name: table}, step=0)
 
 
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
