@@ -17,7 +17,6 @@ from lightning_rlhf.callbacks.metrics import (
     share_alike,
     stacked,
     step_metrics,
-    step_sums,
     time_metrics,
     update_metrics,
     update_rows,
@@ -163,7 +162,7 @@ def test_time_metrics_by_hand() -> None:
 
 def means(*results: Any, phase: str = "eval") -> dict[str, float]:
     """Metrics of the results of several batches."""
-    stacks = [stacked(step_sums(result)) for result in results]
+    stacks = [stacked(result) for result in results]
     return step_metrics(stacks[0][0], torch.stack([sums for _, sums in stacks]), phase)
 
 
