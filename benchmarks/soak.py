@@ -38,7 +38,6 @@ from typing import Any
 from unittest.mock import patch
 
 from common import commit, markdown_table, processor
-from lightning_rlhf.callbacks import checkpoints
 from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.core.metrics import MACHINE
@@ -97,7 +96,7 @@ MARKED = [
     (RewardModule, "training_step", "training"),
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),
-    (checkpoints, "keep_newest", "deletion"),
+    (Checkpoints, "delete_surplus", "deletion"),
     (model_card, "write_final", "export"),
 ]
 """Functions that mark phases: (owner, name of the function, phase)."""

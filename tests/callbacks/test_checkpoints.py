@@ -20,18 +20,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning.pytorch import Callback, LightningModule
 
-from lightning_rlhf.callbacks import checkpoints
-from lightning_rlhf.callbacks.checkpoint_files import (
+from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
+from lightning_rlhf.callbacks.evaluation import Evaluation
+from lightning_rlhf.callbacks.files import (
     Origin,
     check_checkpoint,
     numbered,
-    read_run,
+    read_rows,
+    read_stamp,
     stamp,
     step_of,
 )
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
-from lightning_rlhf.callbacks.evaluation import Evaluation
-from lightning_rlhf.callbacks.loggers import MetricsFile, read_rows
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.core.config import SFTConfig
@@ -382,9 +383,10 @@ def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
 
 
 def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
-    """It gets its number back."""
+    """It gets its number back, and stays the best."""
     run.train(module=Judged(), val_every=1)
-    run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
+    saver = run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
+    assert (saver.best, saver.best_step) == ((5.0,), 2)
     assert run.steps == [2, 3, 4, 5, 6]
     assert step_of(run.checkpoints / "best.ckpt") == 2
 
@@ -436,7 +438,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(checkpoints, "outline", full))
+        fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline_of", full))
         with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
@@ -456,26 +458,26 @@ def _heard() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
-    ("hook", "count", "evaluated"),
-    [("on_train_batch_start", 3, 2), ("on_validation_batch_end", 3, 2)],
-    ids=["in a step", "in an evaluation"],
+    ("signum", "hook", "step"),
+    [
+        (signal.SIGTERM, "on_train_batch_start", 3),  # in the third iteration
+        (signal.SIGINT, "on_validation_batch_end", 4),  # in the second evaluation, after the fourth
+    ],
 )
 def test_a_signal_ends_the_run_after_the_step(
-    run: Run, signum: signal.Signals, hook: str, count: int, evaluated: int
+    run: Run, signum: signal.Signals, hook: str, step: int
 ) -> None:
-    """In the third iteration, or in the second evaluation, after the fourth."""
     before = signal.getsignal(signum)
     stop = Stop()
-    kill = At(hook, count, lambda: os.kill(os.getpid(), signum))
+    kill = At(hook, 3, lambda: os.kill(os.getpid(), signum))
     with pytest.raises(Stopped) as stopped, deferred_signals(stop):
         run.train(kill, stop=stop, val_every=2)
     assert stopped.value.code == 128 + signum
     assert signal.getsignal(signum) == before
-    assert run.steps[-1] == (3 if hook == "on_train_batch_start" else 4)
+    assert run.steps[-1] == step
     found = torch.load(numbered(run.checkpoints)[-1], weights_only=True)
-    assert found["callbacks"]["Checkpoints"]["evaluated"] == evaluated
+    assert found["callbacks"]["Checkpoints"]["evaluated"] == 2
 
 
 def test_a_signal_after_the_last_step_is_not_lost() -> None:
@@ -505,7 +507,7 @@ def whole(run: Run) -> Path:
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> None:
     check_checkpoint(whole, ORIGIN)
-    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
+    assert read_stamp(whole) == asdict(ORIGIN) | {"step": 6}
     whole.write_bytes(whole.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"000006.ckpt cannot be read: "):
         check_checkpoint(whole, ORIGIN)

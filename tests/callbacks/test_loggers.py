@@ -370,7 +370,8 @@ def test_a_run_goes_on_where_wandb_dies(
         again[1].log_metrics({"reward_mean": 1.0}, step=5)
         close_loggers(again, exit_code=0)
         assert [h["iteration"] for h in history_of(records(tmp_path / name))] == [5]
-        kill_wandb()
+        if name == "again":
+            kill_wandb()
 
 
 def test_what_else_fails_in_wandb_is_not_hidden(

@@ -17,7 +17,6 @@ from lightning_rlhf.callbacks.metrics import (
     share_alike,
     stacked,
     step_metrics,
-    step_sums,
     time_metrics,
     update_metrics,
     update_rows,
@@ -97,17 +96,11 @@ def test_repetition_metrics_by_hand() -> None:
     assert short == {"rollout/most_common": 0.5, "rollout/repetition": 0.0}
 
 
-def test_explained_variance_of_constant_returns_is_not_a_number() -> None:
-    constant = make_experience(returns=torch.full((2, 3), 4.0))
-    metrics = rollout_metrics(response_sums(constant))
-    assert math.isnan(metrics["rollout/explained_variance"])
-
-
 @settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
     columns=st.integers(1, 4),
-    junk=st.sampled_from([-1e6, -1.0, 1.0, 7.5, 1e6]),
+    junk=st.sampled_from([-1e6, 7.5, math.nan]),
     seed=st.integers(0, 2**16),
 )
 def test_what_stands_on_padding_changes_no_metric(
@@ -119,12 +112,6 @@ def test_what_stands_on_padding_changes_no_metric(
     expected = rollout_metrics(response_sums(clean))
     found = rollout_metrics(response_sums(padded))
     assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
-
-
-def test_not_a_number_on_padding_does_not_leak() -> None:
-    padded = _with_padding(make_experience(), 2, math.nan)
-    expected = rollout_metrics(response_sums(make_experience()))
-    assert rollout_metrics(response_sums(padded)) == pytest.approx(expected)
 
 
 def test_update_metrics_are_means_over_minibatches_but_for_the_largest_ratio_and_counts() -> None:
@@ -175,7 +162,7 @@ def test_time_metrics_by_hand() -> None:
 
 def means(*results: Any, phase: str = "eval") -> dict[str, float]:
     """Metrics of the results of several batches."""
-    stacks = [stacked(step_sums(result)) for result in results]
+    stacks = [stacked(result) for result in results]
     return step_metrics(stacks[0][0], torch.stack([sums for _, sums in stacks]), phase)
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
-from lightning_rlhf.callbacks.progress import Progress, number_text
+from lightning_rlhf.callbacks.progress import Progress, metric_text
 from lightning_rlhf.io import console
 from lightning_rlhf.io.console import PERIOD_S, Working
 from lightning_rlhf.stages.ppo import PPO
@@ -28,7 +28,7 @@ from .conftest import FakePPO, FakeSFT, Fit
      (2e-5, "2e-05"), (math.nan, "nan")],
 )  # fmt: skip
 def test_a_metric_stays_short_whatever_its_size(number: float, expected: str) -> None:
-    assert number_text(number) == expected
+    assert metric_text(number) == expected
 
 
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
+from lightning_rlhf.callbacks.files import eval_samples, write_samples
 from lightning_rlhf.callbacks.rules import RULES, History, Rule
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS

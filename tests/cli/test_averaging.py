@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
+from lightning_rlhf.callbacks.files import load_checkpoint
 from lightning_rlhf.callbacks.stopping import AVERAGE
 
 from .conftest import PowerCut, Workplace, given, rows, weights

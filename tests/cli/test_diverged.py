@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.core.results import PairScores
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
@@ -106,7 +107,6 @@ def test_a_run_of_which_every_update_was_refused(
 
 
 def test_no_curve_is_in_the_way_of_an_infinite_perplexity(tmp_path: Path) -> None:
-    from lightning_rlhf.callbacks.loggers import MetricsFile
     from lightning_rlhf.report.figures import draw_curves
 
     for step, perplexity in enumerate((9.0, float("inf"), 7.0), start=1):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
+from lightning_rlhf.callbacks.files import load_checkpoint
 from lightning_rlhf.models.checkpoint import digest
 
 from .conftest import Outcome, PowerCut, Workplace, rows, tree

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered
+from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
 
 from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run
+from lightning_rlhf.callbacks.files import numbered, read_stamp
 from lightning_rlhf.runs.folders import DELETED
 
 from .conftest import MINI, MODULE, Workplace, make_workplace, rows, weights
@@ -147,7 +147,7 @@ def test_a_signal_saves_the_running_step(
     assert running.returncode == 128 + how
     (path,) = numbered(workplace.stage("sft") / "checkpoints")
     found = torch.load(path, weights_only=True)
-    assert read_run(path)["step"] == found["global_step"] == int(path.stem) > 0
+    assert read_stamp(path)["step"] == found["global_step"] == int(path.stem) > 0
     assert f"checkpoint {int(path.stem)}: " in said
     assert "a second SIG" in said
     assert said.count("stopped; resume=auto goes on from the checkpoint of step ") == 1

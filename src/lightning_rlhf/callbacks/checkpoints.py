@@ -21,26 +21,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_rlhf.callbacks.checkpoint_files import (
-    BEST,
-    OUTLINE,
-    RUN,
-    SUFFIX,
-    Origin,
-    go_back,
-    keep_newest,
-    link,
-    outline,
-    path_of,
-    stamp,
-)
-from lightning_rlhf.callbacks.progress import (
-    is_evaluation,
-    latest,
-    number_text,
-    position,
-    trained,
-)
+from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks.files import Origin, path_of
+from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, position, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
@@ -59,7 +42,7 @@ class WholeFiles(TorchCheckpointIO):
         target = Path(path)
         make_folder(target.parent)
         with written_whole(target) as beside, beside.open("wb") as file:
-            torch.save(checkpoint | {OUTLINE: outline(checkpoint)}, file)
+            torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
 
 ALLOWED = "allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
@@ -177,17 +160,17 @@ class Checkpoints(Callback):
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         for key, part in checkpoint.items():
             check_loadable(f"checkpoint[{key!r}]", part)
-        checkpoint[RUN] = stamp(self.origin, trained(trainer))
+        checkpoint[files.RUN] = files.stamp(self.origin, trained(trainer))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        self._first = checkpoint[RUN]["step"]
+        self._first = checkpoint[files.RUN]["step"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is None or not self.replicas.is_first:
             return
-        gone = go_back(self.folder, self._first)
+        gone = files.go_back(self.folder, self._first)
         for why in dict.fromkeys(gone.values()):
             print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
         self.delete_surplus()  # a kill within `save` leaves too many
@@ -201,7 +184,7 @@ class Checkpoints(Callback):
         if trainer.ckpt_path is None:
             return
         self._saved = step, self.evaluated
-        if not (self.folder / f"{BEST}{SUFFIX}").exists():  # deleted, being later than `step`
+        if not (self.folder / files.BEST).exists():  # deleted, being later than `step`
             self.best = self.best_step = None
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
             evaluate(trainer)
@@ -245,7 +228,7 @@ class Checkpoints(Callback):
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
-                link(path_of(self.folder, step), self.folder / f"{BEST}{SUFFIX}")
+                files.link(path_of(self.folder, step), self.folder / files.BEST)
 
     def ranked(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
@@ -255,7 +238,7 @@ class Checkpoints(Callback):
         """Return a description of the `goal` metrics at the best evaluation."""
         assert self.best is not None
         return ", then ".join(
-            f"{name} {number_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
+            f"{name} {metric_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
             for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 
@@ -289,9 +272,9 @@ class Checkpoints(Callback):
 
     def delete_surplus(self) -> None:
         """Delete the oldest checkpoints, but for that of `final` where it is a step."""
-        final = self.config.final
-        kept = final if isinstance(final, int) else None
-        keep_newest(self.folder, self.config.checkpoints_kept, kept)
+        for path in files.numbered(self.folder)[: -self.config.checkpoints_kept]:
+            if files.step_named(path) != self.config.final:
+                path.unlink()
 
 
 def progress(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -16,6 +15,14 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
+from lightning_rlhf.callbacks.files import (
+    SAMPLES,
+    Sample,
+    eval_samples,
+    read_samples,
+    train_samples,
+    write_samples,
+)
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.progress import is_evaluation
 from lightning_rlhf.core.errors import ConfigError
@@ -26,7 +33,6 @@ from lightning_rlhf.core.results import RESULT, EvaluationResult
 from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
 from lightning_rlhf.io.console import json_line, visible, visible_line
 from lightning_rlhf.io.storage import (
-    damaged_line,
     flush,
     flush_entry,
     full_disk_told,
@@ -40,12 +46,6 @@ if TYPE_CHECKING:
     import wandb
 
 
-Sample = dict[str, Any]
-
-SAMPLES = "samples"
-"""Name of the folder in that of a run."""
-HELD_OUT = "held_out.jsonl"
-"""Name of the file there of the responses that are sampled after supervised fine-tuning."""
 COUNT = 4
 """Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
@@ -108,28 +108,6 @@ class Samples(Callback):
         return self._wandb_table
 
 
-def train_samples(run_dir: Path) -> Path:
-    """Return where the samples of training are."""
-    return run_dir / SAMPLES / "train.jsonl"
-
-
-def eval_samples(run_dir: Path, iteration: int) -> Path:
-    """Return where the samples of the evaluation after an iteration are."""
-    return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
-
-
-def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
-    """Return place of a prompt -> mean of a part of the judge's verdicts, after an iteration.
-
-    Empty where there are no samples, as in a run whose user has deleted them.
-    """
-    path, found = eval_samples(run_dir, iteration), defaultdict[int, list[float]](list)
-    for _, sample in json_lines(path) if path.is_file() else ():
-        if (value := sample["judge"].get(part)) is not None:
-            found[sample["index"]].append(value)
-    return {index: fmean(values) for index, values in found.items()}
-
-
 def training_samples(module: Any, experience: Experience) -> list[Sample]:
     """Return the responses of an experience as text, with their prompts and numbers.
 
@@ -142,19 +120,20 @@ def training_samples(module: Any, experience: Experience) -> list[Sample]:
         real = experience.response_mask[row]
         kl, advantages = experience.kl[row][real], experience.advantages[row][real]
         response = experience.responses[row][real].tolist()
-        samples.append({
+        per_token = {
+            "text": [module.chat.show([token]) for token in response],
+            "kl": [round(x, DECIMALS) for x in kl.tolist()],
+            "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
+        }
+        sample = {
             "iteration": module.iteration,
             "prompt": prompts[index]["prompt"],
             "response": module.chat.decode_response(response),
             "score": experience.score[row].item(),
             "kl": kl_sums[row],
             "ended": experience.ended[row].item(),
-            "per_token": {
-                "text": [module.chat.show([token]) for token in response],
-                "kl": [round(x, DECIMALS) for x in kl.tolist()],
-                "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
-            },
-        })  # fmt: skip
+        }
+        samples.append(sample | {"per_token": per_token})
     return samples
 
 
@@ -186,33 +165,11 @@ def markdown(samples: Sequence[Sample]) -> str:
     return "\n".join(lines)
 
 
-def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Write a file of samples whole, and make its folder."""
-    make_folder(path.parent)
-    lines = [json_line(sample) + "\n" for sample in samples]
-    with written_whole(path) as beside:
-        beside.write_text("".join(lines), encoding="utf-8")
-
-
 def keep_until(path: Path, iteration: int) -> None:
     """Drop the samples of later iterations, which a resumed run draws again, or one cut off."""
     kept = [f"{line}\n" for line, drawn in read_samples(path) if drawn <= iteration]
     with written_whole(path) as beside:
         beside.write_bytes("".join(kept).encode())
-
-
-def read_samples(path: Path) -> list[tuple[str, int]]:
-    """Return the lines of a file of samples, each with the iteration that drew it.
-
-    Raises CheckpointError, with the line, where the file is damaged.
-    """
-    found = []
-    for place, (line, sample) in enumerate(json_lines(path), start=1):
-        iteration = sample.get("iteration")
-        if type(iteration) is not int or iteration < 0:
-            raise damaged_line(path, place, "it does not say its iteration")
-        found.append((line, iteration))
-    return found
 
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]

@@ -2,7 +2,6 @@
 
 import netrc
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import (
     STRICT,
     PositiveFloat,
@@ -20,12 +19,9 @@ from lightning_rlhf.core.validation import (
     check_value,
     described,
 )
-from lightning_rlhf.io.storage import read_text
 
 Kind = Literal["csv", "tensorboard", "wandb"]
 WandbMode = Literal["auto", "online", "offline", "disabled"]
-WANDB_ID = "wandb_id.txt"
-"""File of a run folder with the id of the run in W&B."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -86,14 +82,3 @@ def wandb_key_present() -> bool:
     url = os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")
     path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
     return path.exists() and netrc.netrc(path).authenticators(urlsplit(url).netloc) is not None
-
-
-def read_wandb_id(path: Path) -> str:
-    """Return the id of the W&B run. Raises CheckpointError where the file holds none."""
-    found = read_text(path)
-    if re.fullmatch(r"[\w-]{1,64}", found) is None:
-        raise CheckpointError(
-            f"{path} is damaged: found {found[:40]!r}; allowed: the id of a W&B run. Delete it to "
-            "go on as a new run of W&B"
-        )
-    return found

@@ -20,18 +20,17 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 
+from lightning_rlhf.callbacks.files import STEP, WANDB_ID, read_rows, read_wandb_id
 from lightning_rlhf.callbacks.logger_config import (
-    WANDB_ID,
     LoggerConfig,
     WandbConfig,
-    read_wandb_id,
     wandb_key_present,
     wandb_mode,
 )
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
-from lightning_rlhf.io.storage import flush, full_disk_told, read_text, written_whole
+from lightning_rlhf.io.storage import flush, full_disk_told, written_whole
 
 if TYPE_CHECKING:
     from wandb.sdk.wandb_run import Run
@@ -95,10 +94,7 @@ def gone() -> tuple[type[Exception], ...]:
     return ConnectionError, HandleAbandonedError, MailboxClosedError
 
 
-STEP = "step"
 _ORDER = {name: place for place, name in enumerate(METRICS)}
-
-Row = dict[str, str]
 
 
 class MetricsFile(Logger):
@@ -164,43 +160,7 @@ class MetricsFile(Logger):
         return csv.DictWriter(file, fieldnames=[STEP, *self._columns])
 
 
-def read_rows(path: Path) -> dict[int, Row]:
-    """Return step -> its cells that are not empty; {} where there is no file.
-
-    A last line without line end is ignored: a row that was cut off may show "1" for 12.
-    Raises CheckpointError with the line number where a complete line is not a valid row.
-    """
-    if not os.path.lexists(path):
-        return {}
-    text = read_text(path)
-    try:
-        header, *lines = list(csv.reader(text[: text.rfind("\n") + 1].splitlines())) or [[STEP]]
-    except csv.Error as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if header[0] != STEP or len({*header}) != len(header) or not all(header):
-        raise CheckpointError(
-            f"{path}, line 1, is damaged: found {','.join(header)[:60]!r}; allowed: {STEP}, and "
-            "names that are all different"
-        )
-    rows: dict[int, Row] = {}
-    for number, cells in enumerate(lines, start=2):
-        try:
-            step = int(cells[0])
-            row = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
-            [float(x) for x in row.values()]
-            if step <= max(rows, default=-1):
-                raise ValueError
-        except (ValueError, IndexError):
-            raise CheckpointError(
-                f"{path}, line {number}, is damaged: found {','.join(cells)[:60]!r}; allowed: a "
-                f"step larger than those before it, and {len(header) - 1} numbers or empty cells. "
-                "Delete that line, or mend it"
-            ) from None
-        rows[step] = row
-    return rows
-
-
-def _columns(rows: Mapping[int, Row]) -> list[str]:
+def _columns(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
     """Return the metric names in the order of METRICS, then all others in alphabetical order."""
     names = {name for row in rows.values() for name in row}
     return sorted(names, key=lambda n: (_ORDER[n] if n in _ORDER else len(_ORDER), n))
@@ -283,16 +243,15 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
 
 
 def log_table(
-    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]],
-    step: int,
-) -> None:  # fmt: skip
-    """Log a table to W&B, where it is one of the loggers."""
+    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
+) -> None:
+    """Log a table to W&B, where it is one of the loggers, at step 0."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
             import wandb
 
             table = wandb.Table(columns=list(columns), data=[list(row) for row in rows])
-            logger.log_metrics({name: table}, step=step)
+            logger.log_metrics({name: table}, step=0)
 
 
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:

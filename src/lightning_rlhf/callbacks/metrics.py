@@ -168,22 +168,22 @@ def time_metrics(seconds: IterationSeconds, sums: Float[Tensor, "B 10"]) -> dict
     }
 
 
-def step_sums(
-    result: SFTStep | SFTEvaluation | PairScores,
-) -> dict[str, tuple[Float[Tensor, ""], Float[Tensor, ""]]]:
-    """Return name of a metric -> its sum over a batch, and the number that it is a mean over.
+def step_sums(result: SFTStep | SFTEvaluation | PairScores) -> dict[str, Float[Tensor, ""]]:
+    """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
 
-    SFT: nats, over target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
-    of DPO, pairs ranked right (a tie is half right) and both rewards, over pairs. DPO also: both
-    log-probabilities, over pairs, and the loss of SFT on the chosen responses, over their tokens.
+    SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
+    of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
+    both, and the tokens of the chosen responses.
     """
     if isinstance(result, SFTStep):
-        return {"loss": (result.loss.float() * result.tokens.float(), result.tokens.float())}
+        tokens = result.tokens.float()
+        return {"loss": result.loss.float() * tokens, "tokens": tokens}
     if isinstance(result, SFTEvaluation):
-        return {"loss": (result.nll_sum.float(), result.tokens.float())}
-    pairs = torch.ones_like(result.chosen, dtype=torch.float).sum()
+        return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
+    is_dpo = isinstance(result, DPOScores)
     columns = {
-        "dpo_loss" if isinstance(result, DPOScores) else "rm_loss": result.losses,
+        "pairs": torch.ones_like(result.chosen),
+        "dpo_loss" if is_dpo else "rm_loss": result.losses,
         "accuracy": result.ranked_right,
         "reward_chosen": result.chosen,
         "reward_rejected": result.rejected,
@@ -191,26 +191,37 @@ def step_sums(
     if isinstance(result, DPOScores):
         columns["logps_chosen"] = result.chosen_logprob
         columns["logps_rejected"] = result.rejected_logprob
-    sums = {name: (column.float().sum(), pairs) for name, column in columns.items()}
-    if isinstance(result, DPOScores):
-        sums["sft_loss"] = -sums["logps_chosen"][0], result.chosen_tokens.float().sum()
-    return sums
+        columns["tokens"] = result.chosen_tokens
+    return {name: column.float().sum() for name, column in columns.items()}
 
 
-def step_metrics(
-    names: Sequence[str], sums: Float[Tensor, "N M 2"], phase: str
-) -> dict[str, float]:
+def stacked(result: Any) -> tuple[list[str], Float[Tensor, " M"]]:
+    """Return the names of the `step_sums` of a result, and their numbers."""
+    sums = step_sums(result)
+    return list(sums), torch.stack([*sums.values()])
+
+
+def step_metrics(names: Sequence[str], sums: Float[Tensor, "N M"], phase: str) -> dict[str, float]:
     """Return the means over N batches of M `step_sums`, with these names; nan over nothing.
 
-    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected.
+    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected;
+    sft_loss = -(sum of logps_chosen) / tokens, the loss of SFT on the chosen responses.
     phase: "update" or "eval".
     """
-    totals = zip(names, sums.sum(dim=0).tolist(), strict=True)
-    found = {name: total / number if number else math.nan for name, (total, number) in totals}
+    totals = dict(zip(names, sums.sum(dim=0).tolist(), strict=True))
+
+    def mean(total: float, number: float) -> float:
+        return total / number if number else math.nan
+
+    tokens = totals.pop("tokens", math.nan)
+    number = totals.pop("pairs", tokens)
+    found = {name: mean(total, number) for name, total in totals.items()}
     if "loss" in found:
         found["perplexity"] = perplexity(found["loss"])
     if "reward_chosen" in found:
         found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
+    if "logps_chosen" in found:
+        found["sft_loss"] = mean(-totals["logps_chosen"], tokens)
     return {f"{phase}/{name}": value for name, value in found.items()}
 
 
@@ -309,7 +320,7 @@ class StepMetrics(StepRows):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
         result = outputs[RESULT]
-        names, sums = stacked(step_sums(result))
+        names, sums = stacked(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         self._training.append(sums if result.is_made else torch.zeros_like(sums))
         del self._training[: -every * trainer.accumulate_grad_batches]
@@ -335,18 +346,13 @@ class StepMetrics(StepRows):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        self._names, sums = stacked(step_sums(outputs))
+        self._names, sums = stacked(outputs)
         self._validation.append(sums)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_evaluation(trainer):
             metrics = step_metrics(self._names, torch.stack(self._validation), "eval")
             publish(trainer, pl_module, metrics)
-
-
-def stacked(sums: Mapping[str, tuple[Tensor, Tensor]]) -> tuple[list[str], Float[Tensor, "M 2"]]:
-    """Return the names of `step_sums` and their numbers."""
-    return list(sums), torch.stack([torch.stack(pair) for pair in sums.values()])
 
 
 class SharedMetrics(Callback):

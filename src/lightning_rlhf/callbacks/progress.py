@@ -156,10 +156,10 @@ class Progress(ProgressBar):
 def headline_text(metrics: Mapping[str, Any], names: Sequence[str]) -> str:
     """Return the metrics of these names that have been measured, with their values."""
     shown = (name for name in names if name in metrics)
-    return "  ".join(f"{name} {number_text(float(metrics[name]))}" for name in shown)
+    return "  ".join(f"{name} {metric_text(float(metrics[name]))}" for name in shown)
 
 
-def number_text(x: float) -> str:
+def metric_text(x: float) -> str:
     """Return `x` with three decimals, or with four significant digits if |x| is not in [1e-3, 1e4).
 
     0 has three decimals.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +63,7 @@ class Recorder(Callback):
         experience = cast(Experience, pl_module.experience)
         iteration = pl_module.iteration + 1
         path = file_of(self._run_dir, iteration)
-        if written(path, lambda: iteration_columns(pl_module)):
+        if written(path, iteration_columns(pl_module)):
             # Advantages are whitened, so that one row that is not finite would spoil all of them.
             numbers = (experience.score[:, None], *(getattr(experience, x) for x in BY_ROW))
             bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
@@ -74,9 +74,8 @@ class Recorder(Callback):
             )
 
 
-def iteration_columns(pl_module: Any) -> dict[str, Any]:
+def iteration_columns(module: Any) -> dict[str, Any]:
     """Return the columns of the module's current or latest iteration."""
-    module = pl_module
     experience = cast(Experience, module.experience)
     rows = module.prompt_rows("train")
     return recorded_columns(
@@ -137,17 +136,17 @@ class KeepLastBatch(Callback):
             bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
         except Exception as failure:  # the batch itself is still written
             print_line(f"the batch that ended the run has no loss of each row: {failure}")
-        if written(self._path, lambda: columns):
+        if written(self._path, columns):
             exception.batch = (
                 f"The batch of step {step + 1} is in {self._path}; "
                 f"{places(self._rows, self._numbers, positions, bad)}"
             )
 
 
-def written(path: Path, columns: Callable[[], Mapping[str, Any]]) -> bool:
+def written(path: Path, columns: Mapping[str, Any]) -> bool:
     """Write a table as a run ends; return False, and print why, where it finds no room."""
     try:
-        write_table(path, columns())
+        write_table(path, columns)
     except StorageError as failure:  # must not replace the exception that ended the run
         print_line(f"the batch that ended the run is not kept: {failure}")
         return False

@@ -13,7 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_rlhf.callbacks.progress import is_evaluation, latest, number_text, trained
+from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
 from lightning_rlhf.core.errors import ConfigError, counted, require
@@ -79,7 +79,7 @@ class EarlyStop(Callback):
         if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
             self.end(
                 trainer,
-                f"{KL} is {number_text(kl)} nats a response, above "
+                f"{KL} is {metric_text(kl)} nats a response, above "
                 f"{self.section}.stop.max_kl={largest:g}",
             )
 
@@ -100,7 +100,7 @@ class EarlyStop(Callback):
         if self.without == self.config.patience:
             since = ""
             if self.best_step is not None:
-                since = f" since {number_text(SIGNS[mode] * self.best)} at step {self.best_step}"
+                since = f" since {metric_text(SIGNS[mode] * self.best)} at step {self.best_step}"
             self.end(
                 trainer,
                 f"{name} has not gained more than {self.config.min_gain:g}{since}, in "

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
+from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import (
     composition_error,

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
-from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
+from lightning_rlhf.callbacks.files import step_named, step_of
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value

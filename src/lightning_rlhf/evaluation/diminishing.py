@@ -8,7 +8,7 @@ from pathlib import Path
 import matplotlib as mpl
 from numpy import ndarray
 
-from lightning_rlhf.callbacks.evaluation import SAMPLES
+from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, REWARD
 from lightning_rlhf.io.console import print_line

@@ -365,7 +365,7 @@ def run_eval_policy(ready: Run) -> Path:
 
     def log(loggers: Sequence[Any]) -> None:
         for name, (columns, rows) in report.logged().items():
-            log_table(loggers, name, columns, rows, 0)
+            log_table(loggers, name, columns, rows)
 
     final = leave_final(
         task.ready, report.metrics, log, lambda whole: report.write(whole, config.shown)

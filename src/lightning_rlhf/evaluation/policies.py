@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
-from lightning_rlhf.callbacks.checkpoint_files import SUFFIX, Origin, read_run
+from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
@@ -44,7 +44,7 @@ class Kept:
         The version and the model are those of the file. Raises CheckpointError where the folder is
         none of a run.
         """
-        stamp = read_run(self.path)
+        stamp = read_stamp(self.path)
         return Origin(
             stage=stamp["stage"], model=stamp["model"], version=stamp["version"],
             run=run_id(self.run),

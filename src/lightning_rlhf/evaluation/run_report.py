@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES, train_samples
-from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, read_rows, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
 from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS

@@ -11,24 +11,23 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.checkpoint_files import (
-    BEST,
-    SUFFIX,
-    Origin,
-    check_checkpoint,
-    numbered,
-    path_of,
-    read_run,
-    step_named,
-)
 from lightning_rlhf.callbacks.checkpoints import (
     Checkpoints,
     divergence_advice,
     require_finite_weights,
 )
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.loggers import read_rows
-from lightning_rlhf.callbacks.progress import number_text, position
+from lightning_rlhf.callbacks.files import (
+    BEST,
+    Origin,
+    check_checkpoint,
+    numbered,
+    path_of,
+    read_rows,
+    read_stamp,
+    step_named,
+)
+from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
@@ -168,7 +167,7 @@ def choose(
                 f"ended after step {last}")  # fmt: skip
         path = path_of(saver.folder, step)
         if step == saver.best_step and not path.is_file():
-            path = saver.folder / f"{BEST}{SUFFIX}"
+            path = saver.folder / BEST
         load_weights(module, path, saver.origin)
         print_line(text_of(ending))
     write_ending(folder, ending)
@@ -188,7 +187,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
     found |= measured_at(folder, step, COMPUTE)
     # A run of another version may be exported: its weights have the names of this one's, or not.
-    version = read_run(checkpoint)["version"]
+    version = read_stamp(checkpoint)["version"]
     return Export(
         folder=out,
         checkpoint=checkpoint,
@@ -255,7 +254,7 @@ def values(
 def text_of(ending: Ending) -> str:
     """Return which step becomes `final/`, with the metrics there and at the last step."""
     found = ", ".join(
-        f"{name} {number_text(value.chosen)} (last {number_text(value.last)} at step "
+        f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step "
         f"{ending.last_step}, {'higher' if value.mode == 'max' else 'lower'} is better)"
         for name, value in ending.metrics.items()
         if value.chosen is not None and value.last is not None

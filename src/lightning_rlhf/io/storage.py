@@ -48,7 +48,7 @@ REPLACED: dict[Kind, tuple[There, ...]] = {
 """Kind of what is to be written -> the kinds that it replaces."""
 
 
-def standing(path: Path) -> There:
+def what_stands_at(path: Path) -> There:
     """Return what stands at a path; a link is not followed."""
     if os.path.islink(path):
         return "link"
@@ -111,7 +111,7 @@ def refuse_foreign(target: Path, kind: Kind) -> None:
 
     Nothing is ever written to a path without a name, as "/" and ".".
     """
-    there = standing(target)
+    there = what_stands_at(target)
     if target.name in ("", "..") or there not in ("nothing", *REPLACED[kind]):
         allowed = ", ".join(["nothing", *(f"a {one}" for one in REPLACED[kind])])
         raise StorageError(f"{target} was not written: a {there} stands there; allowed: {allowed}")

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.callbacks.checkpoint_files import Origin
+from lightning_rlhf.callbacks.files import Origin
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.validation import STRICT, PositiveInt, build

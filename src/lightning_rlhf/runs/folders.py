@@ -11,8 +11,7 @@ from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
-from lightning_rlhf.callbacks.checkpoint_files import numbered, step_named
-from lightning_rlhf.callbacks.logger_config import WANDB_ID
+from lightning_rlhf.callbacks.files import SAMPLES, WANDB_ID, numbered, read_rows, step_named
 from lightning_rlhf.core.errors import (
     CheckpointError,
     ConfigError,
@@ -20,6 +19,8 @@ from lightning_rlhf.core.errors import (
     RLHFError,
     StorageError,
 )
+from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
+from lightning_rlhf.data.rollouts import LAST_BATCH, recorded_iterations
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import (
     UNFINISHED,
@@ -191,9 +192,6 @@ def is_ours(name: str) -> bool:
 
 def delete_unfinished(folder: Path) -> None:
     """Delete files and folders that a killed process left half written, and failed.txt."""
-    from lightning_rlhf.callbacks.evaluation import SAMPLES  # which takes seconds to import
-    from lightning_rlhf.data.rollouts import FOLDER as ROLLOUTS
-
     for place in (folder, *(folder / name for name in (CHECKPOINTS, SAMPLES, ROLLOUTS))):
         for path in place.glob(f"*{UNFINISHED}"):
             delete(path)
@@ -232,10 +230,6 @@ def is_unbegun(folder: Path) -> bool:
     steps = [step_named(path) for path in numbered(folder / CHECKPOINTS)]
     if not is_used(folder) or (folder / FINAL).is_dir() or any(steps):
         return False
-    # Imported here, since it takes seconds: errors in names are raised before.
-    from lightning_rlhf.callbacks.loggers import read_rows
-    from lightning_rlhf.data.rollouts import LAST_BATCH, recorded_iterations
-
     is_batch_kept = recorded_iterations(folder) or (folder / LAST_BATCH).exists()
     return not is_batch_kept and not any(read_rows(folder / METRICS))
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_rlhf.callbacks.evaluation import SAMPLES, eval_samples
-from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.callbacks.files import SAMPLES, eval_samples, read_rows
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text

@@ -11,15 +11,19 @@ from pathlib import Path
 from filelock import Timeout
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.checkpoint_files import (
+from lightning_rlhf.callbacks.files import (
     BEST,
     SUFFIX,
+    WANDB_ID,
     Origin,
     check_checkpoint,
     numbered,
+    read_rows,
+    read_samples,
+    read_wandb_id,
     step_named,
+    train_samples,
 )
-from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
@@ -107,7 +111,7 @@ def resume_point(settings: Settings) -> Path | None:
 
 def saved(folder: Path) -> list[Path]:
     """Return the checkpoints of a run: the best one first, the one to resume from last."""
-    best = folder / CHECKPOINTS / f"{BEST}{SUFFIX}"
+    best = folder / CHECKPOINTS / BEST
     return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
 
 
@@ -192,10 +196,6 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
     Also where another file that the run continues is damaged.
     """
-    # Imported here, since it takes seconds: errors in names are raised before.
-    from lightning_rlhf.callbacks.evaluation import read_samples, train_samples
-    from lightning_rlhf.callbacks.loggers import read_rows
-
     folder = folder_of(settings)
     read_rows(folder / METRICS)
     for file, read in ((train_samples(folder), read_samples), (folder / WANDB_ID, read_wandb_id)):

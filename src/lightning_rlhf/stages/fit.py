@@ -17,10 +17,10 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, divergence_advice
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
-from lightning_rlhf.callbacks.loggers import close_loggers, read_rows
+from lightning_rlhf.callbacks.files import load_checkpoint, read_rows
+from lightning_rlhf.callbacks.loggers import close_loggers
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import Progress, latest, position, trained
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals

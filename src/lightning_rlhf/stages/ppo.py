@@ -12,7 +12,7 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Samples, load_judge
-from lightning_rlhf.callbacks.loggers import read_rows
+from lightning_rlhf.callbacks.files import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.core.config import PPOConfig

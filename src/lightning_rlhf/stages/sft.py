@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from lightning import LightningModule
 
-from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES, write_samples
+from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.text_metrics import unigram_perplexity
