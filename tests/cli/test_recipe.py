@@ -19,8 +19,8 @@ from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.core.metrics import METRICS
+from lightning_rlhf.evaluation.diminishing import FEWEST_POINTS
 from lightning_rlhf.io.user_code import load_object
-from lightning_rlhf.report.diminishing import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK

@@ -34,7 +34,7 @@ def test_every_stage_leaves_a_page(pipeline: Workplace, stage: str) -> None:
 
 def test_the_page_of_ppo_shows_tokens_and_intervals(pipeline: Workplace) -> None:
     page = check((pipeline.stage("ppo") / "report.html").read_text())
-    assert any("\nadvantage " in title and "\nKL " in title for title in page.values("title"))
+    assert any("\nadvantage " in title and "\nKL, nats " in title for title in page.values("title"))
     for heading in ("Reward against KL", "Reward against compute", "Held-out prompts", "sampling"):
         assert heading in page.text
 

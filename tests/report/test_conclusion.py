@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.metrics import heading_of
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
+from lightning_rlhf.report.run_page import Evaluated, Level, Verdict, conclude
 
 REWARD, GOLD, KL = "eval/reward_mean", "eval/judge/gold", "eval/kl"
 
@@ -34,7 +34,7 @@ GOOD = gained(REWARD, 0.5, 0.4, 0.6)
         ("doubtful", [GOOD, gained(GOLD, 0.0, -0.1, 0.1)], {}),
         ("bad", [GOOD, gained(GOLD, -0.2, -0.3, -0.1)], {}),
         ("doubtful", [GOOD], {"findings": 2}),
-        ("doubtful", [GOOD], {"diverges": True}),
+        ("doubtful", [GOOD], {"sentence": "s", "diverges": True}),
         ("doubtful", [GOOD], {"is_finished": False}),
         ("bad", [GOOD], {"rewards": [Verdict("bad", "Unfit.")]}),
         ("unknown", [], {}),

@@ -12,15 +12,14 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
-from lightning_rlhf.report.diminishing import (
+from lightning_rlhf.evaluation.diminishing import (
     FEWEST_POINTS,
     ITERATIONS,
-    GoldStop,
-    find_gold_stop,
     fit,
     knee_of,
     measure_returns,
 )
+from lightning_rlhf.evaluation.gold_stop import GoldStop, find_gold_stop
 
 Function = Callable[[Float[ndarray, " N"]], Float[ndarray, " N"]]
 GRID = np.linspace(0.0, 1.0, 1001)
@@ -198,7 +197,7 @@ def test_rows_that_are_not_numbers_or_there_twice() -> None:
     assert measure_returns(curves).as_json() == expected
     for name in curves:
         curves[name] = ([1], [float("nan")])
-    assert "nothing to say" in measure_returns(curves).sentence
+    assert "no gain" in measure_returns(curves).sentence
     assert measure_returns({}).stop is None
 
 

@@ -72,9 +72,7 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(
 ) -> None:
     losses = [float(k % 5) for k in range(40)]
     losses[20:22] = [1e6, value]
-    rows = "".join(f"{step},{loss}\n" for step, loss in enumerate(losses))
-    (tmp_path / "metrics.csv").write_text(f"step,ppo_loss\n{rows}")
-    draw_curves(tmp_path, JOB, "iteration", ppo_panels)
+    draw_curves(tmp_path, {"ppo_loss": (range(40), losses)}, JOB, "iteration", ppo_panels)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
     assert axes.get_ylim() == pytest.approx((-0.2, 4.2))  # 0 to 4, and 5% of it
     marks = sorted(triangles(axes))
@@ -86,18 +84,17 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(
 def test_curves_without_an_outlier_have_the_limits_of_matplotlib(
     tmp_path: Path, drawn: dict[str, Figure]
 ) -> None:
-    rows = "".join(f"{step},{step / 10}\n" for step in range(41))
-    (tmp_path / "metrics.csv").write_text(f"step,ppo_loss\n{rows}")
-    draw_curves(tmp_path, JOB, "iteration", ppo_panels)
+    losses = [step / 10 for step in range(41)]
+    draw_curves(tmp_path, {"ppo_loss": (range(41), losses)}, JOB, "iteration", ppo_panels)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
     assert axes.get_ylim() == pytest.approx((-0.2, 4.2))
     assert triangles(axes) == []
 
 
 def test_a_level_to_compare_with_stays_in_view(tmp_path: Path, drawn: dict[str, Figure]) -> None:
-    rows = "".join(f"{step},{0.9 + step % 2 / 100}\n" for step in range(40))
-    (tmp_path / "metrics.csv").write_text(f"step,update/accuracy\n{rows}40,-5\n")
-    draw_curves(tmp_path, JOB, "optimizer step", lambda _: RM_PANELS)
+    values = [*(0.9 + step % 2 / 100 for step in range(40)), -5.0]
+    curves = {"update/accuracy": (range(41), values)}
+    draw_curves(tmp_path, curves, JOB, "optimizer step", lambda _: RM_PANELS)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left") == "Accuracy"]
     low, high = axes.get_ylim()
     assert low == 0.5  # that of guessing
@@ -134,8 +131,8 @@ def test_every_picture_is_headed_by_the_runs_name_as_it_is(
 ) -> None:
     """Broken over lines where it is long; $ is no mathematics."""
     name = "default/tiny/$a^b$+" + "ppo.kl_coef-0.1+" * 6 + "seed-1/rm"
-    (tmp_path / "metrics.csv").write_text("step,update/loss\n1,0.5\n")
-    draw_curves(tmp_path, f"Supervised fine-tuning: {name}", "optimizer step")
+    title = f"Supervised fine-tuning: {name}"
+    draw_curves(tmp_path, {"update/loss": ([1], [0.5])}, title, "optimizer step")
     draw_fitness(tmp_path, name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2))))
     assert sorted(drawn) == [
         "curves.png", "length.png", "rewards.png"

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.metrics import FAN
-from lightning_rlhf.report.conclusion import Evaluated, Verdict
 from lightning_rlhf.report.curves import (
     BLUE,
     Mark,
@@ -25,13 +24,16 @@ from lightning_rlhf.report.curves import (
 )
 from lightning_rlhf.report.figures import MOST_POINTS, dots, figure_of, svg, tick_text
 from lightning_rlhf.report.run_page import (
-    PairedSample,
+    Evaluated,
     PromiseRow,
     StageReport,
-    Token,
-    TokenSample,
+    Verdict,
     change,
     clauses,
+    evaluated_table,
+    part,
+    plots,
+    token_part,
     write_page,
 )
 from lightning_rlhf.report.tables import Table
@@ -58,49 +60,41 @@ def paths(figure: str, color: str) -> list[list[float]]:
     return [[float(x) for x in re.findall(r"-?[\d.]+", d)] for d in drawn]
 
 
-def everywhere(text: str, start: float = 0.0) -> StageReport:
+def everywhere(text: str, number: int = 1) -> StageReport:
     """A report with the same text in every place that shows one."""
-    shown, fan, frontier = (
-        plot(
-            title=text,
-            x_label=text,
-            unit=text,
-            series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)],
-            meaning=text,
-            healthy=(0.0, None),
-            reference=(2.0, text),
-            mark=Mark(x=x, interval=(x, math.inf), label=text),
-        )
-        for x in (start, start + 1, start + 2)
+    x = float(number)
+    drawn = plot(
+        title=text,
+        x_label=text,
+        unit=text,
+        series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)],
+        meaning=text,
+        healthy=(0.0, None),
+        reference=(2.0, text),
+        mark=Mark(x=x, interval=(x, math.inf), label=text),
     )
+    pair = {"prompt": text, "before": text, "before_numbers": text, "after": text,
+            "after_numbers": text}  # fmt: skip
+    tokens = {"heading": text, "prompt": text, "text": [text], "kl": [0.1], "advantage": [-2.0],
+              "names": ("token", "KL"), "rows": [(text, "+0.1000")]}  # fmt: skip
+    finding = dict.fromkeys(("rule", "iteration", "symptom", "cause", "remedy"), text)
     return StageReport(
         name=text,
         title=text,
         verdict=Verdict("good", text),
-        curves=[shown],
-        fan=fan,
-        frontiers=[frontier],
-        frontier_note=text,
-        evaluated=[Evaluated(metric=text, value=1.0)],
-        tables=[Table(title=text, columns=[text], rows=[[text]], note=text)],
-        pairs=[
-            PairedSample(
-                prompt=text, before=text, before_numbers=text, after=text, after_numbers=text
-            )
+        sections=[
+            (text, plots([drawn], text)),
+            ("", evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
+            ("", Table(title=text, columns=[text], rows=[[text]], note=text).html()),
+            ("", part("pairs", [pair])),
+            ("", token_part([tokens], str(number))),
+            ("", part("findings", [finding])),
+            ("", part("time", [(text, 1.0, 1.0)])),
+            ("", part("table", [(text, text)])),
+            ("", part("folded", [(text, text)], text)),
+            ("", part("list", [text])),
+            ("left out", part("list", [])),
         ],
-        samples=[
-            TokenSample(
-                heading=text, prompt=text, tokens=[Token(text=text, kl=0.1, advantage=-2.0)]
-            )
-        ],
-        findings=[
-            {"rule": text, "iteration": text, "symptom": text, "cause": text, "remedy": text}
-        ],
-        phases=[(text, 1.0)],
-        totals=[(text, text)],
-        config=[(text, text)],
-        data=[(text, text)],
-        versions=[(text, text)],
     )
 
 
@@ -111,7 +105,7 @@ def written(folder: Path, stages: Sequence[StageReport]) -> str:
 
 
 def test_hostile_text_stays_text_in_a_page_of_two_stages(tmp_path: Path) -> None:
-    html = written(tmp_path, [everywhere(HOSTILE), everywhere(HOSTILE, 5.0)])
+    html = written(tmp_path, [everywhere(HOSTILE), everywhere(HOSTILE, 2)])
     page = check(html)
     assert page.text.count("<script>alert(1)</script>") > 40
     assert r"\x1b[31m\u202e" in page.text
@@ -119,24 +113,11 @@ def test_hostile_text_stays_text_in_a_page_of_two_stages(tmp_path: Path) -> None
     assert "\u202e" not in html
 
 
-def test_the_verdict_comes_before_everything_else(tmp_path: Path) -> None:
-    text = check(written(tmp_path, [everywhere("words")])).text
-    places = [
-        *("words", "Promises", "Curves", "Distribution", "Frontiers", "Evaluation", "Held-out"),
-        *("token by token", "Diagnosis", "Time", "Configuration", "Data", "Versions"),
-    ]
-    found = [text.index(place) for place in places]
-    assert found == sorted(found)
-
-
-def test_a_report_without_anything_is_a_page(tmp_path: Path) -> None:
-    bare = StageReport(name="n", title="t", verdict=Verdict("unknown", "w"), findings=[])
-    assert "No rule found a symptom" in check(written(tmp_path, [bare])).text
-
-
-def test_a_token_shows_its_numbers_on_hover(tmp_path: Path) -> None:
-    titles = check(written(tmp_path, [everywhere("w")])).values("title")
-    assert "token 'w'\nadvantage -2.000\nKL +0.1000" in titles
+def test_the_verdict_comes_first_and_what_is_empty_is_left_out(tmp_path: Path) -> None:
+    page = check(written(tmp_path, [everywhere("words")]))
+    assert page.text.index("good") < page.text.index("Promises") < page.text.index("Evaluation")
+    assert "left out" not in page.text
+    assert "token words\nKL +0.1000" in page.values("title")
 
 
 def test_a_line_reaches_within_a_twentieth_of_the_edges() -> None:
@@ -227,7 +208,8 @@ def test_numbers_have_the_digits_that_their_interval_leaves() -> None:
 
 
 def test_a_verdict_is_a_list_with_its_level_in_words(tmp_path: Path) -> None:
-    stage = StageReport(name="n", title="PPO", verdict=Verdict("doubtful", "One fell; two; three."))
+    verdict = Verdict("doubtful", "One fell; two; three.")
+    stage = StageReport(title="PPO", verdict=verdict, sections=[])
     page = check(written(tmp_path, [stage]))
     assert "! PPO: doubtful." in page.text
     assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]

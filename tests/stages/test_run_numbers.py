@@ -18,7 +18,7 @@ from lightning_rlhf.evaluation.run_report import (
     reward_verdicts,
     single_numbers,
 )
-from lightning_rlhf.report.conclusion import Evaluated
+from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs.measured import RunFiles
 from lightning_rlhf.stages.sft import SFT
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from markupsafe import Markup
 from rich import get_console
 from rich.box import SIMPLE
 from rich.table import Table
@@ -20,8 +21,8 @@ from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorde
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.report.run_page import environment
-from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
+from lightning_rlhf.report.run_page import StageReport, part, token_part, write_page
+from lightning_rlhf.report.tables import marked, scale, with_sign
 from lightning_rlhf.runs.folders import check_kinds
 
 Row = Mapping[str, Any]
@@ -68,13 +69,20 @@ def replay(arguments: Sequence[str]) -> None:
     )
     print_responses(shown)
     print_line(f"shown: {note}", "dim")
-    page = environment().get_template("replay.html").render(
-        title=f"Iteration {iteration} of {folder}", note=note, legend=[*COLUMNS.values()],
-        responses=page_rows(shown),
-    )  # fmt: skip
+    responses = []
+    for number, row in shown:
+        names, cells = table_of(row)
+        responses.append(
+            {"heading": heading(number, row), "prompt": row["prompt"], "text": row["token_texts"],
+             "advantage": row["advantages"], "kl": row["kl"], "names": names, "rows": cells}
+        )  # fmt: skip
+    sections = [
+        ("", Markup("<p>{}.</p>").format(note) + token_part(responses)),
+        ("Numbers of a token", part("table", list(COLUMNS.values()))),
+    ]
     path = folder / f"replay_{iteration}.html"
-    with written_whole(path, len(page)) as beside:
-        beside.write_text(page, encoding="utf-8")
+    with written_whole(path) as beside:
+        write_page(beside, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
     print_line(f"page: {path}")
 
 
@@ -87,14 +95,14 @@ def rank(numbered: tuple[int, Row]) -> float:
 
 def heading(number: int, row: Row) -> str:
     """Return the numbers of a whole response in one line; number: its row in the file, from 0."""
-    parts = [f"{name} {signed(part)}" for name, part in row["parts"].items()]
+    parts = [f"{name} {with_sign(part)}" for name, part in row["parts"].items()]
     return ", ".join(
         [
-            f"response {number}: score {signed(row['score'])}",
+            f"response {number}: score {with_sign(row['score'])}",
             *(parts if len(parts) > 1 else []),
             counted(len(row["token_texts"]), "token"),
             "ended" if row["ended"] else "cut off",
-            f"KL {signed(sum(row['kl']))} nats",
+            f"KL {with_sign(sum(row['kl']))} nats",
         ]
     )
 
@@ -102,7 +110,7 @@ def heading(number: int, row: Row) -> str:
 def table_of(row: Row) -> tuple[list[str], list[list[str]]]:
     """Return the headings of a response's table, and the cells of each of its tokens."""
     names = [name for name in COLUMNS if name in row]
-    columns = [map(repr, row["token_texts"]), *(map(signed, row[name]) for name in names)]
+    columns = [map(repr, row["token_texts"]), *(map(with_sign, row[name]) for name in names)]
     headings = ["token", *(COLUMNS[name][0] for name in names)]
     return headings, [list(cells) for cells in zip(*columns, strict=True)]
 
@@ -134,27 +142,6 @@ def print_responses(shown: Sequence[tuple[int, Row]]) -> None:
     show(Text("green: advantage above 0, red: below, bold from half of the largest on", "dim"))
     for name, meaning in COLUMNS.values():
         show(Text(f"{name}: {meaning}", style="dim"))
-
-
-def page_rows(shown: Sequence[tuple[int, Row]]) -> list[dict[str, Any]]:
-    """Return the responses for the template, with text, style and title of each token."""
-    advantage = scale([x for _, row in shown for x in row["advantages"]])
-    kl = scale([x for _, row in shown for x in row["kl"]])
-    found = []
-    for number, row in shown:
-        names, rows = table_of(row)
-        styles = [
-            f"--advantage: {colour(a / advantage, GREEN, RED)}; "
-            f"--kl: {colour(k / kl, ORANGE, BLUE)}"
-            for a, k in zip(row["advantages"], row["kl"], strict=True)
-        ]
-        titles = ["\n".join(map(": ".join, zip(names, cells, strict=True))) for cells in rows]
-        tokens = zip(map(marked, row["token_texts"]), styles, titles, strict=True)
-        found.append(
-            {"heading": heading(number, row), "prompt": row["prompt"], "names": names,
-             "rows": rows, "tokens": [*tokens]}
-        )  # fmt: skip
-    return found
 
 
 def parser() -> argparse.ArgumentParser:

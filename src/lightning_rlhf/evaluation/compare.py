@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
@@ -22,7 +21,7 @@ from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.report.estimates import interval_text
-from lightning_rlhf.report.run_page import PromiseRow, environment
+from lightning_rlhf.report.run_page import PromiseRow, StageReport, part, plots, write_page
 from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs.changes import differing_keys, flatten, read_config, volatile
 from lightning_rlhf.runs.folders import CONFIG, METRICS, check_kinds
@@ -144,7 +143,7 @@ def mean_curve(
     return [float(step) for step in steps], mean, low, high
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SeedGroup:
     """Runs that differ in their seed alone."""
 
@@ -155,7 +154,7 @@ class SeedGroup:
     """Key in which the groups differ -> its value in this group, as text."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunComparison:
     """Groups of runs of one stage."""
 
@@ -168,27 +167,17 @@ class RunComparison:
     plotted: Sequence[str]
     """Metrics whose curves are laid over each other."""
 
-    def table(self) -> Table:
+    def results(self) -> Table:
         """Return a row for each group, with the means over its seeds."""
-        rows = [
-            [
-                group.label,
-                ", ".join(run.seed for run in group.runs),
-                *(
-                    over_seeds([r.metrics[m] for r in group.runs if m in r.metrics])
-                    for m in self.metrics
-                ),
-            ]
-            for group in self.groups
-        ]
-        return Table(
-            title="Results",
-            columns=["runs", "seed", *map(heading_of, self.metrics)],
-            rows=rows,
-            note="Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
-            if any(len(group.runs) > 1 for group in self.groups)
-            else "",
-        )
+        has_seeds = any(len(group.runs) > 1 for group in self.groups)
+        rows = []
+        for group in self.groups:
+            ends = [run.metrics for run in group.runs]
+            means = (over_seeds([end[m] for end in ends if m in end]) for m in self.metrics)
+            rows.append([group.label, ", ".join(run.seed for run in group.runs), *means])
+        note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
+        columns = ["runs", "seed", *map(heading_of, self.metrics)]
+        return Table(title="Results", columns=columns, rows=rows, note=note if has_seeds else "")
 
     def differences(self) -> Table:
         """Return the keys in which the groups differ, with a column for each group."""
@@ -203,19 +192,17 @@ class RunComparison:
     def frontiers(self) -> Iterator[Table]:
         """Yield the reward, and the gold score, of each group at equal KL."""
         for metric in (HELD_OUT, GOLD):
-            paths = {
-                id(run): joined(run.curves, HELD_OUT_KL, metric)
+            paths = [
+                [joined(run.curves, HELD_OUT_KL, metric) for run in group.runs]
                 for group in self.groups
-                for run in group.runs
-            }
-            kls = common_kls(list(paths.values()))
-            if not kls or not any(paths.values()):
+            ]
+            kls = common_kls(list(chain(*paths)))
+            if not kls or not any(chain(*paths)):
                 continue
-            rows = []
-            for group in self.groups:
-                own = [paths[id(run)] for run in group.runs]
-                means = (over_seeds([at_kl(path, kl) for path in own]) for kl in kls)
-                rows.append([group.label, *means])
+            rows = [
+                [group.label, *(over_seeds([at_kl(path, kl) for path in own]) for kl in kls)]
+                for group, own in zip(self.groups, paths, strict=True)
+            ]
             yield Table(
                 title=f"{heading_of(metric)} at equal KL",
                 columns=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
@@ -224,19 +211,18 @@ class RunComparison:
                 "first reaches the value; mean over seeds.",
             )
 
-    def curves(self) -> list[Plot]:
-        """Return a plot of each metric with the mean over the seeds of each group."""
-        return [
-            Plot(
-                title=heading_of(metric),
-                x_label=self.unit,
-                unit="",
-                series=[series for series, _ in drawn],
-                areas=[area for _, area in drawn if area is not None],
-            )
-            for metric in self.plotted
-            if (drawn := list(self._overlaid(metric)))
-        ]
+    def curves(self, metric: str) -> Plot:
+        """Return a plot of a metric with the mean over the seeds of each group."""
+        lines, areas = [], []
+        for group, color in zip(self.groups, cycle(PALETTE), strict=False):
+            measured = [dict(points(run.curves, metric)) for run in group.runs]
+            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
+            line, dots = list(zip(steps, mean, strict=True)), metric.startswith("eval/")
+            if steps:
+                lines.append(Series(label=group.label, color=color, points=line, dots=dots))
+            if steps and len(group.runs) > 1:
+                areas.append(Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high))
+        return Plot(title=heading_of(metric), x_label=self.unit, unit="", series=lines, areas=areas)
 
     def frontier_plot(self) -> Plot:
         """Return reward against KL, a line for each run."""
@@ -251,14 +237,14 @@ class RunComparison:
                     points=joined(run.curves, HELD_OUT_KL, HELD_OUT),
                     dots=True,
                 )
-                for group, color in self._colored()
+                for group, color in zip(self.groups, cycle(PALETTE), strict=False)
                 for run in group.runs
             ],
         )
 
     def console(self) -> Iterator[RichTable]:
         """Yield the tables for the console."""
-        for found in (self.table(), *self.frontiers(), self.differences()):
+        for found in (self.results(), *self.frontiers(), self.differences()):
             if found.rows or found.note:
                 yield found.console()
 
@@ -267,25 +253,23 @@ class RunComparison:
 
         jobs: table of the jobs of a sweep, also of those without a run.
         """
-        template = environment().get_template("compare.html")
-        page = template.render(title=title, found=self, jobs=jobs)
-        path.write_text(page, encoding="utf-8")
-
-    def _colored(self) -> Iterator[tuple[SeedGroup, str]]:
-        return zip(self.groups, itertools.cycle(PALETTE), strict=False)
-
-    def _overlaid(self, metric: str) -> Iterator[tuple[Series, Area | None]]:
-        for group, color in self._colored():
-            measured = [dict(points(run.curves, metric)) for run in group.runs]
-            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
-            if steps:
-                line = list(zip(steps, mean, strict=True))
-                is_sparse = metric.startswith("eval/")
-                area = Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high)
-                yield (
-                    Series(label=group.label, color=color, points=line, dots=is_sparse),
-                    area if len(group.runs) > 1 else None,
-                )
+        wide = "numbers stacked"
+        curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
+        note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
+        frontiers = [table.html(wide) for table in self.frontiers()]
+        names = [f"{group.label}: {run.name}, seed {run.seed}"
+                 for group in self.groups for run in group.runs]  # fmt: skip
+        sections = [
+            ("", self.results().html(wide)),
+            ("", "" if jobs is None else jobs.html("jobs")),
+            ("Curves", plots(curves, note, is_soft=True)),
+            *(("", table) for table in frontiers[:1]),
+            ("", plots([self.frontier_plot()] if frontiers else [])),
+            *(("", table) for table in frontiers[1:]),
+            ("", self.differences().html(wide)),
+            ("Runs", part("list", names)),
+        ]
+        write_page(path, title, [StageReport(sections=sections)])
 
 
 def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:
@@ -310,7 +294,6 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
             "allowed: 2 or more to compare, as outputs/one/tiny/ppo outputs/two/tiny/ppo, or a "
             f"folder above them{there * bool(others)}"
         )
-    groups = grouped(runs)
     definition = find_stage(chosen)
     measured = {name for run in runs for name in (*run.curves, *run.metrics)}
     summary = tuple(definition.summary) if definition is not None else ()
@@ -318,13 +301,9 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
     headlines = definition.headlines if definition is not None else ()
     plotted = [name for name in dict.fromkeys([*first, *headlines]) if name in measured]
-    return RunComparison(
-        stage=chosen,
-        unit="step" if definition is None else definition.unit,
-        groups=groups,
-        metrics=list(dict.fromkeys(first or evaluated)),
-        plotted=plotted or evaluated,
-    )
+    unit = "step" if definition is None else definition.unit
+    metrics = list(dict.fromkeys(first or evaluated))
+    return RunComparison(chosen, unit, grouped(runs), metrics, plotted or evaluated)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -376,10 +355,7 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
         labels = [common_name([run.name for run in group]) for group in groups]
     if len({*labels}) < len(labels) or not all(labels):
         labels = [group[0].name for group in groups]
-    return [
-        SeedGroup(label=name, runs=group, values=found)
-        for name, group, found in zip(labels, groups, values, strict=True)
-    ]
+    return list(map(SeedGroup, labels, groups, values))
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, read_rows, train_samples
+from lightning_rlhf.callbacks.files import HELD_OUT
+from lightning_rlhf.callbacks.files import SAMPLES
+from lightning_rlhf.callbacks.files import read_rows
+from lightning_rlhf.callbacks.files import train_samples
+from markupsafe import Markup
+from matplotlib.ticker import EngFormatter
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
 from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS
@@ -15,12 +20,10 @@ from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.metrics import HELD_OUT_KL as KL
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import delete, json_lines, read_text, written_whole
+from lightning_rlhf.io.storage import delete, json_lines, written_whole
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
-from lightning_rlhf.models.checkpoint import Manifest
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report.checks import MIN_COUNT
-from lightning_rlhf.report.conclusion import Evaluated, Level, Verdict, conclude
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.evaluation_page import SAMPLES as RESPONSES
@@ -28,15 +31,21 @@ from lightning_rlhf.report.evaluation_page import evaluation_tables
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.report.run_page import (
-    PairedSample,
+    Evaluated,
+    Level,
     PromiseRow,
     StageReport,
-    Token,
-    TokenSample,
+    Verdict,
+    clauses,
+    conclude,
     duration,
+    evaluated_table,
+    part,
+    plots,
+    token_part,
     write_page,
 )
-from lightning_rlhf.report.tables import Table, paired_samples, score_text
+from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
 from lightning_rlhf.runs.changes import flatten
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.runs.measured import (
@@ -49,6 +58,112 @@ from lightning_rlhf.runs.measured import (
     read_run,
 )
 from lightning_rlhf.runs.stage import Stage
+
+PROMISES = "promises.json"
+DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
+PAIRS = 6
+"""Number of held-out prompts whose responses are shown."""
+MOST_TOKENS = 400
+"""Largest number of tokens that are shown of a response."""
+PHASES = {
+    "time/rollout_s": "sampling",
+    "time/score_s": "scoring",
+    "time/update_s": "updates",
+    "time/other_s": "evaluation, logs, checkpoints",
+}
+NO_FINDING = Markup("<p>No rule found a symptom.</p>")
+Pair = Mapping[str, str]
+"""A prompt with its responses `before` and `after`, and the numbers of each."""
+
+
+def leave_report(folder: Path, definition: Stage) -> None:
+    """Write report.html of a run that ends, and print its path; a failure to do so is a warning.
+
+    Nothing is written where the run has no metrics. A failed.txt goes, which another command for
+    the same folder may have left meanwhile.
+    """
+    try:
+        delete(folder / FAILED)
+        if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
+            print_line(f"report: {write([read_run(folder, definition)], folder)}")
+    except (RLHFError, OSError) as error:
+        print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
+
+
+def write(runs: Sequence[RunFiles], folder: Path) -> Path:
+    """Write report.html about the runs into a folder, with the promises in it; return its path."""
+    with damage_named(folder / PROMISES) as path:
+        promises = [PromiseRow(**row) for row in optional_json(path) or ()]
+    name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
+    stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
+    with written_whole(folder / PAGE, kind="page") as beside:
+        write_page(beside, name, stages, promises)
+    return folder / PAGE
+
+
+def stage_report(run: RunFiles, number: int = 1) -> StageReport:
+    """Return what the page says about a run, which is the `number`th one of the page."""
+    curves, stage = run.curves, run.definition
+    unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
+    final, samples = run.folder / FINAL, run.folder / SAMPLES
+    with damage_named(run.folder / DIMINISHING) as path:
+        diminishing = optional_json(path)
+        frontiers = frontier_plots(curves, diminishing)
+        sentence = None if diminishing is None else str(diminishing["sentence"])
+        diverges = diminishing is not None and diminishing["divergence"] is not None
+        note = "" if diminishing is None else f"{sentence}; {kl_note(diminishing)}"
+    with damage_named(run.folder / DIAGNOSIS) as path:
+        findings = optional_json(path)
+        found = [
+            {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
+            for one in findings or ()
+        ]
+    policies = policy_evaluated(final / EVALUATION)
+    evaluated = policies or evaluations(run)
+    verdict = conclude(
+        evaluated,
+        (stage.goal if stage else ()) or ((REWARD, "max"),),
+        is_finished=run.is_finished,
+        findings=len(found),
+        sentence=sentence or results(run, evaluated) or None,
+        diverges=diverges,
+        rewards=reward_verdicts(run),
+    )
+    tables = [] if policies or not evaluated else [evaluated_table(evaluated)]
+    tables += [*policy_tables(final / EVALUATION), *fitness_tables(run)]
+    tables += [] if policies else single_numbers(run, evaluated)
+    pairs = changed(run.folder) or policy_pairs(final, PAIRS) or demonstrated(samples / HELD_OUT)
+    seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
+    total = sum(seconds.values()) or 1.0
+    fan = fan_plot(curves, unit)
+    flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
+    data = [(key, value) for key, value in flat.items() if key.startswith("data.")]
+    others = [(key, value) for key, value in flat.items() if not key.startswith("data.")]
+    return StageReport(
+        name=run.name,
+        title=run.title,
+        verdict=verdict,
+        sections=[
+            ("Curves", plots(curve_plots(curves, panels, unit))),
+            ("Distribution of the reward", plots([] if fan is None else [fan])),
+            (
+                "Frontiers and the point of diminishing returns",
+                plots(frontiers, " ".join(clauses(note))),
+            ),
+            *(("", table.html()) for table in tables),
+            ("Held-out prompts, side by side", part("pairs", pairs)),
+            (
+                "Training samples, token by token",
+                token_part(token_samples(train_samples(run.folder)), str(number)),
+            ),
+            ("Diagnosis", part("findings", found) or ("" if findings is None else NO_FINDING)),
+            ("Time", part("time", [(phase, s, s / total) for phase, s in seconds.items()])),
+            ("", part("table", totals(run))),
+            ("", part("folded", others, "Configuration")),
+            ("", part("folded", data, "Data")),
+            ("", part("folded", origins(run), "Versions")),
+        ],
+    )
 
 
 def fitness_tables(run: RunFiles) -> list[Table]:
@@ -81,7 +196,9 @@ def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
     shown = {one.metric for one in evaluated}
     ends = [name for name in stage.summary if name in run.curves and name not in shown]
     ends = [name for name in ends if not name.startswith(FITNESS_METRICS)]
-    return "; ".join(f"{label_of(name)} is {plain(run.curves[name][1][-1])}" for name in ends)
+    return "; ".join(
+        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}" for name in ends
+    )
 
 
 def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]:
@@ -89,13 +206,11 @@ def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]
     shown = {one.metric for one in evaluated}
     others = (FITNESS_METRICS, "time/", "compute/")
     rows = [
-        [name, plain(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
+        [name, plain_number(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
         for name, (_, values) in run.curves.items()
         if len(values) == 1 and name not in shown and not name.startswith(others)
     ]
-    if not rows or (run.folder / FINAL / EVALUATION).is_file():
-        return []
-    return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)]
+    return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)] if rows else []
 
 
 def totals(run: RunFiles) -> list[tuple[str, str]]:
@@ -110,15 +225,13 @@ def totals(run: RunFiles) -> list[tuple[str, str]]:
     return found
 
 
-def plain(value: float) -> str:
+def plain_number(value: float) -> str:
     """Return a number with three digits; a whole one with all."""
     return f"{value:,.0f}" if float(value).is_integer() else f"{value:z.3g}"
 
 
 def amount(value: float, unit: str) -> str:
     """Return an amount of compute: "139,600 tokens", "2.15 TFLOP", "805.90 MB" or "4.5 min"."""
-    from matplotlib.ticker import EngFormatter
-
     if unit == "s":
         return duration(value)
     if unit == "tokens":
@@ -126,119 +239,26 @@ def amount(value: float, unit: str) -> str:
     return EngFormatter("B" if unit == "bytes" else unit, places=2)(value)
 
 
-PROMISES = "promises.json"
-DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
-PAIRS = 6
-"""Number of held-out prompts whose responses are shown."""
-PHASES = {
-    "time/rollout_s": "sampling",
-    "time/score_s": "scoring",
-    "time/update_s": "updates",
-    "time/other_s": "evaluation, logs, checkpoints",
-}
-
-
-def leave_report(folder: Path, definition: Stage) -> None:
-    """Write report.html of a run that ends, and print its path; a failure to do so is a warning.
-
-    Nothing is written where the run has no metrics. A failed.txt goes, which another command for
-    the same folder may have left meanwhile.
-    """
-    try:
-        delete(folder / FAILED)
-        if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
-            print_line(f"report: {write([read_run(folder, definition)], folder)}")
-    except (RLHFError, OSError) as error:
-        print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
-
-
-def write(runs: Sequence[RunFiles], folder: Path) -> Path:
-    """Write report.html about the runs into a folder, with the promises in it; return its path."""
-    promises: list[PromiseRow] = []
-    if (folder / PROMISES).is_file():
-        with damage_named(folder / PROMISES) as path:
-            promises = [PromiseRow(**row) for row in json.loads(read_text(path))]
-    name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
-    with written_whole(folder / PAGE, kind="page") as beside:
-        write_page(beside, name, [stage_report(run) for run in runs], promises)
-    return folder / PAGE
-
-
-def stage_report(run: RunFiles) -> StageReport:
-    """Return what the page says about a run."""
-    curves, stage = run.curves, run.definition
-    unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
-    diminishing = optional_json(run.folder / DIMINISHING)
-    findings = optional_json(run.folder / DIAGNOSIS)
-    evaluation = run.folder / FINAL / EVALUATION
-    evaluated = policy_evaluated(evaluation) or evaluations(run)
-    with damage_named(run.folder / DIMINISHING):
-        frontiers = frontier_plots(curves, diminishing)
-        sentence = None if diminishing is None else str(diminishing["sentence"])
-        diverges = diminishing is not None and diminishing["divergence"] is not None
-        note = "" if diminishing is None else f"{sentence}; {kl_note(diminishing)}"
-    with damage_named(run.folder / DIAGNOSIS):
-        found = None if findings is None else [
-            {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
-            for one in findings
-        ]  # fmt: skip
-    flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
-    return StageReport(
-        name=run.name,
-        title=run.title,
-        verdict=conclude(
-            evaluated,
-            (stage.goal if stage else ()) or ((REWARD, "max"),),
-            is_finished=run.is_finished,
-            findings=len(found or ()),
-            sentence=sentence or results(run, evaluated) or None,
-            diverges=diverges,
-            rewards=reward_verdicts(run),
-        ),
-        curves=curve_plots(curves, panels, unit) if curves else (),
-        fan=fan_plot(curves, unit),
-        frontiers=frontiers,
-        frontier_note=note,
-        evaluated=() if evaluation.is_file() else evaluated,
-        tables=[*policy_tables(evaluation), *fitness_tables(run), *single_numbers(run, evaluated)],
-        pairs=pairs(run.folder)
-        or policy_pairs(run.folder / FINAL, PAIRS)
-        or demonstrated(run.folder / SAMPLES / HELD_OUT),
-        samples=token_samples(train_samples(run.folder)),
-        findings=found,
-        phases=[(PHASES[name], sum(curves[name][1])) for name in PHASES if name in curves],
-        totals=totals(run),
-        config=[(key, value) for key, value in flat.items() if not key.startswith("data.")],
-        data=[(key, value) for key, value in flat.items() if key.startswith("data.")],
-        versions=origins(run.manifest),
-    )
-
-
 def evaluations(run: RunFiles) -> list[Evaluated]:
     """Return the metrics in `final/`, else of the last evaluation, with gains and intervals."""
-    ends = {name: run.curves[name] for name in run.curves if name.startswith("eval/")}
-    metrics = {name: values[-1] for name, (_, values) in ends.items()}
-    metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
+    ends = {name: run.curves[name][1] for name in run.curves if name.startswith("eval/")}
+    metrics = {name: values[-1] for name, values in ends.items()}
+    metrics |= {f"start/{name}": values[0] for name, values in ends.items() if len(values) > 1}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
+    names = (name for name in metrics if name.startswith("eval/"))
     with damage_named(run.folder / SAMPLES):
         result = StageResult.read(metrics, run.folder)
         found = []
-        rank = list(BEFORE_AFTER)
-        names = dict.fromkeys([*ends, *(n for n in metrics if n.startswith("eval/"))])
-        for name in sorted(names, key=lambda n: rank.index(n) if n in rank else len(rank)):
+        for name in sorted(names, key=lambda name: (*BEFORE_AFTER, name).index(name)):
             value, gain = result.metric(name), result.gain(name)
-            if value is None:
-                continue
+            assert value is not None
             found.append(
                 Evaluated(
-                    metric=name,
-                    value=value.value,
-                    interval=value.interval,
-                    before=metrics.get(f"start/{name}"),
-                    gain=None if gain is None else gain.value,
+                    metric=name, value=value.value, interval=value.interval,
+                    before=metrics.get(f"start/{name}"), gain=None if gain is None else gain.value,
                     gain_interval=None if gain is None else gain.interval,
                 )
-            )
+            )  # fmt: skip
     return found
 
 
@@ -275,30 +295,6 @@ def policy_tables(path: Path) -> list[Table]:
         return [table for table in evaluation_tables(found).values() if table.rows]
 
 
-def policy_pairs(final: Path, count: int) -> list[PairedSample]:
-    """Return greedy responses of the SFT model and of the first policy to the same prompts.
-
-    final: `final/` folder of an evaluation of policies; [] for one of another stage.
-    """
-    path = final / RESPONSES
-    if not (final / EVALUATION).is_file() or not path.is_file():
-        return []
-    found = []
-    with damage_named(path):
-        for row in (row for _, row in json_lines(path) if row["decoding"] == "greedy"):
-            (other, before), (policy, after) = list(row["responses"].items())[:2]
-            found.append(
-                PairedSample(
-                    prompt=row["prompt"],
-                    before=before["response"],
-                    before_numbers=f"{other}: {score_text(before)}",
-                    after=after["response"],
-                    after_numbers=f"{policy}: {score_text(after)}",
-                )
-            )
-    return found[:count]
-
-
 def policy_evaluated(path: Path) -> list[Evaluated]:
     """Return the metrics of the first policy, with its gain over the SFT model; [] without a file.
 
@@ -317,71 +313,90 @@ def policy_evaluated(path: Path) -> list[Evaluated]:
             gain=gain,
             gain_interval=None if low is None or high is None else (low, high),
         )
-        has_kl = KL in metrics
-        kl = [Evaluated(metric=KL, value=metrics[KL])] if has_kl else []
+        kl = [Evaluated(metric=KL, value=metrics[KL])] if KL in metrics else []
         return [reward, *kl]
 
 
-def pairs(folder: Path) -> list[PairedSample]:
+def policy_pairs(final: Path, count: int) -> list[Pair]:
+    """Return greedy responses of the SFT model and of the first policy to the same prompts.
+
+    final: `final/` folder of an evaluation of policies; [] for one of another stage.
+    """
+    path = final / RESPONSES
+    if not (final / EVALUATION).is_file() or not path.is_file():
+        return []
+    with damage_named(path):
+        rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:count]
+        responses = [list(row["responses"].items())[:2] for row in rows]
+        return [
+            pair_of(row["prompt"], *before, *after)
+            for row, (before, after) in zip(rows, responses, strict=True)
+        ]
+
+
+def pair_of(
+    prompt: str, name: str, before: Mapping[str, Any], other: str, after: Mapping[str, Any]
+) -> Pair:
+    """Return two samples of a prompt beside each other, with their scores and names."""
+    return {
+        "prompt": prompt, "before": before["response"], "after": after["response"],
+        "before_numbers": f"{name}: {score_text(before)}",
+        "after_numbers": f"{other}: {score_text(after)}",
+    }  # fmt: skip
+
+
+def changed(folder: Path) -> list[Pair]:
     """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
     files = evaluation_files(folder)
     if files is None or files[0] == files[1]:
         return []
     return [
-        PairedSample(
-            prompt=before["prompt"],
-            before=before["response"],
-            before_numbers=f"first: {score_text(before)}",
-            after=after["response"],
-            after_numbers=f"last: {score_text(after)}",
-        )
+        pair_of(before["prompt"], "first", before, "last", after)
         for before, after in paired_samples(*files, PAIRS)
     ]
 
 
-def demonstrated(path: Path) -> list[PairedSample]:
+def demonstrated(path: Path) -> list[Pair]:
     """Return the responses sampled after SFT beside the demonstrations; none without the file."""
     rows = [row for _, row in json_lines(path)] if path.is_file() else []
     kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
     with damage_named(path):
         return [
-            PairedSample(
-                prompt=row["prompt"], before=row["demonstration"], after=row["response"], **kinds
-            )
+            {"prompt": row["prompt"], "before": row["demonstration"], "after": row["response"]}
+            | kinds
             for row in rows
         ]
 
 
-def token_samples(path: Path) -> list[TokenSample]:
-    """Return the training samples of the last iteration that has any, token by token.
+def token_samples(path: Path) -> list[dict[str, Any]]:
+    """Return the training samples of the last iteration that has any, for `token_part`.
 
     Samples without numbers of their tokens are left out.
     """
-    if not path.is_file():
-        return []
-    samples = [sample for _, sample in json_lines(path)]
+    samples = [sample for _, sample in json_lines(path)] if path.is_file() else []
+    found = []
     with damage_named(path):
-        return [
-            TokenSample(
-                heading=f"iteration {sample['iteration']}: score {sample['score']:+z.2f}, "
-                f"KL {sample['kl']:+z.2f} nats, {'ended' if sample['ended'] else 'cut off'}",
-                prompt=str(sample["prompt"]),
-                tokens=[
-                    Token(text=str(text), kl=float(kl), advantage=float(advantage))
-                    for text, kl, advantage in zip(
-                        *(sample["per_token"][key] for key in ("text", "kl", "advantage")),
-                        strict=True,
-                    )
-                ],
+        for sample in samples:
+            if sample["iteration"] != samples[-1]["iteration"] or "per_token" not in sample:
+                continue
+            numbers = sample["per_token"]
+            text = [str(token) for token in numbers["text"][:MOST_TOKENS]]
+            kl, advantage = (
+                [float(x) for x in numbers[key][:MOST_TOKENS]] for key in ("kl", "advantage")
             )
-            for sample in samples
-            if sample["iteration"] == samples[-1]["iteration"] and "per_token" in sample
-        ]
+            cells = (map(repr, text), map(with_sign, advantage), (f"{x:+z.4f}" for x in kl))
+            found.append({
+                "heading": f"iteration {sample['iteration']}: score {sample['score']:+z.2f}, "
+                f"KL {sample['kl']:+z.2f} nats, {'ended' if sample['ended'] else 'cut off'}",
+                "prompt": str(sample["prompt"]), "text": text, "advantage": advantage, "kl": kl,
+                "names": ("token", "advantage", "KL, nats"), "rows": list(zip(*cells, strict=True)),
+            })  # fmt: skip
+    return found
 
 
-def origins(manifest: Manifest | None) -> list[tuple[str, str]]:
+def origins(run: RunFiles) -> list[tuple[str, str]]:
     """Return the versions of packages, and the models that a run started from."""
-    if manifest is None:
+    if run.manifest is None:
         return []
-    parents = [(f"from: {role}", source) for role, source in manifest.parents.items()]
-    return [*manifest.versions.items(), ("base", manifest.base), *parents]
+    parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
+    return [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]

@@ -89,16 +89,13 @@ class Plot:
     """Limits of the y-axis; None fits them to the data."""
 
 
-Line = tuple[str, str, str]
-"""Metric, name in the legend and colour; a line of evaluations has a dot at each point."""
-
-
 @dataclass(frozen=True)
 class Panel:
     """Metrics that share one plot; its unit and healthy range are those of their rows."""
 
     title: str
-    lines: tuple[Line, ...]
+    lines: tuple[tuple[str, str, str], ...]
+    """Metric, name in the legend and colour; a line of evaluations has a dot at each point."""
     bands: tuple[tuple[str, str, str, float], ...] = ()
     """Areas between two metrics: lower and upper metric, name, opacity."""
     reference: tuple[float, str] | None = None
@@ -113,27 +110,62 @@ class Panel:
         ends = (end for low, high, *_ in self.bands for end in (low, high))
         return {*(metric for metric, *_ in self.lines), *ends}
 
+    def plot(self, curves: Curves, x_label: str) -> Plot:
+        """Return the plot of what was measured."""
+        lines = [line for line in self.lines if line[0] in curves]
+        rows = [METRICS[metric] for metric, *_ in lines if metric in METRICS]
+        unit = rows[0].unit.replace("1", "") if rows and self.unit is None else self.unit or ""
+        return Plot(
+            title=self.title,
+            x_label=x_label,
+            unit=unit,
+            series=[
+                Series(
+                    label=label, color=color, points=points(curves, metric),
+                    dots=metric.startswith("eval/"),
+                )
+                for metric, label, color in lines
+            ],
+            areas=[
+                Area(
+                    label=label, color=BLUE, opacity=opacity, x=curves[low][0], low=curves[low][1],
+                    high=curves[high][1],
+                )
+                for low, high, label, opacity in self.bands if {low, high} <= curves.keys()
+            ],
+            healthy=next((row.band for row in rows if row.band is not None), None),
+            meaning=next((row.healthy for row in rows if row.healthy != "-"), ""),
+            reference=self.reference,
+            is_log=self.is_log,
+            limits=self.limits,
+        )  # fmt: skip
+
 
 Panels = Callable[[Collection[str]], Sequence[Panel]]
 """Function: names of the measured metrics -> panels."""
 
 
+def _of(title: str, *lines: tuple[str, str, str], **options: Any) -> Panel:
+    """Return a panel of these lines."""
+    return Panel(title, lines, **options)
+
+
 def _held_out(title: str, metric: str, **options: Any) -> Panel:
     """Return a panel of a metric in training and on validation data."""
-    validation = (f"eval/{metric}", "validation", ORANGE)
-    return Panel(title, ((f"update/{metric}", "training", BLUE), validation), **options)
+    training, validation = f"update/{metric}", f"eval/{metric}"
+    return _of(title, (training, "training", BLUE), (validation, "validation", ORANGE), **options)
 
 
 def _of_pairs(title: str, metric: str) -> Panel:
     """Return a panel of a metric of the chosen and of the rejected responses in training."""
-    rejected = (f"update/{metric}_rejected", "rejected", PURPLE)
-    return Panel(title, ((f"update/{metric}_chosen", "chosen", GREEN), rejected))
+    chosen, rejected = (f"update/{metric}_{side}" for side in ("chosen", "rejected"))
+    return _of(title, (chosen, "chosen", GREEN), (rejected, "rejected", PURPLE))
 
 
 SFT_PANELS = (
     _held_out("Loss", "loss"),
     _held_out("Perplexity", "perplexity", is_log=True),
-    Panel("Learning rate", (("update/lr", "learning rate", BLUE),)),
+    _of("Learning rate", ("update/lr", "learning rate", BLUE)),
 )
 _PAIR_PANELS = (
     _held_out("Accuracy", "accuracy", unit="share of pairs", reference=(0.5, "guessing")),
@@ -147,51 +179,38 @@ DPO_PANELS = (
     _of_pairs("Log-probability under the policy", "logps"),
     _held_out("SFT loss of the chosen responses", "sft_loss"),
 )
+_PROMPTS = "held-out prompts"
+_LOSSES = (
+    ("ppo_loss", "PPO", BLUE),
+    ("update/policy_loss", "policy", GREEN),
+    ("update/value_loss", "value", PURPLE),
+)
+_CLIPPED = ("update/clip_fraction", "clipped", GREEN)
+_CORRECT = ("eval/judge/correct", "correct", GREEN)
+_STEP = "Size of an iteration's update"
 _PPO_PANELS = (
-    Panel(
-        "Reward, before the KL penalty",
-        ((REWARD, "training", BLUE), (HELD_OUT, "held-out prompts", ORANGE)),
-    ),
-    Panel(
-        "KL to the reference",
-        ((KL, "training", BLUE), (HELD_OUT_KL, "held-out prompts", ORANGE)),
-    ),
-    Panel("Policy: entropy", (("entropy", "entropy", BLUE),)),
-    Panel(
+    _of("Reward, before the KL penalty", (REWARD, "training", BLUE), (HELD_OUT, _PROMPTS, ORANGE)),
+    _of("KL to the reference", (KL, "training", BLUE), (HELD_OUT_KL, _PROMPTS, ORANGE)),
+    _of("Policy: entropy", ("entropy", "entropy", BLUE)),
+    _of(
         "Policy: perplexity under SFT",
-        (("eval/response_perplexity", "perplexity under SFT", ORANGE),),
+        ("eval/response_perplexity", "perplexity under SFT", ORANGE),
     ),
-    Panel(
-        "Loss (no sign of progress)",
-        (
-            ("ppo_loss", "PPO", BLUE),
-            ("update/policy_loss", "policy", GREEN),
-            ("update/value_loss", "value", PURPLE),
-        ),
-    ),
-    Panel("Responses: length", (("rollout/response_tokens", "length", BLUE),)),
-    Panel("Responses: ended", (("rollout/ended", "ended", GREEN),), limits=SHARE),
+    _of("Loss (no sign of progress)", *_LOSSES),
+    _of("Responses: length", ("rollout/response_tokens", "length", BLUE)),
+    _of("Responses: ended", ("rollout/ended", "ended", GREEN), limits=SHARE),
 )
 _STEP_SIZE = (
-    Panel("Size of an iteration's update: approx. KL", (("update/approx_kl", "approx. KL", BLUE),)),
-    Panel(
-        "Size of an iteration's update: clipped",
-        (("update/clip_fraction", "clipped", GREEN),),
-        unit="share of tokens",
-    ),
+    _of(f"{_STEP}: approx. KL", ("update/approx_kl", "approx. KL", BLUE)),
+    _of(f"{_STEP}: clipped", _CLIPPED, unit="share of tokens"),
 )
 _JUDGE = (
-    Panel("Judge, on held-out prompts: gold", ((GOLD, "gold", BLUE),), unit="score"),
-    Panel(
-        "Judge, on held-out prompts: correct",
-        (("eval/judge/correct", "correct", GREEN),),
-        unit="share",
-        limits=SHARE,
-    ),
+    _of("Judge, on held-out prompts: gold", (GOLD, "gold", BLUE), unit="score"),
+    _of("Judge, on held-out prompts: correct", _CORRECT, unit="share", limits=SHARE),
 )
-_FAN = Panel(
+_FAN = _of(
     "Distribution of the score over the responses of an iteration",
-    ((FAN[2], "median", BLUE),),
+    (FAN[2], "median", BLUE),
     bands=((FAN[0], FAN[4], "5% to 95%", 0.15), (FAN[1], FAN[3], "25% to 75%", 0.3)),
 )
 
@@ -218,41 +237,7 @@ def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
         if not name.startswith(("time/", "compute/"))
     )
     shared = [_held_out(name, name, unit="") for name in names]
-    return [Panel(p.title, ((p.title, "", BLUE), *p.lines), unit="") for p in shared]
-
-
-def plots_of(panels: Sequence[Panel], curves: Curves, x_label: str) -> list[Plot]:
-    """Return the plot of each panel."""
-    return [_plot(panel, curves, x_label) for panel in panels]
-
-
-def _plot(panel: Panel, curves: Curves, x_label: str) -> Plot:
-    rows = [METRICS[m] for m, *_ in panel.lines if m in curves and m in METRICS]
-    unit = rows[0].unit.replace("1", "") if rows and panel.unit is None else panel.unit or ""
-    return Plot(
-        title=panel.title,
-        x_label=x_label,
-        unit=unit,
-        series=[
-            Series(
-                label=label, color=color, points=points(curves, metric),
-                dots=metric.startswith("eval/"),
-            )
-            for metric, label, color in panel.lines if metric in curves
-        ],
-        areas=[
-            Area(
-                label=label, color=BLUE, opacity=opacity, x=curves[low][0], low=curves[low][1],
-                high=curves[high][1],
-            )
-            for low, high, label, opacity in panel.bands if {low, high} <= curves.keys()
-        ],
-        healthy=next((row.band for row in rows if row.band is not None), None),
-        meaning=next((row.healthy for row in rows if row.healthy != "-"), ""),
-        reference=panel.reference,
-        is_log=panel.is_log,
-        limits=panel.limits,
-    )  # fmt: skip
+    return [_of(p.title, (p.title, "", BLUE), *p.lines, unit="") for p in shared]
 
 
 def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plot]:
@@ -263,14 +248,14 @@ def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plo
     shown = [one for one in (panels or panel_for_each)(curves) if one is not _FAN]
     drawn = {metric for panel in shown for metric in panel.metrics} | set(FAN)
     banded = (name for name in curves if name in METRICS and METRICS[name].band is not None)
-    rest = [Panel(name, ((name, "", BLUE),), unit="") for name in banded if name not in drawn]
-    plots = plots_of([*shown, *rest], curves, x_label)
+    rest = [_of(name, (name, "", BLUE), unit="") for name in banded if name not in drawn]
+    plots = [panel.plot(curves, x_label) for panel in (*shown, *rest)]
     return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
 
 
 def fan_plot(curves: Curves, x_label: str) -> Plot | None:
     """Return the quantiles of the score over the run; None where they were not measured."""
-    return _plot(_FAN, curves, x_label) if _FAN.metrics <= curves.keys() else None
+    return _FAN.plot(curves, x_label) if _FAN.metrics <= curves.keys() else None
 
 
 def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> list[Plot]:
@@ -283,22 +268,17 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
     if REWARD not in curves:
         return []
     found = [] if diminishing is None else list(diminishing["curves"])
-    by_kl = Plot(
-        title="Reward against KL",
-        x_label="KL to the reference, nats a response",
-        unit="score",
-        series=list(_against_kl(curves)),
-        mark=_knee(found, REWARD, KL),
-    )
     has_flops = FLOPS in curves and curves[FLOPS][0][:1] == curves[REWARD][0][:1]
-    unit = FLOPS if has_flops else "iterations"
+    unit, x_label = (FLOPS, "floating-point operations") if has_flops else ("iterations",) * 2
+    by_kl = Plot(
+        title="Reward against KL", x_label="KL to the reference, nats a response", unit="score",
+        series=list(_against_kl(curves)), mark=_knee(found, REWARD, KL),
+    )  # fmt: skip
     by_compute = Plot(
-        title="Reward against compute",
-        x_label="floating-point operations" if has_flops else "iterations",
-        unit="score",
+        title="Reward against compute", x_label=x_label, unit="score",
         series=list(_against_compute(curves, has_flops)),
         mark=_knee(found, GOLD, unit) or _knee(found, REWARD, unit),
-    )
+    )  # fmt: skip
     return [by_kl, by_compute] if KL in curves else [by_compute]
 
 

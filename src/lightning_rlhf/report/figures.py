@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -25,12 +24,12 @@ from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report.curves import (
     PALETTE,
-    Panel,
+    Curves,
+    Panels,
     Plot,
     Point,
     Series,
     panel_for_each,
-    plots_of,
 )
 from lightning_rlhf.report.estimates import Interval, inner_range
 
@@ -139,16 +138,26 @@ PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
 
 def draw_curves(
     run_dir: Path,
+    curves: Curves,
     title: str,
     x_label: str,
-    panels: Callable[[Collection[str]], Sequence[Panel]] | None = None,
+    panels: Panels | None = None,
 ) -> Path:
-    """Draw `<run_dir>/curves.png` from `<run_dir>/metrics.csv` and return its path.
+    """Draw `<run_dir>/curves.png` and return its path.
 
-    panels: names of the measured metrics -> panels to draw; None draws one for each metric.
+    panels: function of the names of the measured metrics; None draws one panel for each metric.
     """
-    curves = read_curves(run_dir / "metrics.csv")
-    plots = plots_of((panels or panel_for_each)(curves), curves, x_label)
+    plots = [panel.plot(curves, x_label) for panel in (panels or panel_for_each)(curves)]
+    path = run_dir / "curves.png"
+    draw_plots(path, title, plots)
+    return path
+
+
+def draw_plots(path: Path, title: str, plots: Sequence[Plot]) -> None:
+    """Draw plots below a title into a PNG file, in rows of three, or of two where there are four.
+
+    The last one fills the rest of its row.
+    """
     columns = 2 if len(plots) == 4 else 3
     rows = -(-len(plots) // columns)
     with mpl.rc_context(STYLE):
@@ -158,10 +167,10 @@ def draw_curves(
         grid = figure.add_gridspec(rows, columns)
         for k, plot in enumerate(plots, start=1):
             row, column = divmod(k - 1, columns)
-            # The last plot fills the rest of its row.
             wide = slice(column, None if k == len(plots) else column + 1)
             axes = figure.add_subplot(grid[row, wide])
-            axes.set_title(plot.title, loc="left", pad=24, fontsize=11)
+            if plot.title:
+                axes.set_title(plot.title, loc="left", pad=24, fontsize=11)
             axes.set_ylabel(plot.unit)
             handles = draw(axes, plot)
             if not plot.series:
@@ -169,10 +178,8 @@ def draw_curves(
                     0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY
                 )
             axes.legend(handles=handles, ncols=max(1, len(handles)), handlelength=1.6, **LEGEND)
-        path = run_dir / "curves.png"
         with written_whole(path) as beside:
             figure.savefig(beside, dpi=DPI, format="png")
-    return path
 
 
 def head(figure: Figure, title: str) -> None:
@@ -181,20 +188,6 @@ def head(figure: Figure, title: str) -> None:
     figure.suptitle(
         "\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False
     )
-
-
-def read_curves(path: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Return metric -> (steps, values), without the steps at which the metric was not measured."""
-    curves: dict[str, tuple[list[int], list[float]]] = {}
-    with path.open(newline="") as file:
-        for row in csv.DictReader(file):
-            step = int(row.pop("step"))
-            for name, cell in row.items():
-                if cell:
-                    steps, values = curves.setdefault(name, ([], []))
-                    steps.append(step)
-                    values.append(float(cell))
-    return curves
 
 
 def tick_text(tick: float) -> str:
@@ -262,36 +255,32 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
     if plot.reference is not None:
         level, name = plot.reference
         handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
-    limits = shown_range(plot)
-    if plot.limits is not None:
-        axes.set_ylim(*plot.limits)
-    elif limits is not None:
+    limits = plot.limits or shown_range(plot)
+    if limits is not None:
         axes.set_ylim(*limits)
-        for series in plot.series:
-            if series.points:
-                at = np.asarray(series.points, dtype=float)
-                mark_outside(axes, at, None, limits, series.color)
+    for series in plot.series:
+        if plot.limits is None and limits is not None and series.points:
+            at = np.asarray(series.points, dtype=float)
+            mark_outside(axes, at, None, limits, series.color)
     if plot.reference is not None:
         bottom, top = axes.get_ylim()
         axes.set_ylim(min(bottom, plot.reference[0]), max(top, plot.reference[0]))
-    _draw_behind(axes, plot)
-    return handles
-
-
-def _draw_behind(axes: Axes, plot: Plot) -> None:
-    """Draw the healthy range and the mark with its interval, as far as the axes reach."""
-    x, y = axes.get_xlim(), axes.get_ylim()
+    across, up = axes.get_xlim(), axes.get_ylim()
     if plot.healthy is not None:
-        low, high = (
-            edge if end is None else float(np.clip(end, *y))
-            for end, edge in zip(plot.healthy, y, strict=True)
+        lower, upper = (
+            edge if end is None else float(np.clip(end, *up))
+            for end, edge in zip(plot.healthy, up, strict=True)
         )
-        axes.axhspan(low, high, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
-    if plot.mark is not None and x[0] <= plot.mark.x <= x[1]:
-        axes.axvspan(*np.clip(plot.mark.interval, *x), color=BAD, alpha=0.12, linewidth=0)
-        axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
-    axes.set_xlim(*x)
-    axes.set_ylim(*y)
+        axes.axhspan(lower, upper, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
+    if plot.mark is not None and plot.mark.interval[0] <= across[1]:
+        ends = np.clip(plot.mark.interval, *across)
+        handles.append(axes.axvspan(*ends, color=BAD, alpha=0.12, linewidth=0,
+                                    label=plot.mark.label))  # fmt: skip
+        if across[0] <= plot.mark.x <= across[1]:
+            axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
+    axes.set_xlim(*across)
+    axes.set_ylim(*up)
+    return handles
 
 
 def svg(plot: Plot) -> str:

@@ -1,4 +1,7 @@
-"""report.html: one self-contained page about a run, or about all stages of a recipe."""
+"""Pages: a verdict in one sentence, then sections; report.html, compare.html and replays are such.
+
+A page is self-contained, and shows any text as text.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,10 @@ from typing import Any, Literal
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from lightning_rlhf.core.metrics import heading_of
-from lightning_rlhf.report.conclusion import LEVELS, Evaluated, Level, Verdict
+from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core.metrics import GOLD, HELD_OUT_KL, Goal, heading_of, label_of
 from lightning_rlhf.report.curves import Plot
-from lightning_rlhf.report.estimates import Interval
+from lightning_rlhf.report.estimates import Interval, interval_text
 from lightning_rlhf.report.figures import figure_of
 from lightning_rlhf.report.tables import (
     BLUE,
@@ -28,83 +31,60 @@ from lightning_rlhf.report.tables import (
     marked,
     scale,
     shown,
-    signed,
 )
 
 TEMPLATES = Path(__file__).parent / "templates"
-MOST_TOKENS = 400
-"""Largest number of tokens that are shown of a response."""
+Level = Literal["good", "doubtful", "bad", "unknown"]
+LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")
+"""Levels of a verdict; of several the last one counts."""
 MARKS: Mapping[Level, str] = {"good": "✓", "doubtful": "!", "bad": "✗", "unknown": "–"}
 """Sign of each level of a verdict, which is readable without colour."""
 WORDS: Mapping[Level, str] = {level: level for level in LEVELS} | {"unknown": "not judged"}
 """Name of each level."""
-
-
 Kept = Literal["kept", "within noise", "broken"]
 KEPT: Mapping[Kept, Level] = {"kept": "good", "within noise": "doubtful", "broken": "bad"}
 """Verdict on a promise of a recipe -> its level."""
+PERPLEXITY, UNIGRAM = "eval/perplexity", "eval/unigram_perplexity"
+LITTLE = 0.75
+"""Share of the loss of token frequencies from which a model has learned little: that of pairs of
+words on the Wall Street Journal, log 170 / log 962 (Jurafsky and Martin, chapter 3)."""
+GUESSING = 0.5
+"""Accuracy of guessing which of two responses is preferred."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Token:
-    """A token of a sampled response."""
+class Evaluated:
+    """A metric of the last evaluation, and its gain over the first one."""
 
-    text: str
-    kl: float
-    """Log-probability of the policy less that of the reference, nats."""
-    advantage: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenSample:
-    """A training response token by token."""
-
-    heading: str
-    prompt: str
-    tokens: Sequence[Token]
+    metric: str
+    value: float
+    interval: Interval | None = None
+    """95% interval of the value; None where it is not known."""
+    before: float | None = None
+    """Value in the first evaluation; None where there was a single one."""
+    gain: float | None = None
+    gain_interval: Interval | None = None
+    """95% interval of the gain; None where it is not known."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PairedSample:
-    """Responses to the same held-out prompt at the first and at the last evaluation."""
+@dataclass(frozen=True)
+class Verdict:
+    """A level and a sentence."""
 
-    prompt: str
-    before: str
-    before_numbers: str
-    after: str
-    after_numbers: str
+    level: Level
+    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageReport:
     """All that a page says about one run of a stage."""
 
-    name: str
+    name: str = ""
     """Name of the run: run/model/stage."""
-    title: str
-    verdict: Verdict
-    curves: Sequence[Plot] = ()
-    fan: Plot | None = None
-    frontiers: Sequence[Plot] = ()
-    frontier_note: str = ""
-    """Sentence on diminishing returns."""
-    evaluated: Sequence[Evaluated] = ()
-    tables: Sequence[Table] = ()
-    """Further tables of an evaluation."""
-    pairs: Sequence[PairedSample] = ()
-    samples: Sequence[TokenSample] = ()
-    findings: Sequence[Mapping[str, Any]] | None = None
-    """Findings of the diagnosis; None where there was none."""
-    phases: Sequence[tuple[str, float]] = ()
-    """Phase of the run -> its seconds."""
-    totals: Sequence[tuple[str, str]] = ()
-    """Compute of the run, as names and amounts."""
-    config: Sequence[tuple[str, str]] = ()
-    """Keys of the configuration and their values as text."""
-    data: Sequence[tuple[str, str]] = ()
-    """Keys of the section `data` and their values as text."""
-    versions: Sequence[tuple[str, str]] = ()
-    """Packages, parents and other origins."""
+    title: str = ""
+    verdict: Verdict | None = None
+    sections: Sequence[tuple[str, str]]
+    """Heading, empty for a table, which has its own, and content as HTML, empty to leave it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +106,8 @@ class PromiseRow:
 def write_page(path: Path, title: str, stages: Sequence[StageReport],
                promises: Sequence[PromiseRow] = ()) -> None:  # fmt: skip
     """Write the page to `path`, beside which the caller keeps the previous one."""
-    level = max((stage.verdict.level for stage in stages), key=LEVELS.index, default="unknown")
-    page = (
-        environment()
-        .get_template("run.html")
-        .render(title=title, stages=stages, promises=promises, level=level)
-    )
+    template = environment().get_template("page.html")
+    page = template.render(title=title, stages=stages, promises=promises)
     path.write_text(page, encoding="utf-8")
 
 
@@ -147,19 +123,26 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals |= {
-        "draw": figure_of, "marks": MARKS, "words": WORDS, "tokens": token_spans,
-        "token_rows": token_rows,
-        "evaluated": evaluated_table, "shares": shares, "patch": patch,
+        "draw": figure_of, "marks": MARKS, "words": WORDS, "patch": patch,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
-    found.filters |= {
-        "cut": cut,
-        "marked": marked,
-        "duration": duration,
-        "clauses": clauses,
-        "breakable": breakable,
-    }
+    found.filters |= {"cut": cut, "marked": marked, "duration": duration, "clauses": clauses,
+                      "breakable": breakable}  # fmt: skip
     return found
+
+
+def part(kind: str, content: Sequence[Any], *more: Any) -> str:
+    """Return a part of a page as HTML; "" without content.
+
+    kind: name of the macro of parts.html that writes it; content, more: its arguments.
+    """
+    macros = environment().get_template("parts.html").module
+    return getattr(macros, kind)(content, *more) if content else ""
+
+
+def plots(found: Sequence[Plot], note: str = "", *, is_soft: bool = False) -> str:
+    """Return plots side by side as HTML, below a note, which may be in grey; "" without plots."""
+    return part("plots", found, note, is_soft)
 
 
 def breakable(name: str) -> Markup:
@@ -167,50 +150,10 @@ def breakable(name: str) -> Markup:
     return Markup("/<wbr>").join(shown(part) for part in name.split("/"))
 
 
-def change(one: Evaluated) -> list[str]:
-    """Return the cells of a metric: before, after with its interval, gain with its interval."""
-    digits = _decimals(one.value, one.interval)
-    gain = "-"
-    if one.gain is not None:
-        narrow = one.gain_interval is not None
-        of_gain = max(digits, _decimals(one.gain, one.gain_interval)) if narrow else digits
-        gain = f"{one.gain:+z.{of_gain}f}{_interval(one.gain_interval, of_gain)}"
-    return [
-        "-" if one.before is None else f"{one.before:z.{digits}f}",
-        f"{one.value:z.{digits}f}{_interval(one.interval, digits)}",
-        gain,
-    ]
-
-
-def evaluated_table(evaluated: Sequence[Evaluated]) -> Table:
-    """Return the table of the metrics of the evaluations, with gains where there were several."""
-    has_gains = any(one.gain is not None for one in evaluated)
-    paired = any(one.gain_interval is not None for one in evaluated)
-    ends = " [95%]" if paired or any(one.interval is not None for one in evaluated) else ""
-    note = "First and last evaluation on the same held-out data. " if has_gains else ""
-    if ends:
-        note += "Brackets are 95% intervals by bootstrap over prompts"
-        note += "; those of a change are over the paired differences." if has_gains else "."
-    cells = [(one, change(one)) for one in evaluated]
-    names = ["first", f"last{ends}", f"change{ends}"] if has_gains else [f"value{ends}"]
-    return Table(
-        title="Evaluation",
-        columns=["", *names],
-        rows=[[heading_of(one.metric), *(row if has_gains else row[1:2])] for one, row in cells],
-        note=note,
-    )
-
-
 def clauses(words: str) -> list[str]:
     """Return the parts of a verdict, each as a sentence."""
     parts = (part.strip().rstrip(".") for part in words.split(";"))
     return [f"{part[:1].upper()}{part[1:]}." for part in parts if part]
-
-
-def shares(phases: Sequence[tuple[str, float]]) -> list[tuple[str, float, float]]:
-    """Return name, seconds and share of each phase."""
-    total = sum(seconds for _, seconds in phases) or 1.0
-    return [(name, seconds, seconds / total) for name, seconds in phases]
 
 
 def duration(seconds: float) -> str:
@@ -225,40 +168,162 @@ def patch(color: str) -> Markup:
     return Markup(f'<span class="patch" style="background: rgb({color} / .55)"></span>')
 
 
-def token_spans(samples: Sequence[TokenSample], index: int) -> list[tuple[str, str, str]]:
-    """Return text, style and title of each token of a sample, coloured on one scale for all."""
-    tokens = [token for sample in samples for token in sample.tokens]
-    advantage = scale([token.advantage for token in tokens])
-    kl = scale([token.kl for token in tokens])
+def token_part(responses: Sequence[Mapping[str, Any]], name: str = "") -> str:
+    """Return responses token by token as HTML, coloured on one scale for all; "" without any.
+
+    responses: `heading` and `prompt`; `text`, `advantage` and `kl` of the tokens; `names` and
+        `rows`, headings and cells of the table of the tokens.
+    name: different for each such part of a page.
+    """
+    advantage, kl = (
+        scale([x for one in responses for x in one[key]]) for key in ("advantage", "kl")
+    )
+    drawn = []
+    for one in responses:
+        styles = [
+            f"--advantage: {colour(a / advantage, GREEN, RED)}; "
+            f"--kl: {colour(k / kl, ORANGE, BLUE)}"
+            for a, k in zip(one["advantage"], one["kl"], strict=True)
+        ]
+        titles = ["\n".join(map(" ".join, zip(one["names"], row, strict=True)))
+                  for row in one["rows"]]  # fmt: skip
+        tokens = list(zip(map(marked, one["text"]), styles, titles, strict=True))
+        drawn.append({**one, "tokens": tokens})
+    return part("tokens", drawn, name)
+
+
+def conclude(
+    evaluated: Sequence[Evaluated],
+    goal: Goal,
+    *,
+    is_finished: bool,
+    findings: int,
+    sentence: str | None,
+    diverges: bool = False,
+    rewards: Sequence[Verdict] = (),
+) -> Verdict:
+    """Return the verdict on a run.
+
+    evaluated: metrics of the evaluations.
+    goal: metrics that select the best checkpoint, each with its direction; the first is judged.
+    findings: number of findings of the diagnosis; sentence: a further one, as on diminishing
+        returns, if any.
+    diverges: whether the reward rose while the gold score did not.
+    rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
+    """
+    known = {one.metric: one for one in evaluated}
+    judged = [
+        judge(known[metric], direction == "min")
+        for metric, direction in (*goal[:1], (GOLD, "max"))
+        if metric in known
+    ]
+    facts = judged or ([] if rewards else [Verdict("unknown", "nothing was evaluated")])
+    if not is_finished:
+        facts.insert(0, Verdict("doubtful", "the run has not finished"))
+    if {PERPLEXITY, UNIGRAM} <= known.keys():
+        found, unigram = known[PERPLEXITY].value, known[UNIGRAM].value
+        words = f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone"
+        if found >= max(unigram, 1) ** LITTLE:  # the losses are the logarithms
+            facts.append(Verdict("doubtful", f"{words}: the model has learned little"))
+        else:
+            facts.append(Verdict("unknown", words))
+    if HELD_OUT_KL in known:
+        kl = measured(known[HELD_OUT_KL])
+        facts.append(Verdict("unknown", f"the KL to the SFT model is {kl} nats a response"))
+    if findings:
+        facts.append(Verdict("doubtful", f"the diagnosis has {counted(findings, 'finding')}"))
+    if sentence is not None:
+        facts.append(Verdict("doubtful" if diverges else "unknown", sentence))
+    facts += rewards
+    words = "; ".join(one.words.rstrip(".") for one in facts)
+    level: Level = max((one.level for one in facts), key=LEVELS.index, default="unknown")
+    return Verdict(level, f"{words[:1].upper()}{words[1:]}.")
+
+
+def judge(one: Evaluated, is_cost: bool) -> Verdict:
+    """Return whether a metric improved: beyond doubt where its interval lies on one side of 0.
+
+    is_cost: whether a lower value is better.
+    """
+    label = label_of(one.metric)
+    if one.metric == "eval/accuracy":
+        gain = one.value - GUESSING
+        ends = one.interval and (one.interval[0] - GUESSING, one.interval[1] - GUESSING)
+        return Verdict(gain_level(gain, ends, False), f"{label} is {measured(one)}")
+    if one.gain is None:
+        return Verdict("unknown", f"{label} is {measured(one)}, evaluated once")
+    level, change = gain_level(one.gain, one.gain_interval, is_cost), short(abs(one.gain))
+    if change == "0":
+        return Verdict(level, f"{label} did not change and is {short(one.value)}")
+    rises, ends = one.gain > 0, one.gain_interval
+    if ends is not None and not rises:
+        ends = -ends[1], -ends[0]
+    words = f"{'rose' if rises else 'fell'} by {change}{short_interval(ends)} to {short(one.value)}"
+    return Verdict(level, f"{label} {words}")
+
+
+def gain_level(gain: float, interval: Interval | None, is_cost: bool) -> Level:
+    """Return the level of a gain; one without an interval may be noise, and is never bad."""
+    low, high = interval or (gain, gain)
+    if is_cost:
+        low, high = -high, -low
+    if low > 0:
+        return "good"
+    return "bad" if high < 0 and interval is not None else "doubtful"
+
+
+def measured(one: Evaluated) -> str:
+    """Return a value with its interval."""
+    return short(one.value) + short_interval(one.interval)
+
+
+def short(value: float) -> str:
+    """Return a number with three digits, and at most four decimals: what is smaller is 0."""
+    return f"{round(value, 4):z.3g}"
+
+
+def short_interval(interval: Interval | None) -> str:
+    """Return an interval for after a number; nothing for None."""
+    return "" if interval is None else f" [{short(interval[0])}, {short(interval[1])}]"
+
+
+def change(one: Evaluated) -> list[str]:
+    """Return the cells of a metric: before, after with its interval, gain with its interval."""
+    digits = decimals(one.value, one.interval)
+    gain = "-"
+    if one.gain is not None:
+        narrow = one.gain_interval is not None
+        of_gain = max(digits, decimals(one.gain, one.gain_interval)) if narrow else digits
+        gain = f"{one.gain:+z.{of_gain}f}{interval_text(one.gain_interval, of_gain)}"
     return [
-        (
-            marked(token.text),
-            f"--advantage: {colour(token.advantage / advantage, GREEN, RED)}; "
-            f"--kl: {colour(token.kl / kl, ORANGE, BLUE)}",
-            "\n".join(map(" ".join, zip(("token", "advantage", "KL"), cells, strict=True))),
-        )
-        for token, cells in zip(samples[index].tokens, token_rows(samples[index]), strict=False)
+        "-" if one.before is None else f"{one.before:z.{digits}f}",
+        f"{one.value:z.{digits}f}{interval_text(one.interval, digits)}",
+        gain,
     ]
 
 
-def token_rows(sample: TokenSample) -> list[tuple[str, str, str]]:
-    """Return text, advantage and KL of each token that is shown."""
-    return [
-        (repr(token.text), signed(token.advantage), f"{token.kl:+z.4f}")
-        for token in sample.tokens[:MOST_TOKENS]
-    ]
-
-
-def _decimals(value: float, interval: Interval | None) -> int:
+def decimals(value: float, interval: Interval | None) -> int:
     """Return the decimals that show two digits of half an interval; without one, three of value."""
-    if interval is None:
-        size, digits = abs(value), 3
-    else:
-        size, digits = (interval[1] - interval[0]) / 2, 2
+    size, digits = (abs(value), 3) if interval is None else ((interval[1] - interval[0]) / 2, 2)
     if not 0 < size < math.inf:
         return 3
     return min(max(digits - 1 - math.floor(math.log10(size)), 0), 4)
 
 
-def _interval(found: Interval | None, decimals: int) -> str:
-    return "" if found is None else f" [{found[0]:z.{decimals}f}, {found[1]:z.{decimals}f}]"
+def evaluated_table(evaluated: Sequence[Evaluated]) -> Table:
+    """Return the table of the metrics of the evaluations, with gains where there were several."""
+    has_gains = any(one.gain is not None for one in evaluated)
+    paired = any(one.gain_interval is not None for one in evaluated)
+    ends = " [95%]" if paired or any(one.interval is not None for one in evaluated) else ""
+    note = "First and last evaluation on the same held-out data. " if has_gains else ""
+    if ends:
+        note += "Brackets are 95% intervals by bootstrap over prompts"
+        note += "; those of a change are over the paired differences." if has_gains else "."
+    names = ["first", f"last{ends}", f"change{ends}"] if has_gains else [f"value{ends}"]
+    cells = slice(None) if has_gains else slice(1, 2)
+    return Table(
+        title="Evaluation",
+        columns=["", *names],
+        rows=[[heading_of(one.metric), *change(one)[cells]] for one in evaluated],
+        note=note,
+    )

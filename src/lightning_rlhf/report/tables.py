@@ -119,17 +119,18 @@ def before_after_table(
 
     verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
-    table = RichTable(title="On held-out prompts", title_justify="left", caption_justify="left")
-    table.caption = verdict_lines(verdicts)
-    table.add_column("")
-    for heading in ("SFT", "after PPO", "change"):
-        table.add_column(heading, justify="right")
     parts = sorted(name for name in after if name.startswith(PARTS))
+    rows = []
     for name in dict.fromkeys((*BEFORE_AFTER, *parts)):
         if name in after:
             label = label_of(name).removeprefix("the ").removesuffix(" on held-out prompts")
-            shown = Text(visible_line(label.removeprefix("eval/")))
-            table.add_row(shown, *_change(before, after, name))
+            start, change = ABSENT, ABSENT
+            if name in before:
+                start, change = f"{before[name]:z.2f}", f"{after[name] - before[name]:+z.2f}"
+            rows.append([label.removeprefix("eval/"), start, f"{after[name]:z.2f}", change])
+    columns = ["", "SFT", "after PPO", "change"]
+    table = Table(title="On held-out prompts", columns=columns, rows=rows).console()
+    table.caption = verdict_lines(verdicts)
     return table
 
 
@@ -225,13 +226,6 @@ def shared_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
     return [word for word in first if all(word in job for job in jobs)]
 
 
-def _change(before: Mapping[str, float], after: Mapping[str, float], name: str) -> list[str]:
-    if name not in before:
-        return [ABSENT, f"{after[name]:z.2f}", ABSENT]
-    change = after[name] - before[name]
-    return [f"{before[name]:z.2f}", f"{after[name]:z.2f}", f"{change:+z.2f}"]
-
-
 def _read(path: Path) -> list[Sample]:
     """Return the samples of an evaluation. Raises CheckpointError if a line is not a sample."""
     samples: list[Sample] = []
@@ -293,7 +287,7 @@ def marked(text: str) -> str:
     return visible(text).replace("\n", "⏎\n")
 
 
-def signed(number: float) -> str:
+def with_sign(number: float) -> str:
     """Return a number with its sign: three decimals, or six digits from a million on."""
     is_large = math.isfinite(number) and abs(number) >= 1e6
     return f"{number:+g}" if is_large else f"{number:+z.3f}"

@@ -72,6 +72,7 @@ from lightning_rlhf.runs.folders import (
     is_complete,
     run_name,
 )
+from lightning_rlhf.runs.measured import read_metrics
 from lightning_rlhf.runs.objects import build_trainer, misconfigured
 from lightning_rlhf.runs.resume import check_resumable, decide, held, origin, resume_point
 from lightning_rlhf.runs.run import Run, check_trained_weights
@@ -404,7 +405,8 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
     """Draw the curves, and print which evaluation was the best unless it was the last one."""
     title = f"{stage.title}: {run_name(run.settings)}"
-    print_line(f"curves: {draw_curves(run.folder, title, stage.unit, stage.panels)}")
+    curves = read_metrics(run.folder)
+    print_line(f"curves: {draw_curves(run.folder, curves, title, stage.unit, stage.panels)}")
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
         print_line(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
