@@ -48,8 +48,8 @@ def test_calibration_by_hand() -> None:
     assert found is not None
     # sigmoid(1), 1/2, sigmoid(2), sigmoid(3), each in a bin of its own.
     confidence = [0.7310585786, 0.5, 0.8807970780, 0.9525741268]
-    assert [point.confidence for point in found.points] == pytest.approx(sorted(confidence))
-    assert [point.accuracy for point in found.points] == [0.5, 1.0, 0.0, 1.0]
+    assert [point["confidence"] for point in found.points] == pytest.approx(sorted(confidence))
+    assert [point["accuracy"] for point in found.points] == [0.5, 1.0, 0.0, 1.0]
     assert found.ece == pytest.approx((0.2689414214 + 0 + 0.8807970780 + 0.0474258732) / 4)
     # log(1 + e^-1), log 2, log(1 + e^2), log(1 + e^-3)
     loss = [0.3132616875, 0.6931471806, 2.1269280110, 0.0485873516]

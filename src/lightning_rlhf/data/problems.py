@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+from scipy.stats import binomtest
 
 from lightning_rlhf.core.errors import percent
 from lightning_rlhf.data.readers import Rows
@@ -65,8 +66,7 @@ class LengthShare:
         if self.share is None or self.interval is None:
             return False
         low, high = self.interval
-        beyond_chance = not low <= 0.5 <= high
-        return beyond_chance and max(self.share, 1 - self.share) >= LONGER_SHARE
+        return not low <= 0.5 <= high and max(self.share, 1 - self.share) >= LONGER_SHARE
 
     @property
     def line(self) -> str:
@@ -110,16 +110,11 @@ class Problems:
         return found if self.leaks is None else (*found, self.leaks)
 
 
-_Place = tuple[str, Preference]
-"""A pair, and where in the data it stands: "held-out row 3"."""
-
-
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
     """Find problems in all pairs; responses are compared without surrounding white space.
 
-    Args:
-        held_out: pairs to evaluate on.
-        train: pairs that the reward model was trained on; None if they are unknown.
+    held_out: pairs to evaluate on.
+    train: pairs that the reward model was trained on; None if they are unknown.
     """
     sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
     places = [
@@ -127,73 +122,60 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
         for side, rows in sides.items()
         for number, pair in enumerate(rows.rows, start=1)
     ]
-    left_out = sum(rows.left_out[IDENTICAL] for rows in sides.values())
-    read = len(places) + sum(rows.left_out.total() for rows in sides.values())
+    first: dict[tuple[Messages, str, str], str] = {}
+    duplicates, contradictions = list[str](), list[str]()
+    answers: dict[str, list[tuple[str, Messages]]] = {}
+    for place, pair in places:
+        chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
+        answers.setdefault(chosen, []).append((place, pair.prompt))
+        for found, key in (
+            (duplicates, (pair.prompt, chosen, rejected)),
+            (contradictions, (pair.prompt, rejected, chosen)),
+        ):
+            if key in first:
+                found.append(f"{place} and {first[key]}: {prompt_text(pair.prompt)}")
+        first.setdefault((pair.prompt, chosen, rejected), place)
+    prompts = {text: len({prompt for _, prompt in given}) for text, given in answers.items()}
+    many = sorted((x for x in prompts if prompts[x] >= MANY_PROMPTS), key=lambda x: -prompts[x])
     leaks = None
     if train is not None:
-        first: dict[Messages, str] = {}
-        for place, pair in places[len(train) :]:
-            first.setdefault(pair.prompt, place)
         trained_on = {pair.prompt for pair in train.rows}
-        leaked = [f"{first[p]}: {prompt_text(p)}" for p in first if p in trained_on]
-        what = "held-out prompts that are trained on as well"
-        leaks = Problem(what, len(leaked), len(first), "prompts", tuple(leaked[:EXAMPLES]))
-    what = "left out, its two responses being identical"
+        last = {pair.prompt: place for place, pair in reversed(places[len(train) :])}
+        asked = dict.fromkeys(pair.prompt for pair in held_out.rows)
+        leaked = [f"{last[p]}: {prompt_text(p)}" for p in asked if p in trained_on]
+        leaks = Problem("held-out prompts that are trained on as well", len(leaked), len(asked),
+                        "prompts", tuple(leaked[:EXAMPLES]))  # fmt: skip
+    left_out = sum(rows.left_out[IDENTICAL] for rows in sides.values())
+    read = len(places) + sum(rows.left_out.total() for rows in sides.values())
+    pairs = len(places), "pairs"
     return Problems(
-        identical=Problem(what, left_out, read, "rows", ()),
-        duplicates=_repeats("duplicates", places, swapped=False),
-        contradictions=_repeats("contradictions", places, swapped=True),
-        one_for_many=_one_for_many(places),
+        identical=Problem("left out, its two responses being identical", left_out, read, "rows",
+                          ()),
+        duplicates=Problem("duplicates of an earlier pair", len(duplicates), *pairs,
+                           tuple(duplicates[:EXAMPLES])),
+        contradictions=Problem("contradictions of an earlier pair", len(contradictions), *pairs,
+                               tuple(contradictions[:EXAMPLES])),
+        one_for_many=Problem(
+            f"response chosen for {MANY_PROMPTS} different prompts or more",
+            sum(len(answers[text]) for text in many), *pairs,
+            tuple(f"chosen for {prompts[text]} prompts, first in {answers[text][0][0]}: {text}"
+                  for text in many[:EXAMPLES]),
+        ),
         leaks=leaks,
-        length=length_share([pair for _, pair in places]),
-    )
+        length=length_share(pair for _, pair in places),
+    )  # fmt: skip
 
 
 def length_share(pairs: Iterable[Preference]) -> LengthShare:
     """Return how often chosen is longer than rejected, with Wilson's interval.
-
-    With p = k / n and z = 1.96:
-        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Source: Brown, Cai and DasGupta 2001, eq. 4, https://doi.org/10.1214/ss/1009213286
     """
     signs = Counter((len(p.chosen) > len(p.rejected)) - (len(p.chosen) < len(p.rejected))
                     for p in pairs)  # fmt: skip
     longer, shorter, same = signs[1], signs[-1], signs[0]
-    n, z = longer + shorter, 1.96
-    if not n:
+    if not longer + shorter:
         return LengthShare(longer, shorter, same, None, None)
-    share = longer / n
-    middle = share + z**2 / (2 * n)
-    reach = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    low, high = ((middle + side * reach) / (1 + z**2 / n) for side in (-1, 1))
-    return LengthShare(longer, shorter, same, share, (low, high))
-
-
-def _repeats(what: str, places: Sequence[_Place], *, swapped: bool) -> Problem:
-    """Return the pairs that repeat an earlier pair, or with its responses swapped."""
-    first: dict[tuple[Messages, str, str], str] = {}
-    found: list[str] = []
-    for place, pair in places:
-        sides = pair.chosen.strip(), pair.rejected.strip()
-        key = (pair.prompt, *(sides[::-1] if swapped else sides))
-        if key in first:
-            found.append(f"{place} and {first[key]}: {prompt_text(pair.prompt)}")
-        first.setdefault((pair.prompt, *sides), place)
-    examples = tuple(found[:EXAMPLES])
-    return Problem(f"{what} of an earlier pair", len(found), len(places), "pairs", examples)
-
-
-def _one_for_many(places: Sequence[_Place]) -> Problem:
-    by_response: dict[str, list[_Place]] = {}
-    for place in places:
-        by_response.setdefault(place[1].chosen.strip(), []).append(place)
-    prompts = {r: len({pair.prompt for _, pair in found}) for r, found in by_response.items()}
-    many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
-    examples = (
-        f"chosen for {prompts[r]} prompts, first in {by_response[r][0][0]}: {r}"
-        for r in many[:EXAMPLES]
-    )
-    what = f"response chosen for {MANY_PROMPTS} different prompts or more"
-    count = sum(len(by_response[r]) for r in many)
-    return Problem(what, count, len(places), "pairs", tuple(examples))
+    found = binomtest(longer, longer + shorter)
+    low, high = found.proportion_ci(0.95, "wilson")
+    return LengthShare(longer, shorter, same, found.statistic, (float(low), float(high)))

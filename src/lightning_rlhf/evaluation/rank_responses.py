@@ -3,90 +3,192 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean
+from typing import Any, Literal
 
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
-from lightning_rlhf.data.ranked import RankedRows, rank
+from lightning_rlhf.data.formats import Kind, native
 from lightning_rlhf.data.readers import counts_text
-from lightning_rlhf.evaluation.evaluate_policy import Scorer, Task, sample_policy
+from lightning_rlhf.data.rows import BadRow
+from lightning_rlhf.evaluation.evaluate_policy import Task
 from lightning_rlhf.evaluation.evaluate_reward import leave_final
-from lightning_rlhf.evaluation.policies import RESPONDER, check_policy, responder
+from lightning_rlhf.evaluation.policies import Source, check_policy, find_policy
 from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report.comparison import Sample
-from lightning_rlhf.runs.folders import PARENTS
+from lightning_rlhf.runs.folders import FINAL, PARENTS
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
 
+KEY = "rank.policy"
+Row = dict[str, Any]
+Pairs = Literal["best_worst", "all"]
 
-def run_rank(ready: Run) -> Path:
-    """Sample responses of the policy, score them, and write the rows made of them."""
-    settings = ready.settings
-    config: RankConfig = settings.config
-    policy = responder(settings)
-    if policy is not None:
-        check_policy(policy, ready.parents, RESPONDER)
-    task = Task.prepare(ready, config.prompts, config.max_prompts)
-    name = SFT if policy is None else str(config.policy)
-    start = policy or ready.parents.get(SFT)
-    source = "the base model" if start is None else str(start.path)
-    count = config.samples_per_prompt
-    print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
-    parts, _ = sample_policy(task, name, start, {"sampled": (config.temperature, count)})
-    scored = Scorer.load(task).scored(parts["sampled"])
-    if not ready.replicas.is_first:
-        sys.exit()
-    samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in scored]
-    ranked = rank(
-        samples,
-        pairs=config.pairs,
-        min_margin=config.min_margin,
-        accept_above=config.accept_above,
-    )
-    if not ranked.demonstrations:
-        raise DataError(
-            f"no response can be used: {counts_text(ranked.left_out)}; rank.max_response_tokens is "
-            f"{config.max_response_tokens}"
+
+@dataclass(frozen=True)
+class RankedRows:
+    """Rows in the form that stage=sft, stage=rm and stage=dpo read."""
+
+    preferences: list[Row] = field(default_factory=list)
+    """{"prompt", "chosen", "rejected", "margin"}, with the difference of the scores as margin."""
+    demonstrations: list[Row] = field(default_factory=list)
+    """{"prompt", "response", "score"}: the best response to each prompt."""
+    accepted: list[Row] = field(default_factory=list)
+    """{"prompt", "response", "score"}: each response of at least the score to be accepted."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of responses that no row has, by reason."""
+
+
+def ranked_rows(
+    samples: Sequence[Mapping[str, Any]], *,
+    pairs: Pairs, min_margin: float, accept_above: float | None,
+) -> RankedRows:  # fmt: skip
+    """Return the rows from samples with the keys index, messages, response, ended and score.
+
+    Responses that did not end, and such as the readers of the data refuse, are left out; so are
+    repetitions of a response to the same prompt. Of equal scores the response that was sampled
+    first counts as the better one.
+
+    samples: those of one prompt, which `index` numbers, next to each other.
+    pairs: "best_worst" pairs the best response of a prompt with the worst one, "all" each two.
+    min_margin: smallest difference of the scores of a pair; equal scores make none.
+    accept_above: score from which a response is accepted; None accepts none.
+    """
+    rows = RankedRows()
+    for _, group in groupby(samples, key=lambda sample: sample["index"]):
+        usable, seen = [], set()
+        for sample in group:
+            # The text of a single user turn, or all turns.
+            turns = sample["messages"]
+            is_text = len(turns) == 1 and turns[0]["role"] == "user"
+            prompt, response = turns[0]["content"] if is_text else turns, sample["response"]
+            row = {"prompt": prompt, "response": response, "score": sample["score"]}
+            reason = None if sample["ended"] else "cut at max_response_tokens"
+            reason = reason or ("repeated response" if response in seen else None)
+            seen |= {response} if sample["ended"] else set()
+            if reason := reason or _refusal(row, "demonstrations"):
+                rows.left_out[reason] += 1
+            else:
+                usable.append(row)
+        usable.sort(key=lambda row: -row["score"])
+        rows.demonstrations.extend(usable[:1])
+        if accept_above is not None:
+            rows.accepted.extend(row for row in usable if row["score"] >= accept_above)
+        best_worst = [(usable[0], usable[-1])] if usable else []
+        for better, worse in combinations(usable, 2) if pairs == "all" else best_worst:
+            margin = better["score"] - worse["score"]
+            if margin <= 0 or margin < min_margin:
+                continue
+            sides = {"chosen": better["response"], "rejected": worse["response"]}
+            row = {"prompt": better["prompt"], **sides, "margin": margin}
+            if reason := _refusal(row, "preferences"):  # they differ in white space alone
+                rows.left_out[reason] += 1
+            else:
+                rows.preferences.append(row)
+    return rows
+
+
+def _refusal(row: Row, kind: Kind) -> str | None:
+    """Return why the readers of the data refuse a row; None if they read it."""
+    try:
+        native(row, kind)
+    except BadRow as bad:
+        return bad.reason
+    return None
+
+
+class Rank(Stage):
+    """Preference pairs and demonstrations, from sampled and scored responses."""
+
+    name = "rank"
+    title = "Ranked responses"
+    config = RankConfig
+    data = "prompts"
+    reads_reward = True
+    reads_judge = True
+    summary = ("rank/reward_mean", "rank/best_reward", "rank/pairs")
+    hands_over = "report"
+    numbers = "rank.json"
+    divides = True
+
+    def policy(self, settings: Settings) -> Source | None:
+        """Return the policy that responds; None for the SFT model.
+
+        Raises CheckpointError or HubError where it is not there or is no policy.
+        """
+        source = settings.config.policy
+        return None if source is None else find_policy(source, KEY)
+
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        policy = self.policy(settings)
+        return {"policy": policy} if isinstance(policy, Final) else {}
+
+    def measure(self, run: Run) -> Path:
+        settings, sft = run.settings, run.parents.get(SFT)
+        config: RankConfig = settings.config
+        policy = self.policy(settings)
+        if policy is not None:
+            check_policy(policy, sft, KEY)
+        task = Task.prepare(run, config.prompts, config.max_prompts)
+        name = SFT if policy is None else str(config.policy)
+        start = policy or sft
+        count = config.samples_per_prompt
+        print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
+        parts, _ = task.answers_of(name, start, {"sampled": (config.temperature, count)})
+        samples = [
+            sample | {"messages": task.rows[sample["index"]]["messages"]}
+            for sample in task.scored(*task.load_reward(), parts["sampled"])
+        ]
+        ranked = ranked_rows(
+            samples,
+            pairs=config.pairs,
+            min_margin=config.min_margin,
+            accept_above=config.accept_above,
         )
-    metrics = rank_metrics(samples, ranked, count)
-    files = {
-        "preferences.jsonl": ranked.preferences,
-        "demonstrations.jsonl": ranked.demonstrations,
-        **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
-        "samples.jsonl": samples,
-    }
-
-    def write(whole: Path) -> None:
-        for file, rows in files.items():
-            lines = (json_line(row) + "\n" for row in rows)
-            (whole / file).write_text("".join(lines), encoding="utf-8")
-        provenance = {
-            "metrics": metrics,
-            "policy": {name: source},
-            "verdicts": task.verdicts,
-            "parents": json.loads((ready.folder / PARENTS).read_text(encoding="utf-8")),
-            "left_out": dict(ranked.left_out),
-            "config": settings.tree,
-            "versions": versions(),
+        if not ranked.demonstrations:
+            raise DataError(
+                f"no response can be used: {counts_text(ranked.left_out)}; "
+                f"rank.max_response_tokens is {config.max_response_tokens}"
+            )
+        metrics = rank_metrics(samples, ranked, count)
+        files = {
+            "preferences.jsonl": ranked.preferences,
+            "demonstrations.jsonl": ranked.demonstrations,
+            **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
+            "samples.jsonl": samples,
         }
-        text = json.dumps(provenance, indent=1, default=vars) + "\n"
-        (whole / settings.definition.numbers).write_text(text, encoding="utf-8")
-
-    final = leave_final(ready, metrics, lambda _: None, write)
-    for line in summary_lines(metrics, ranked, config):
-        print_line(line)
-    if lacking := shortage(samples, ranked, config):
-        print_line(f"warning: {lacking}", "yellow")
-    for file in files:
-        print_line(f"written: {final / file}")
-    return final
+        with leave_final(run, metrics) as (whole, _):
+            for file, rows in files.items():
+                lines = "".join(json_line(row) + "\n" for row in rows)
+                (whole / file).write_text(lines, encoding="utf-8")
+            provenance = {
+                "metrics": metrics,
+                "policy": {name: "the base model" if start is None else str(start.path)},
+                "verdicts": task.verdicts,
+                "parents": json.loads((run.folder / PARENTS).read_text(encoding="utf-8")),
+                "left_out": dict(ranked.left_out),
+                "config": settings.tree,
+                "versions": versions(),
+            }
+            text = json.dumps(provenance, indent=1, default=vars) + "\n"
+            (whole / self.numbers).write_text(text, encoding="utf-8")
+        for line in summary_lines(metrics, ranked, config):
+            print_line(line)
+        if lacking := shortage(samples, ranked, config):
+            print_line(f"warning: {lacking}", "yellow")
+        final = run.folder / FINAL
+        for file in files:
+            print_line(f"written: {final / file}")
+        return final
 
 
 def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[str, float]:
@@ -156,25 +258,3 @@ def shortage(samples: Sequence[Sample], ranked: RankedRows, config: RankConfig) 
             "rank.max_response_tokens, or rank.stop_strings, lets them end"
         )
     return "; ".join(found)
-
-
-class Rank(Stage):
-    """Preference pairs and demonstrations, from sampled and scored responses."""
-
-    name = "rank"
-    title = "Ranked responses"
-    config = RankConfig
-    data = "prompts"
-    reads_reward = True
-    reads_judge = True
-    summary = ("rank/reward_mean", "rank/best_reward", "rank/pairs")
-    hands_over = "report"
-    numbers = "rank.json"
-    divides = True
-
-    def models(self, settings: Settings) -> Mapping[str, Final]:
-        policy = responder(settings)
-        return {"policy": policy} if isinstance(policy, Final) else {}
-
-    def measure(self, run: Run) -> Path:
-        return run_rank(run)

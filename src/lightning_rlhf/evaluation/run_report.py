@@ -43,11 +43,11 @@ from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.runs.measured import (
     LOWEST,
     RunFiles,
-    StageResult,
     damage_named,
     evaluation_files,
     optional_json,
     read_run,
+    with_intervals,
 )
 from lightning_rlhf.runs.stage import Stage
 
@@ -222,25 +222,12 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     metrics |= {f"start/{name}": v[0] for name, (_, v) in ends.items() if len(v) > 1}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
     with damage_named(run.folder / SAMPLES):
-        result = StageResult.read(metrics, run.folder)
-        found = []
-        rank = list(BEFORE_AFTER)
-        names = dict.fromkeys([*ends, *(n for n in metrics if n.startswith("eval/"))])
-        for name in sorted(names, key=lambda n: rank.index(n) if n in rank else len(rank)):
-            value, gain = result.metric(name), result.gain(name)
-            if value is None:
-                continue
-            found.append(
-                Evaluated(
-                    metric=name,
-                    value=value.value,
-                    interval=value.interval,
-                    before=metrics.get(f"start/{name}"),
-                    gain=None if gain is None else gain.value,
-                    gain_interval=None if gain is None else gain.interval,
-                )
-            )
-    return found
+        found = with_intervals(metrics, run.folder).values()
+    rank = list(BEFORE_AFTER)
+    return sorted(
+        (one for one in found if one.metric.startswith("eval/")),
+        key=lambda one: rank.index(one.metric) if one.metric in rank else len(rank),
+    )
 
 
 def reward_verdicts(run: RunFiles) -> list[Verdict]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Demonstration, Message, Preference
+from lightning_rlhf.evaluation.rank_responses import RankedRows, ranked_rows
 
 read_demonstrations: Any = partial(read, "demonstrations")
 read_preferences: Any = partial(read, "preferences")
@@ -34,7 +34,7 @@ SAMPLES = [
 
 
 def ranked(**changes: Any) -> RankedRows:
-    return rank(
+    return ranked_rows(
         SAMPLES, **{"pairs": "best_worst", "min_margin": 0.0, "accept_above": None} | changes
     )
 
@@ -69,7 +69,7 @@ def test_accepted_responses() -> None:
 
 
 def test_responses_that_differ_in_white_space_make_no_pair() -> None:
-    found = rank(
+    found = ranked_rows(
         [sample(0, "yes", 1.0), sample(0, "yes ", 0.0)],
         pairs="best_worst", min_margin=0.0, accept_above=None,
     )  # fmt: skip
