@@ -190,19 +190,8 @@ def write_fitness(
         print_line(verdict)
 
 
-def check_lengths(
-    ready: Run, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
-) -> None:
-    """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
-    longest = max(len(prompt) for prompt in prompts)
-    key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
-    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    check_positions(roles, longest + response, what, warns=False)
-    check_room(roles, config.batch_size, longest, response, key, ready.device)
-
-
 def sft_samples(
-    ready: Run,
+    run: Run,
     roles: Roles,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -214,26 +203,27 @@ def sft_samples(
     Prompts repeat where there are fewer.
 
     replicas: processes that divide the batches; all return all responses.
-    Warns where one is longer, with its prompt, than the model was made for.
+    Raises ConfigError where the longest response would not fit the model or the memory. Warns where
+    one is longer, with its prompt, than the model was made for.
     """
-    settings, chat = ready.settings, ready.chat
+    settings, chat, size = run.settings, run.chat, config.batch_size
+    longest = max(len(prompt) for prompt in prompts)
+    key, response = "data.max_response_tokens", settings.data.max_response_tokens
+    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
+    check_positions(roles, longest + response, what, warns=False)
+    check_room(roles, size, longest, response, key, run.device)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
-    chosen = [order[i % len(order)] for i in range(count)]
-    batches = (
-        collate_prompts(
-            [PromptTokens(prompts[i], i) for i in chosen[start : start + config.batch_size]],
-            chat.pad_token_id,
-        )
-        for start in range(0, count, config.batch_size)
-    )
-    dealt = deal(((batch, 1) for batch in batches), replicas, divides=False)
+    chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
+    parts = (chosen[start : start + size] for start in range(0, count, size))
+    batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
+    dealt = deal(batches, replicas, divides=False)
     with Working("sampling from the SFT model", count_mine(dealt)) as working:
         samples = sample_reference(
             roles,
             working.track(dealt, lambda batch: len(batch.mine)),
             SamplingParams(
-                max_response_tokens=settings.data.max_response_tokens,
+                max_response_tokens=response,
                 temperature=config.temperature,
                 end_token_ids=chat.end_token_ids,
             ),
@@ -350,7 +340,6 @@ class EvalReward(Stage):
         print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        check_lengths(run, roles, prompts, config)
         batch_size = MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
         reward = build_reward(run, roles, light, batch_size)
         roles.to(run.device)

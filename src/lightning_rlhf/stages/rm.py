@@ -24,7 +24,6 @@ from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.evaluation.evaluate_reward import (
-    check_lengths,
     fitting_pairs,
     measure_reward,
     sft_samples,
@@ -77,7 +76,6 @@ class RM(Supervised):
         roles = self.load(run)
         check_positions(roles, max(e.length for e in train.examples), LONGEST[self.data])
         prompts = [e.prompt for e in train.examples]
-        check_lengths(run, roles, prompts, config)
         roles.to(run.device)
         self.below = roles.probe(REFERENCE)  # the SFT model before it is trained
         print_line(
