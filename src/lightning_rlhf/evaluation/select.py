@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -225,7 +225,12 @@ def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, flo
 
 
 def ending_of(
-    folder: Path, goal: Goal, final: str, step: int, last: int, stopped: str | None
+    folder: Path,
+    goal: Sequence[tuple[str, Mode]],
+    final: str,
+    step: int,
+    last: int,
+    stopped: str | None,
 ) -> Ending:
     """Return the end of a run, with the `goal` metrics at the chosen step and at the last one."""
     chosen, end = (
