@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.data.rows import Message, Preference, Rows
 from lightning_rlhf.report import checks
 from lightning_rlhf.report.checks import Finding, FitnessCheck, find, find_in_pairs, for_ppo
 from lightning_rlhf.report.fitness import Fitness, ProbeResult, ScoredProbe, measure_probes

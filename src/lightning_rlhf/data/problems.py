@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from scipy.stats import binomtest
 
 from lightning_rlhf.core.errors import percent
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, prompt_text
+from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, Rows, prompt_text
 
 EXAMPLES = 3
 """Maximum number of examples of each problem."""
@@ -79,11 +78,9 @@ class LengthShare:
             f"{self.longer + self.shorter:,} pairs of different lengths (95% interval "
             f"{percent(low)} to {percent(high)})"
         )
-        if not self.one_sided:
-            return words
-        side = "longer" if self.share > 0.5 else "shorter"
-        right = percent(max(self.share, 1 - self.share))
-        return f"{words}; taking the {side} response is right in {right}, whatever it says"
+        right, side = max((self.share, "longer"), (1 - self.share, "shorter"))
+        rule = f"; taking the {side} response is right in {percent(right)}, whatever it says"
+        return words + rule * self.one_sided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,56 +110,57 @@ class Problems:
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
     """Find problems in all pairs; responses are compared without surrounding white space.
 
-    held_out: pairs to evaluate on.
-    train: pairs that the reward model was trained on; None if they are unknown.
+    Args:
+        held_out: pairs to evaluate on.
+        train: pairs that the reward model was trained on; None if they are unknown.
     """
     sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
-    places = [
-        (f"{side} row {number}", pair)
-        for side, rows in sides.items()
-        for number, pair in enumerate(rows.rows, start=1)
-    ]
     first: dict[tuple[Messages, str, str], str] = {}
-    duplicates, contradictions = list[str](), list[str]()
-    answers: dict[str, list[tuple[str, Messages]]] = {}
-    for place, pair in places:
-        chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
-        answers.setdefault(chosen, []).append((place, pair.prompt))
-        for found, key in (
-            (duplicates, (pair.prompt, chosen, rejected)),
-            (contradictions, (pair.prompt, rejected, chosen)),
-        ):
-            if key in first:
-                found.append(f"{place} and {first[key]}: {prompt_text(pair.prompt)}")
-        first.setdefault((pair.prompt, chosen, rejected), place)
-    prompts = {text: len({prompt for _, prompt in given}) for text, given in answers.items()}
-    many = sorted((x for x in prompts if prompts[x] >= MANY_PROMPTS), key=lambda x: -prompts[x])
-    leaks = None
-    if train is not None:
-        trained_on = {pair.prompt for pair in train.rows}
-        last = {pair.prompt: place for place, pair in reversed(places[len(train) :])}
-        asked = dict.fromkeys(pair.prompt for pair in held_out.rows)
-        leaked = [f"{last[p]}: {prompt_text(p)}" for p in asked if p in trained_on]
-        leaks = Problem("held-out prompts that are trained on as well", len(leaked), len(asked),
-                        "prompts", tuple(leaked[:EXAMPLES]))  # fmt: skip
-    left_out = sum(rows.left_out[IDENTICAL] for rows in sides.values())
-    read = len(places) + sum(rows.left_out.total() for rows in sides.values())
-    pairs = len(places), "pairs"
+    duplicates: list[str] = []
+    contradictions: list[str] = []
+    asked: dict[str, dict[Messages, str]] = {"training": {}, "held-out": {}}
+    answered: dict[str, list[tuple[str, Messages]]] = {}
+    for side, rows in sides.items():
+        for number, pair in enumerate(rows.rows, start=1):
+            place, prompt = f"{side} row {number}", pair.prompt
+            chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
+            if earlier := first.get((prompt, chosen, rejected)):
+                duplicates.append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            if earlier := first.get((prompt, rejected, chosen)):
+                contradictions.append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            first.setdefault((prompt, chosen, rejected), place)
+            asked[side].setdefault(prompt, place)
+            answered.setdefault(chosen, []).append((place, prompt))
+    prompts = {response: len({p for _, p in given}) for response, given in answered.items()}
+    many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
+    for_many = [f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}" for r in many]
+    leaked = [f"{place}: {prompt_text(prompt)}" for prompt, place in asked["held-out"].items()
+              if prompt in asked["training"]]  # fmt: skip
+    pairs = sum(map(len, sides.values()))
+    left_out = sum((rows.left_out for rows in sides.values()), Counter())
+
+    def problem(what: str, found: Sequence[str], of: int, unit: str, count: int) -> Problem:
+        return Problem(what, count, of, unit, tuple(found[:EXAMPLES]))
+
+    def repeated(what: str, found: Sequence[str]) -> Problem:
+        return problem(f"{what} of an earlier pair", found, pairs, "pairs", len(found))
+
     return Problems(
-        identical=Problem("left out, its two responses being identical", left_out, read, "rows",
-                          ()),
-        duplicates=Problem("duplicates of an earlier pair", len(duplicates), *pairs,
-                           tuple(duplicates[:EXAMPLES])),
-        contradictions=Problem("contradictions of an earlier pair", len(contradictions), *pairs,
-                               tuple(contradictions[:EXAMPLES])),
-        one_for_many=Problem(
-            f"response chosen for {MANY_PROMPTS} different prompts or more",
-            sum(len(answers[text]) for text in many), *pairs,
-            tuple(f"chosen for {prompts[text]} prompts, first in {answers[text][0][0]}: {text}"
-                  for text in many[:EXAMPLES]),
+        identical=problem(
+            "left out, its two responses being identical", (), pairs + left_out.total(), "rows",
+            left_out[IDENTICAL],
         ),
-        leaks=leaks,
-        length=length_share(pair for _, pair in places),
+        duplicates=repeated("duplicates", duplicates),
+        contradictions=repeated("contradictions", contradictions),
+        one_for_many=problem(
+            f"response chosen for {MANY_PROMPTS} different prompts or more", for_many, pairs,
+            "pairs", sum(len(answered[r]) for r in many),
+        ),
+        leaks=None if train is None else problem(
+            "held-out prompts that are trained on as well", leaked, len(asked["held-out"]),
+            "prompts", len(leaked),
+        ),
+        length=length_share(pair for rows in sides.values() for pair in rows.rows),
     )  # fmt: skip
 
 
@@ -174,8 +172,7 @@ def length_share(pairs: Iterable[Preference]) -> LengthShare:
     signs = Counter((len(p.chosen) > len(p.rejected)) - (len(p.chosen) < len(p.rejected))
                     for p in pairs)  # fmt: skip
     longer, shorter, same = signs[1], signs[-1], signs[0]
-    if not longer + shorter:
+    if not (n := longer + shorter):
         return LengthShare(longer, shorter, same, None, None)
-    found = binomtest(longer, longer + shorter)
-    low, high = found.proportion_ci(0.95, "wilson")
-    return LengthShare(longer, shorter, same, found.statistic, (float(low), float(high)))
+    low, high = binomtest(longer, n).proportion_ci(method="wilson")
+    return LengthShare(longer, shorter, same, longer / n, (float(low), float(high)))

@@ -27,8 +27,8 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows, load, sample
-from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.data.readers import draw_rows, load
+from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -50,8 +50,13 @@ from lightning_rlhf.rewards.format_check import (
 )
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward, Source
-from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_reference
-from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
+from lightning_rlhf.rollout.collector import (
+    decode_responses,
+    encode_responses,
+    sample_reference,
+    score_texts,
+    shard,
+)
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
@@ -217,11 +222,11 @@ def sft_samples(
     chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
     parts = (chosen[start : start + size] for start in range(0, count, size))
     batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    dealt = deal(batches, replicas, divides=False)
-    with Working("sampling from the SFT model", count_mine(dealt)) as working:
+    shards = shard(batches, replicas, divides=False)
+    with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         samples = sample_reference(
             roles,
-            working.track(dealt, lambda batch: len(batch.mine)),
+            working.track(shards, lambda batch: len(batch.numbers)),
             SamplingParams(
                 max_response_tokens=response,
                 temperature=config.temperature,
@@ -283,7 +288,7 @@ def check_format(run: Run, name: str, source: LearnedReward | TextReward) -> For
         except (DataError, HubError) as error:  # PPO does not need the pairs
             print_line(f"data.preferences, to check the format of rewards with: {error}")
             return None
-        fits = fitting_pairs(sample(held_out, data.max_val_rows, seed), run.chat, data)
+        fits = fitting_pairs(draw_rows(held_out, data.max_val_rows, seed), run.chat, data)
         pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in fits.rows[:COUNT]]
     if not pairs:
         return None
@@ -329,7 +334,7 @@ class EvalReward(Stage):
         light = light_sources(run, {"prompt", "messages"})
         data = settings.data
         fits = fitting_pairs(rows.val, run.chat, data)
-        pairs = sample(fits, data.max_val_rows, settings.seed).rows
+        pairs = draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
             raise DataError(
                 f"no held-out pair of {fits.source} is within data.max_prompt_tokens "

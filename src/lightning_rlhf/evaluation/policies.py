@@ -13,9 +13,8 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.evaluation.select import load_weights
 from lightning_rlhf.io.console import Working
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.runs.changes import read_config

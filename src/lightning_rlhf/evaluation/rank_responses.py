@@ -9,15 +9,14 @@ from dataclasses import dataclass, field
 from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
-from lightning_rlhf.data.formats import Kind, native
-from lightning_rlhf.data.readers import counts_text
-from lightning_rlhf.data.rows import BadRow
+from lightning_rlhf.data.formats import Kind, formats_of
+from lightning_rlhf.data.rows import BadRow, counts_text
 from lightning_rlhf.evaluation.evaluate_policy import Task
 from lightning_rlhf.evaluation.evaluate_reward import leave_final
 from lightning_rlhf.evaluation.policies import Source, check_policy, find_policy
@@ -30,28 +29,32 @@ from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
 
 KEY = "rank.policy"
-Row = dict[str, Any]
-Pairs = Literal["best_worst", "all"]
 
 
 @dataclass(frozen=True)
 class RankedRows:
     """Rows in the form that stage=sft, stage=rm and stage=dpo read."""
 
-    preferences: list[Row] = field(default_factory=list)
+    preferences: list[dict[str, Any]] = field(default_factory=list)
     """{"prompt", "chosen", "rejected", "margin"}, with the difference of the scores as margin."""
-    demonstrations: list[Row] = field(default_factory=list)
+    demonstrations: list[dict[str, Any]] = field(default_factory=list)
     """{"prompt", "response", "score"}: the best response to each prompt."""
-    accepted: list[Row] = field(default_factory=list)
+    accepted: list[dict[str, Any]] = field(default_factory=list)
     """{"prompt", "response", "score"}: each response of at least the score to be accepted."""
     left_out: Counter[str] = field(default_factory=Counter)
     """Number of responses that no row has, by reason."""
 
+    def is_read(self, row: Mapping[str, Any], kind: Kind) -> bool:
+        """Return whether the readers of the data read a row; else count the reason."""
+        try:
+            formats_of("native", kind)[0].read(row, kind)
+        except BadRow as bad:
+            self.left_out[bad.reason] += 1
+            return False
+        return True
 
-def ranked_rows(
-    samples: Sequence[Mapping[str, Any]], *,
-    pairs: Pairs, min_margin: float, accept_above: float | None,
-) -> RankedRows:  # fmt: skip
+
+def rank_samples(samples: Sequence[Mapping[str, Any]], config: RankConfig) -> RankedRows:
     """Return the rows from samples with the keys index, messages, response, ended and score.
 
     Responses that did not end, and such as the readers of the data refuse, are left out; so are
@@ -59,51 +62,34 @@ def ranked_rows(
     first counts as the better one.
 
     samples: those of one prompt, which `index` numbers, next to each other.
-    pairs: "best_worst" pairs the best response of a prompt with the worst one, "all" each two.
-    min_margin: smallest difference of the scores of a pair; equal scores make none.
-    accept_above: score from which a response is accepted; None accepts none.
     """
     rows = RankedRows()
     for _, group in groupby(samples, key=lambda sample: sample["index"]):
         usable, seen = [], set()
         for sample in group:
-            # The text of a single user turn, or all turns.
-            turns = sample["messages"]
+            turns, response = sample["messages"], sample["response"]
             is_text = len(turns) == 1 and turns[0]["role"] == "user"
-            prompt, response = turns[0]["content"] if is_text else turns, sample["response"]
+            prompt = turns[0]["content"] if is_text else turns
             row = {"prompt": prompt, "response": response, "score": sample["score"]}
-            reason = None if sample["ended"] else "cut at max_response_tokens"
-            reason = reason or ("repeated response" if response in seen else None)
-            seen |= {response} if sample["ended"] else set()
-            if reason := reason or _refusal(row, "demonstrations"):
-                rows.left_out[reason] += 1
-            else:
+            if not sample["ended"]:
+                rows.left_out["cut at max_response_tokens"] += 1
+            elif response in seen:
+                rows.left_out["repeated response"] += 1
+            elif rows.is_read(row, "demonstrations"):
                 usable.append(row)
+            seen |= {response} if sample["ended"] else set()
         usable.sort(key=lambda row: -row["score"])
         rows.demonstrations.extend(usable[:1])
-        if accept_above is not None:
-            rows.accepted.extend(row for row in usable if row["score"] >= accept_above)
+        if config.accept_above is not None:
+            rows.accepted.extend(row for row in usable if row["score"] >= config.accept_above)
         best_worst = [(usable[0], usable[-1])] if usable else []
-        for better, worse in combinations(usable, 2) if pairs == "all" else best_worst:
+        for better, worse in combinations(usable, 2) if config.pairs == "all" else best_worst:
             margin = better["score"] - worse["score"]
-            if margin <= 0 or margin < min_margin:
-                continue
             sides = {"chosen": better["response"], "rejected": worse["response"]}
             row = {"prompt": better["prompt"], **sides, "margin": margin}
-            if reason := _refusal(row, "preferences"):  # they differ in white space alone
-                rows.left_out[reason] += 1
-            else:
+            if margin > 0 and margin >= config.min_margin and rows.is_read(row, "preferences"):
                 rows.preferences.append(row)
     return rows
-
-
-def _refusal(row: Row, kind: Kind) -> str | None:
-    """Return why the readers of the data refuse a row; None if they read it."""
-    try:
-        native(row, kind)
-    except BadRow as bad:
-        return bad.reason
-    return None
 
 
 class Rank(Stage):
@@ -148,12 +134,7 @@ class Rank(Stage):
             sample | {"messages": task.rows[sample["index"]]["messages"]}
             for sample in task.scored(*task.load_reward(), parts["sampled"])
         ]
-        ranked = ranked_rows(
-            samples,
-            pairs=config.pairs,
-            min_margin=config.min_margin,
-            accept_above=config.accept_above,
-        )
+        ranked = rank_samples(samples, config)
         if not ranked.demonstrations:
             raise DataError(
                 f"no response can be used: {counts_text(ranked.left_out)}; "
