@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table as RichTable
 
 from lightning_rlhf.core.errors import counted
-from lightning_rlhf.core.metrics import PASS, label_of
+from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report.comparison import DECODINGS, PolicySamples
 from lightning_rlhf.report.estimates import interval_text, number_text
@@ -30,10 +30,10 @@ DEFINITIONS = (
     "responses of the sum over tokens of log p - log p_SFT at the sampling temperature. "
     "Perplexity of the demonstrations is exp of the mean loss over the response tokens of "
     "held-out demonstrations; that of the responses is exp of minus the mean log-probability "
-    "that the SFT model, at the sampling temperature, gives their tokens. Distinct-n is the "
-    "number of different n-grams of words divided by the number of n-grams, over all "
-    "responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n "
-    "responses of which c pass, averaged over prompts. The KL of the best of n, which has no "
+    "that the SFT model, at the sampling temperature, gives their tokens. The shares of different "
+    "words and pairs of words (distinct-1, distinct-2) are the number of different ones divided by "
+    "the number of all, over all responses. pass@k, for scores of 0 and 1 alone, is "
+    "1 - C(n - c, k) / C(n, k) for n responses of which c pass, averaged over prompts. The KL of the best of n, which has no "
     "log-probability, is estimated from the scores s of the SFT model's responses to a prompt, as "
     "sum over s of w log(w / p) with p the share of s and w = P(x <= s)^n - P(x < s)^n; it is at "
     "most log n - (n - 1) / n, which only scores without ties reach."
@@ -154,8 +154,8 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         columns = [found.get(decoding, {}) for found in policies.values()]
         rows: list[list[str]] = []
         for name in dict.fromkeys(name for column in columns for name in column):
-            label = label_of(name).removeprefix("the ").removesuffix(" on held-out prompts")
-            label = label.removeprefix("eval/")
+            label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
+            label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
             row = [label, *(number_text(column.get(name)) for column in columns)]
             if not name.startswith(PASS):
                 rows.append(row)
