@@ -114,7 +114,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        return [(run, "start_from"), (evaluate_policy, "load_policy")]
+        return [(run, "start_from"), (evaluate_policy.Task, "load")]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 
 

@@ -36,7 +36,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Demonstrations, Preferences
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.evaluation.evaluate_policy import GREEDY, Scorer, Task, answer, sample_responses
+from lightning_rlhf.evaluation.evaluate_policy import GREEDY, Task
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
@@ -147,7 +147,7 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
         end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, stop_at=lambda texts: None,
         decode_response=lambda tokens: "",
     )  # fmt: skip
-    ready = SimpleNamespace(
+    run = SimpleNamespace(
         settings=SimpleNamespace(stage=stage, seed=0), chat=chat, replicas=replicas,
         device=torch.device("cpu"),
     )  # fmt: skip
@@ -157,24 +157,23 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
     )  # fmt: skip
     tokens = real_tokens(batch.tokens, batch.mask)
     task: Any = Task(
-        ready=ready, config=config,  # type: ignore[arg-type]
+        run=run, config=config,  # type: ignore[arg-type]
+        batch=MicrobatchSize("batch_size", at_once),
         prompts=[PromptTokens(row, number) for number, row in enumerate(tokens)],
         rows=[{"prompt": ""}] * prompts, references=(), light={}, judge=None, verdicts={},
     )  # fmt: skip
     roles = Roles(build_model(workload).eval().requires_grad_(False))
     roles.add_adapter(POLICY, LORA)
     reward = Reward.of(lambda d: low_tokens(d.rollout.tokens, d.rollout.response_mask))
-    rows = MicrobatchSize("batch_size", at_once)
-    scorer = Scorer(task=task, roles=roles, reward=reward, microbatch=rows)
 
     def work() -> object:
         if stage == "rank":
-            parts = sample_responses(task, "policy", roles, POLICY, 1.0, count)
+            parts = task.sample("policy", roles, POLICY, 1.0, count)
         else:
             ways = {"sampled": (1.0, count), "greedy": (GREEDY, 1)}
-            answers = [answer(task, role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
+            answers = [task.answers(role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
             parts = [part for found in answers for some in found.values() for part in some]
-        return scorer.scored(parts)
+        return task.scored(roles, reward, parts)
 
     return work
 

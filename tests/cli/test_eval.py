@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from lightning_rlhf.report.fitness_page import FitnessReport
 
 from ..report.pages import check
 from .conftest import SHIPPED, PowerCut, Workplace, given
@@ -163,13 +164,12 @@ def test_a_report_is_there_whole_or_not_at_all(
     ]
     command += sources(place)["function"]
 
-    def one_file(source: str, target: Path) -> None:
-        Path(target).mkdir()
-        shutil.copy(Path(source) / "fitness.json", target)
+    def one_file(report: FitnessReport, folder: Path) -> None:
+        (folder / "fitness.json").touch()
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_rlhf.evaluation.evaluate_reward.shutil.copytree", one_file)
+        patch.setattr(FitnessReport, "write", one_file)
         assert place.mini(*command).status == 1
     final = place.stage("eval_reward", "cut") / "final"
     assert not final.exists()

@@ -189,16 +189,12 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
     [
         ("final=5", "ppo.final is 5; allowed: last, best, or a step at which the run evaluates: a "
                     "multiple of 2 up to 6, or 6"),
-        ("ppo.final=8", "ppo.final is 8; allowed: last, best, or a step"),
         ("final=newest", "ppo.final is 'newest'; allowed: last, best, the number of a step"),
         ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
-        ("ppo.best.metric=eval/reward", "ppo.best.metric is 'eval/reward'; allowed: eval/reward_"),
         ("ppo.best.metric=eval/reward/nonsense ppo.best.mode=max",
          "ppo.best.metric is 'eval/reward/nonsense'; allowed: eval/reward_mean, "),
         ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
         ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is"),
-        ("ppo.stop.patience=0", "ppo.stop.patience is 0; allowed: a whole number and >= 1"),
-        ("ppo.stop.max_kls=1", "ppo.stop.max_kls is not a known key; did you mean"),
     ],
 )  # fmt: skip
 def test_what_is_refused(place: Workplace, words: str, told: str) -> None:

@@ -20,6 +20,7 @@ from lightning_rlhf.cli import main
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.evaluation.diminishing import FEWEST_POINTS
+from lightning_rlhf.evaluation.promises import Promise
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.runs import console
@@ -326,11 +327,11 @@ def test_a_broken_promise_is_told_with_its_numbers(
 def test_a_promise_is_judged_by_the_interval(
     bound: str, value: float, interval: tuple[float, float] | None, verdict: str
 ) -> None:
-    from lightning_rlhf.evaluation.promises import Promise
-    from lightning_rlhf.runs.measured import Measured
-
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
-    assert promise.verdict(Measured(value, interval)) == verdict
+    one = Evaluated(
+        metric="x", value=value, interval=interval, gain=value, gain_interval=interval
+    )  # fmt: skip
+    assert promise.row(one).verdict == verdict
 
 
 @pytest.mark.parametrize(

@@ -68,16 +68,23 @@ def test_rows_left_out_as_identical_are_told(jsonl: Callable[..., str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("longer", "shorter", "one_sided"),
-    [(60, 40, True), (59, 41, False), (40, 60, True), (7, 3, False), (5900, 4100, False)],
+    ("longer", "shorter", "share", "rule"),
+    [  # 60 of 100: Wilson's interval begins at 0.502; 7 of 10 at 0.397
+        (60, 40, "60.0% of the 100", "taking the longer response is right in 60.0%, whatever"),
+        (60, 240, "20.0% of the 300", "taking the shorter response is right in 80.0%, whatever"),
+        (7, 3, "70.0% of the 10", None),
+        (5900, 4100, "59.0% of the 10,000", None),  # no rule, however sure
+    ],
 )
-def test_length_alone(longer: int, shorter: int, one_sided: bool) -> None:
-    # 60 of 100: Wilson's interval begins at 0.502; 7 of 10 at 0.397; 0.59 is no rule, however sure.
+def test_length_alone(longer: int, shorter: int, share: str, rule: str | None) -> None:
+    """Shares are of the pairs of different lengths."""
     pairs = [pair("a", "long", "s")] * longer + [pair("a", "s", "long")] * shorter
     found = length_share([*pairs, pair("a", "1", "2")])
     assert (found.longer, found.shorter, found.same) == (longer, shorter, 1)
-    assert found.one_sided is one_sided
-    assert ("whatever it says" in found.line) is one_sided
+    assert found.one_sided is (rule is not None)
+    assert found.line.startswith(f"length: chosen is longer in {share} pairs")
+    assert (rule or "95% interval") in found.line
+    assert ("whatever it says" in found.line) is found.one_sided
 
 
 def test_wilsons_interval_by_hand() -> None:
@@ -102,3 +109,9 @@ def test_the_rule_of_length_is_told_with_how_often_it_is_right(
     line = length_share([pair("a", chosen, rejected) for chosen, rejected in sides]).line
     assert line.startswith(f"length: chosen is longer in {chosen_longer} pairs")
     assert rule in line
+
+
+def test_responses_of_one_length() -> None:
+    found = length_share([pair("a", "1", "2")])
+    assert (found.share, found.interval, found.one_sided) == (None, None, False)
+    assert "all 1 pairs" in found.line

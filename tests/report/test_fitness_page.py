@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.rows import Message, Preference, Rows
 from lightning_rlhf.report.fitness import ScoredProbe, measure_probes
-from lightning_rlhf.report.fitness_page import write_fitness
+from lightning_rlhf.report.fitness_page import FitnessReport
 from lightning_rlhf.report.tables import plain, table
 
 from .pairs import measure, pair, simulated
@@ -70,9 +70,11 @@ def write(folder: Path, count: int, texts: list[str], **changes: Any) -> dict[st
         "sampled_from": "some prompts",
         "scale": "Raw scores.",
     }
-    metrics, pictures, words = write_fitness(folder, **(values | changes))
+    report = FitnessReport(**(values | changes))
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = report.write(folder)
     page = (folder / "report.md").read_text(encoding="utf-8")
-    return {"page": page, "metrics": metrics, "pictures": pictures, "words": words}
+    return {"page": page, "metrics": report.metrics, "pictures": pictures, "words": report.words}
 
 
 @pytest.mark.parametrize("text", HARD)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.evaluation import evaluate_reward
+from lightning_rlhf.parallel.replicas import ONE
 
 
 def test_loggers_are_closed_as_failed_where_one_of_them_fails(
@@ -18,10 +19,13 @@ def test_loggers_are_closed_as_failed_where_one_of_them_fails(
 
     codes: list[int] = []
     monkeypatch.setattr(evaluate_reward, "close_loggers", lambda _, code: codes.append(code))
-    ready: Any = SimpleNamespace(
-        settings=None, claim=lambda: tmp_path, open_loggers=lambda: [Full()]
+    run: Any = SimpleNamespace(
+        replicas=ONE, claim=lambda: tmp_path, open_loggers=lambda: [Full()]
     )  # fmt: skip
-    with pytest.raises(OSError, match="no space left"):
-        evaluate_reward.leave_final(ready, {}, lambda _: None, lambda _: None)
+    with (
+        pytest.raises(OSError, match="no space left"),
+        evaluate_reward.leave_final(run, {}) as (whole, _),
+    ):
+        (whole / "report.md").touch()
     assert codes == [1]
     assert not list(tmp_path.iterdir())

@@ -7,11 +7,10 @@ import pytest
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.runs.changes import Ending, write_ending
 from lightning_rlhf.runs.measured import (
-    Measured,
-    StageResult,
     by_prompt,
     evaluation_files,
     interval_of,
+    with_intervals,
 )
 
 
@@ -40,12 +39,10 @@ def test_gains_are_differences_between_responses_to_the_same_prompt(tmp_path: Pa
     write(tmp_path, 5, [9.0] * 8)  # neither the first nor the last
     write(tmp_path, 10, [x + 1.0 for x in before if x is not None])
     name = "eval/judge/gold"
-    result = StageResult.read({name: 4.5, f"start/{name}": 3.5}, tmp_path)
-    assert result.gain(name) == Measured(1.0, (1.0, 1.0))
-    level = result.metric(name)
-    assert level is not None
-    assert level.interval is not None
-    low, high = level.interval
+    found = with_intervals({name: 4.5, f"start/{name}": 3.5}, tmp_path)[name]
+    assert (found.before, found.gain, found.gain_interval) == (3.5, 1.0, (1.0, 1.0))
+    assert found.interval is not None
+    low, high = found.interval
     assert low < 4.5 < high
 
 
@@ -74,12 +71,10 @@ def test_the_interval_is_the_studentised_one_of_the_prompts_means() -> None:
 def test_a_share_is_known_within_0_and_1_and_never_for_certain(tmp_path: Path) -> None:
     """The mean of 8 prompts is 1, and so is that of every resample of them."""
     write(tmp_path, 0, [1.0] * 16)
-    found = StageResult.read({"eval/judge/gold": 1.0}, tmp_path).metric("eval/judge/gold")
-    assert found is not None
-    assert found.interval is not None
-    low, high = found.interval
-    assert 0.5 < low < 1.0
-    assert high <= 1.0
+    interval = with_intervals({"eval/judge/gold": 1.0}, tmp_path)["eval/judge/gold"].interval
+    assert interval is not None
+    assert 0.5 < interval[0] < 1.0
+    assert interval[1] <= 1.0
 
 
 def test_responses_without_the_part_do_not_count() -> None:
@@ -108,28 +103,25 @@ def test_the_samples_are_those_of_the_step_that_became_final(tmp_path: Path) -> 
         write(tmp_path, iteration, [gold] * 4)
     name = "eval/judge/gold"
     metrics = {name: 5.0, f"start/{name}": 0.0}
-    last = StageResult.read(metrics, tmp_path)  # of a run without ending.json
-    assert last.gain(name) == Measured(5.0, (9.0, 9.0))
+    # Of a run without ending.json, the last samples count.
+    assert with_intervals(metrics, tmp_path)[name].gain_interval == (9.0, 9.0)
     ending = Ending(final="1", step=1, last_step=2, metrics={}, stopped=None)
     write_ending(tmp_path, ending)
     samples = tmp_path / "samples"
     chosen = samples / "eval_000001.jsonl"
     assert evaluation_files(tmp_path) == (samples / "eval_000000.jsonl", chosen)
-    result = StageResult.read(metrics, tmp_path)
-    assert result.gain(name) == Measured(5.0, (5.0, 5.0))
-    assert result.metric(name) == Measured(5.0, (5.0, 5.0))
+    found = with_intervals(metrics, tmp_path)[name]
+    assert (found.interval, found.gain, found.gain_interval) == ((5.0, 5.0), 5.0, (5.0, 5.0))
     chosen.unlink()
     assert evaluation_files(tmp_path) is None
-    assert StageResult.read(metrics, tmp_path).gain(name) == Measured(5.0, None)
+    found = with_intervals(metrics, tmp_path)[name]
+    assert (found.interval, found.gain, found.gain_interval) == (None, 5.0, None)
 
 
 def test_the_accuracy_has_the_interval_of_the_fitness_report(tmp_path: Path) -> None:
-    bare = StageResult.read({"eval/accuracy": 0.74}, tmp_path)
-    assert bare.metric("eval/accuracy") == Measured(0.74, None)
+    metrics = {"eval/accuracy": 0.74}
+    assert with_intervals(metrics, None)["eval/accuracy"].interval is None
     header = "step,eval/accuracy,fitness/accuracy_low,fitness/accuracy_high"
     (tmp_path / "metrics.csv").write_text(f"{header}\n1,0.6,,\n2,0.74,0.7,0.78\n")
-    found = StageResult.read({"eval/accuracy": 0.74}, tmp_path).metric("eval/accuracy")
-    assert found == Measured(0.74, (0.7, 0.78))
-    assert str(bare.metric("eval/accuracy")) == "0.740"
-    assert bare.metric("eval/loss") is None
-    assert bare.gain("eval/accuracy") is None
+    found = with_intervals(metrics, tmp_path)["eval/accuracy"]
+    assert (found.interval, found.gain) == ((0.7, 0.78), None)

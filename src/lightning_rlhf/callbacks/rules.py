@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median, stdev
 
-from lightning_rlhf.core.config import GROUPED
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.callbacks.files import judged
+from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
 
 IN_A_ROW = 3

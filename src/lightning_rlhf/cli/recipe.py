@@ -31,7 +31,7 @@ from lightning_rlhf.cli.arguments import (
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
-from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_promises, promise_rows
+from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_promises
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.checkpoint import MANIFEST
 from lightning_rlhf.report.tables import side_by_side
@@ -151,7 +151,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.evaluation.compare import write_promises, write_report, write_steps
-    from lightning_rlhf.runs.measured import StageResult
+    from lightning_rlhf.runs.measured import with_intervals
 
     metrics = summarise(stages, ran)
     if cfg.job is None:
@@ -166,15 +166,15 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
         stage: read_settings(composed(o))
         for stage, o in commands_of(recipe, (), None, folder).items()
     }
-    results = {
-        stage: StageResult.read(metrics[stage], folder_of(settings))
-        for stage, settings in stages.items()
-    }
     write_steps(folder, [folder_of(settings) for settings in stages.values()])
+    rows = None
     if are_made(stages, written):
-        write_promises(folder, promise_rows(recipe.promises, results))
+        results = {x: with_intervals(metrics[x], folder_of(stages[x])) for x in stages}
+        rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises]
+        write_promises(folder, rows)
     print_line(f"report: {write_report(folder)}")
-    check_promises(recipe.title, recipe.promises, results, stages, written)
+    if rows is not None:
+        check_promises(recipe.title, rows, stages, written)
 
 
 def run_stages(

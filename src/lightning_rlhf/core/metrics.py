@@ -303,6 +303,8 @@ eval/distinct_1 | ppo eval_policy | share | the share of different words
 eval/distinct_2 | ppo eval_policy | share | the share of different pairs of words
     different pairs of neighbouring words / such pairs, over all responses together
     -> as eval/distinct_1
+eval/best_of_kl_bound | eval_policy | nats a response | largest KL of best-of-n, nats a response
+    log n - (n - 1) / n, above which the KL of best-of-n to its policy cannot be
 eval/win_rate | ppo eval_policy | share | the win rate over the SFT model
     share of validation responses that score above the SFT model's response to the same prompt with
     the same random numbers, a tie counting one half

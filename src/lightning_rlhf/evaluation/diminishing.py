@@ -18,7 +18,6 @@ from numpy import ndarray
 from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
-from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
 from lightning_rlhf.evaluation.gold_stop import SEED, GoldStop, Point, paired_stop

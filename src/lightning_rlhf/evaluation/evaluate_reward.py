@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.data.problems import Problems, find_problems
+from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
@@ -39,7 +38,7 @@ from lightning_rlhf.models.checkpoint import PAGE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.fitness import ScoredPair, ScoredProbe, measure_fitness, measure_probes
-from lightning_rlhf.report.fitness_page import write_fitness
+from lightning_rlhf.report.fitness_page import FitnessReport
 from lightning_rlhf.rewards.config import HeadConfig, LearnedConfig, TextModelConfig
 from lightning_rlhf.rewards.format_check import (
     COUNT,
@@ -66,98 +65,30 @@ from lightning_rlhf.runs.stage import Stage, reward_key
 
 PROBED = 64
 """Number of prompts for which every probe is scored."""
-Written = tuple[dict[str, float], dict[str, Path], list[str]]
-"""Numbers, pictures and verdicts of a report, as `write_fitness` returns them."""
 
 
-def run_eval(ready: Run) -> Path:
-    """Score held-out pairs, samples of the SFT model and probes; write the report."""
-    settings = ready.settings
-    config: EvalConfig = settings.config
-    rows = ready.rows("preferences")
-    with Working("looking through the pairs"):
-        problems = find_problems(rows.val, rows.train)
-    print_problems(problems)
-    light = light_sources(ready, {"prompt", "messages"})
-    pairs = held_out_pairs(rows.val, ready)
-    roles = ready.load_model()
-    prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
-    check_lengths(ready, roles, prompts, config)
-    reward = build_reward(
-        ready, roles, light, MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
-    )
-    roles.to(ready.device)
-    check_formats(ready, reward)
+@contextmanager
+def leave_final(run: Run, metrics: Mapping[str, float]) -> Iterator[tuple[Path, list[Logger]]]:
+    """Yield the folder that becomes `final/` of a stage that does not train, and its loggers.
 
-    rollouts = sft_samples(ready, roles, prompts, config.samples, config, ready.replicas)
-    texts = [prompt_row(pair.prompt) for pair in pairs]
-    decoded = [
-        decode_responses(rollout.to(ready.device), texts, ready.chat) for rollout in rollouts
-    ]
-    with Working("scoring SFT samples", config.samples) as working:
-        shown = working.track(decoded, lambda some: len(some.responses))
-        parts = torch.cat([divided(reward, some, ready.replicas) for some in shown])
-    moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
-
-    def paid(decoded: DecodedResponses) -> Float[Tensor, " B"]:
-        """Return scores as PPO gets them at its start; running moments are of the SFT samples."""
-        found = divided(reward, decoded, ready.replicas)
-        return paid_sum(found, reward.terms, moments)
-
-    scores = paid_sum(parts, reward.terms, moments).cpu()
-    with TemporaryDirectory() as beside:
-        written = report_on(
-            ready,
-            paid,
-            pairs,
-            (scores, rollouts),
-            problems,
-            Path(beside),
-            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
-            sampled_from="prompts of the held-out pairs",
-            scale="The scores are what PPO would be paid at its start: weighted, normalised and "
-            "clipped as the reward says; running moments are those of the SFT samples.",
-            logit_scale=logit_scale(ready, reward, moments[0]),
-        )
-        if not ready.replicas.is_first:
-            sys.exit()
-        final = leave_final(
-            ready,
-            written[0],
-            lambda loggers: tell_fitness(written, loggers, 0),
-            lambda whole: shutil.copytree(beside, whole, dirs_exist_ok=True),
-        )
-    print_line(f"{settings.stage} finished: {final / PAGE}")
-    return final
-
-
-def leave_final(
-    ready: Run,
-    metrics: Mapping[str, float],
-    log: Callable[[Sequence[Logger]], object],
-    write: Callable[[Path], object],
-) -> Path:
-    """Claim the run's folder, log the metrics, and write `final/` whole; return its path.
-
-    log: logs what else there is; write: writes the files into a folder.
+    Claims the run's folder and logs the metrics; at the end it closes the loggers and writes the
+    page. Ends all processes but the first.
     """
-    settings = ready.settings
+    if not run.replicas.is_first:
+        sys.exit()
     check_names(metrics)
-    folder = ready.claim()
-    loggers = ready.open_loggers()
-    exit_code = 1
-    try:
-        for logger in loggers:
-            logger.log_metrics(dict(metrics), step=0)
-        log(loggers)
-        exit_code = 0
-    finally:
-        with Working("closing the loggers"):
-            close_loggers(loggers, exit_code)
+    folder = run.claim()
     with written_whole(folder / FINAL, kind="folder") as whole:
-        write(whole)
-    leave_report(folder, settings.definition)
-    return folder / FINAL
+        loggers, exit_code = run.open_loggers(), 1
+        try:
+            for logger in loggers:
+                logger.log_metrics(dict(metrics), step=0)
+            yield whole, loggers
+            exit_code = 0
+        finally:
+            with Working("closing the loggers"):
+                close_loggers(loggers, exit_code)
+    leave_report(folder, run.settings.definition)
 
 
 def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Float[Tensor, "B K"]:
@@ -165,24 +96,6 @@ def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Fl
     mine = replicas.share(by_length(decoded.rollout.mask))
     parts = reward(decoded.select(mine)).tolist() if len(mine) else []
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
-
-
-def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
-    """Return 1 to data.max_val_rows of the pairs that no length limit drops or cuts.
-
-    Raises DataError where there is none.
-    """
-    data = ready.settings.data
-    fits = fitting_pairs(rows, ready.chat, data)
-    pairs = draw_rows(fits, data.max_val_rows, ready.settings.seed).rows
-    if not pairs:
-        raise DataError(
-            f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
-            f"({data.max_prompt_tokens}) and data.max_response_tokens ({data.max_response_tokens})"
-        )
-    notes = note_on_few(len(pairs), to_validate=True)
-    print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
-    return pairs
 
 
 def logit_scale(ready: Run, reward: Reward, seen: RunningMoments) -> float | None:
@@ -207,31 +120,27 @@ def fitting_pairs(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) 
     return rows.only([i for i, row in enumerate(rows.rows) if fits(row)])
 
 
-def report_on(
-    ready: Run,
+def measure_reward(
+    run: Run,
     source: Source,
     pairs: Sequence[Preference],
     samples: tuple[Float[Tensor, " N"], Sequence[SampledResponses]],
-    problems: Problems,
-    folder: Path,
     *,
-    title: str,
-    sampled_from: str,
-    scale: str,
     logit_scale: float | None,
-) -> Written:
-    """Write report.md, its pictures and numbers to `folder`.
+    **about: Any,
+) -> FitnessReport:
+    """Score held-out pairs and probes; return what they and the samples say of a reward.
 
     pairs: one or more held-out pairs.
     samples: scores of responses of the SFT model, and the responses.
-    sampled_from, scale: as for `write_fitness`.
     logit_scale: factor that turns a difference of scores into log-odds; None where none does.
+    about: further fields of the report.
     """
-    chat, longest = ready.chat, ready.settings.data.max_response_tokens
+    chat, longest = run.chat, run.settings.data.max_response_tokens
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-        found: list[float] = score_texts(source, title, rows, texts, chat, ready.device).tolist()
-        return found
+        found = score_texts(source, about["title"], rows, texts, chat, run.device)
+        return [float(one) for one in found]
 
     with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
         prompts = [prompt_row(pair.prompt) for pair in pairs]
@@ -260,23 +169,15 @@ def report_on(
             ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
             for probe, text, s in zip(probes, texts, found, strict=True)
         ])  # fmt: skip
-    with Working("fitness: writing the report"):
+    with Working("fitness: measuring"):
         lengths = [n for some in samples[1] for n in some.response_mask.sum(dim=1).tolist()]
         fitness = measure_fitness(
             scored,
             list(zip(samples[0].tolist(), lengths, strict=True)),
             logit_scale=logit_scale,
-            seed=ready.settings.seed,
+            seed=run.settings.seed,
         )
-        return write_fitness(
-            folder,
-            title=title,
-            fitness=fitness,
-            probes=results,
-            problems=problems,
-            sampled_from=sampled_from,
-            scale=scale,
-        )
+    return FitnessReport(fitness=fitness, probes=results, **about)
 
 
 def shortened(text: str, chat: ChatFormat, longest: int) -> str:
@@ -285,26 +186,17 @@ def shortened(text: str, chat: ChatFormat, longest: int) -> str:
     return text if len(tokens) <= longest else chat.show(tokens[: longest - 1])
 
 
-def tell_fitness(written: Written, loggers: Sequence[Logger], step: int) -> None:
-    """Print the verdicts, and send the pictures to the loggers."""
-    log_pictures(loggers, written[1], step)
-    for verdict in written[2]:
+def write_fitness(
+    report: FitnessReport, folder: Path, loggers: Sequence[Logger], step: int
+) -> None:
+    """Write the report, send its pictures to the loggers, and print the verdicts."""
+    log_pictures(loggers, report.write(folder), step)
+    for verdict in report.words:
         print_line(verdict)
 
 
-def check_lengths(
-    ready: Run, roles: Roles, prompts: Sequence[Sequence[int]], config: RMConfig | EvalConfig
-) -> None:
-    """Raise ConfigError where responses to the prompts do not fit the model or the memory."""
-    longest = max(len(prompt) for prompt in prompts)
-    key, response = "data.max_response_tokens", ready.settings.data.max_response_tokens
-    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    check_positions(roles, longest + response, what, warns=False)
-    check_room(roles, config.batch_size, longest, response, key, ready.device)
-
-
 def sft_samples(
-    ready: Run,
+    run: Run,
     roles: Roles,
     prompts: Sequence[Sequence[int]],
     count: int,
@@ -316,26 +208,27 @@ def sft_samples(
     Prompts repeat where there are fewer.
 
     replicas: processes that divide the batches; all return all responses.
-    Warns where one is longer, with its prompt, than the model was made for.
+    Raises ConfigError where the longest response would not fit the model or the memory. Warns where
+    one is longer, with its prompt, than the model was made for.
     """
-    settings, chat = ready.settings, ready.chat
+    settings, chat, size = run.settings, run.chat, config.batch_size
+    longest = max(len(prompt) for prompt in prompts)
+    key, response = "data.max_response_tokens", settings.data.max_response_tokens
+    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
+    check_positions(roles, longest + response, what, warns=False)
+    check_room(roles, size, longest, response, key, run.device)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
-    chosen = [order[i % len(order)] for i in range(count)]
-    batches = (
-        collate_prompts(
-            [PromptTokens(prompts[i], i) for i in chosen[start : start + config.batch_size]],
-            chat.pad_token_id,
-        )
-        for start in range(0, count, config.batch_size)
-    )
-    shards = shard(((batch, 1) for batch in batches), replicas, divides=False)
+    chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
+    parts = (chosen[start : start + size] for start in range(0, count, size))
+    batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
+    shards = shard(batches, replicas, divides=False)
     with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         samples = sample_reference(
             roles,
             working.track(shards, lambda batch: len(batch.numbers)),
             SamplingParams(
-                max_response_tokens=settings.data.max_response_tokens,
+                max_response_tokens=response,
                 temperature=config.temperature,
                 end_token_ids=chat.end_token_ids,
             ),
@@ -383,11 +276,20 @@ def format_advice(result: FormatResult, key: str) -> str:
     return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
 
 
-def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
+def check_format(run: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
     """Return the comparison for one reward model; None where there are no pairs."""
-    final = ready.parents.get(reward_role(ready.settings, name))
+    final = run.parents.get(reward_role(run.settings, name))
     known = read_pairs(final.path) if final is not None else []
-    pairs = [(p.row, p.chosen, p.rejected) for p in known] or labelled_pairs(ready)
+    pairs = [(p.row, p.chosen, p.rejected) for p in known]
+    if not pairs and run.settings.data.preferences.train is not None:
+        data, seed = run.settings.data, run.settings.seed
+        try:
+            held_out = load("preferences", data, seed).val
+        except (DataError, HubError) as error:  # PPO does not need the pairs
+            print_line(f"data.preferences, to check the format of rewards with: {error}")
+            return None
+        fits = fitting_pairs(draw_rows(held_out, data.max_val_rows, seed), run.chat, data)
+        pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in fits.rows[:COUNT]]
     if not pairs:
         return None
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
@@ -399,30 +301,15 @@ def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> F
         problems = list(source.problems(rows[0], chosen[0]))
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
-        reply = encode_responses(rows[:1], chosen[:1], ready.chat).rollout
-        rendered = ready.chat.show(real_tokens(reply.tokens, reply.mask)[0])
+        reply = encode_responses(rows[:1], chosen[:1], run.chat).rollout
+        rendered = run.chat.show(real_tokens(reply.tokens, reply.mask)[0])
     high, low = (
-        (score_texts(source, name, rows, side, ready.chat, ready.device) * source.std + source.mean)
+        (score_texts(source, name, rows, side, run.chat, run.device) * source.std + source.mean)
         for side in (chosen, rejected)
     )
-    if not known and ready.settings.reward[name].weight > 0:
+    if not known and run.settings.reward[name].weight > 0:
         problems += ranked_backwards(high.tolist(), low.tolist())
     return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
-
-
-def labelled_pairs(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
-    """Return some held-out pairs of the data: (row of the prompt, chosen, rejected)."""
-    data = ready.settings.data
-    if data.preferences.train is None:
-        return []
-    try:
-        held_out = load("preferences", data, ready.settings.seed).val
-    except (DataError, HubError) as error:  # PPO does not need the pairs
-        print_line(f"data.preferences, to check the format of rewards with: {error}")
-        return []
-    some = draw_rows(held_out, data.max_val_rows, ready.settings.seed)
-    rows = fitting_pairs(some, ready.chat, data).rows[:COUNT]
-    return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows]
 
 
 class EvalReward(Stage):
@@ -438,4 +325,57 @@ class EvalReward(Stage):
     divides = True
 
     def measure(self, run: Run) -> Path:
-        return run_eval(run)
+        settings = run.settings
+        config: EvalConfig = settings.config
+        rows = run.rows(self.data)
+        with Working("looking through the pairs"):
+            problems = find_problems(rows.val, rows.train)
+        print_problems(problems)
+        light = light_sources(run, {"prompt", "messages"})
+        data = settings.data
+        fits = fitting_pairs(rows.val, run.chat, data)
+        pairs = draw_rows(fits, data.max_val_rows, settings.seed).rows
+        if not pairs:
+            raise DataError(
+                f"no held-out pair of {fits.source} is within data.max_prompt_tokens "
+                f"({data.max_prompt_tokens}) and data.max_response_tokens "
+                f"({data.max_response_tokens})"
+            )
+        notes = note_on_few(len(pairs), to_validate=True)
+        print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
+        roles = run.load_model()
+        prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
+        batch_size = MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
+        reward = build_reward(run, roles, light, batch_size)
+        roles.to(run.device)
+        check_formats(run, reward)
+
+        rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
+        texts = [prompt_row(pair.prompt) for pair in pairs]
+        decoded = [decode_responses(some.to(run.device), texts, run.chat) for some in rollouts]
+        with Working("scoring SFT samples", config.samples) as working:
+            shown = working.track(decoded, lambda some: len(some.responses))
+            parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
+        moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
+
+        def paid(decoded: DecodedResponses) -> Float[Tensor, " B"]:
+            """Return scores as PPO gets them at its start; running moments are of the samples."""
+            return paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
+
+        report = measure_reward(
+            run,
+            paid,
+            pairs,
+            (paid_sum(parts, reward.terms, moments).cpu(), rollouts),
+            logit_scale=logit_scale(run, reward, moments[0]),
+            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
+            problems=problems,
+            sampled_from="prompts of the held-out pairs",
+            scale="The scores are what PPO would be paid at its start: weighted, normalised and "
+            "clipped as the reward says; running moments are those of the SFT samples.",
+        )
+        with leave_final(run, report.metrics) as (whole, loggers):
+            write_fitness(report, whole, loggers, 0)
+        final = run.folder / FINAL
+        print_line(f"{self.name} finished: {final / PAGE}")
+        return final

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
-from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
+from lightning_rlhf.core.config import PolicyEvalConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
+from lightning_rlhf.evaluation.select import load_weights
+from lightning_rlhf.io.console import Working
 from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
-from lightning_rlhf.models.config import SFT, LoRASettings
+from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.runs.changes import read_config
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, earlier, folder_of
 from lightning_rlhf.runs.resume import run_id
+from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
 
 TRAINED = ("ppo", "dpo")
 """Names of the stages that train a policy from the SFT model."""
 TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
-KEY, RESPONDER = "eval_policy.policies", "rank.policy"
+KEY = "eval_policy.policies"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
 
@@ -45,17 +50,14 @@ class Kept:
         none of a run.
         """
         stamp = read_stamp(self.path)
-        return Origin(
-            stage=stamp["stage"], model=stamp["model"], version=stamp["version"],
-            run=run_id(self.run),
-        )  # fmt: skip
+        found = {key: stamp[key] for key in ("stage", "model", "version")}
+        return Origin(**found, run=run_id(self.run))
 
     def lora(self) -> LoRASettings:
         """Return the settings of the policy's adapter. Raises an RLHFError where there are none."""
         file = self.run / CONFIG
         tree = read_config(file, "a checkpoint is read with its run")
-        model = section(tree, "model", "lora")
-        return build(LoRASettings, model["lora"], f"{file}: model.lora")
+        return build(LoRASettings, section(tree, "model", "lora")["lora"], f"{file}: model.lora")
 
 
 Source = Final | Kept
@@ -106,19 +108,21 @@ def find_policy(source: str, key: str) -> Source:
     return final
 
 
-def responder(settings: Settings) -> Source | None:
-    """Return the policy of which stage=rank samples responses; None for the SFT model.
+def load_policy(run: Run, policy: Source | None) -> tuple[Roles, str]:
+    """Return the models with the policy, on the CPU, and the role that is the policy.
 
-    Raises CheckpointError or HubError where it is not there or is no policy.
+    policy: None is the base model.
+    Raises CheckpointError where a checkpoint is damaged or does not fit the model.
     """
-    config: RankConfig = settings.config
-    return None if config.policy is None else find_policy(config.policy, RESPONDER)
-
-
-def policy_folders(settings: Settings) -> dict[str, Final]:
-    """Return the policies that are folders, by role."""
-    found = find_policies(settings)
-    return {f"policy {name}": one for name, one in found.items() if isinstance(one, Final)}
+    with Working("loading the model"):
+        start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
+        settings = run.settings
+        roles = start_from(settings.model, start, trainable=False, seed=settings.seed)
+        if isinstance(policy, Kept):
+            roles.add_adapter(POLICY, policy.lora(), settings.seed)
+            load_weights(roles, policy.path, policy.origin(), prefix="roles.")
+    check_vocabulary(roles, run.tokenizer)
+    return roles, POLICY if isinstance(policy, Kept) else REFERENCE
 
 
 def other_decoding(settings: Settings, policies: Mapping[str, Source]) -> str | None:
@@ -163,40 +167,32 @@ def other_sft(policies: Mapping[str, Source], sft: Final | None) -> str | None:
 def short_names(sources: Sequence[str]) -> list[str]:
     """Return the end of each path, as short as keeps it apart from the others and from "sft".
 
-    A checkpoint is named by the folder of its run and its step, as `ppo step 5`.
+    A checkpoint is named by the folder of its run and its step, as `ppo step 5`; names that all
+    runs have are left out.
     """
-    parts = [_named_parts(PurePath(source)) for source in sources]
 
-    def short(source: str, own: Sequence[str]) -> str:
-        for depth in range(1, len(own) + 1):
-            end = own[-depth:]
-            if end != (SFT,) and sum(other[-depth:] == end for other in parts) == 1:
-                return "/".join(end)
-        return source
+    def parts_of(path: PurePath) -> tuple[str, ...]:
+        run = path.parent.parent
+        if path.name == FINAL:
+            return path.parts[:-1]
+        if path.suffix != SUFFIX:
+            return path.parts
+        if path.parent.name != CHECKPOINTS or not run.name:
+            return path.with_suffix("").parts
+        step = f"step {int(path.stem)}" if path.stem.isdecimal() else path.stem
+        return (*run.parts[:-1], f"{run.name} {step}")
 
-    return [short(source, own) for source, own in zip(sources, parts, strict=True)]
+    parts = [parts_of(PurePath(source)) for source in sources]
 
+    def ends(own: Sequence[str]) -> Iterator[str]:
+        for end in (own[-depth:] for depth in range(1, len(own) + 1)):
+            if end != (SFT,) and sum(other[-len(end) :] == end for other in parts) == 1:
+                yield "/".join(end)
 
-def _named_parts(path: PurePath) -> tuple[str, ...]:
-    """Return the parts of the path of a policy, without names that all runs have."""
-    if path.name == FINAL:
-        return path.parts[:-1]
-    if path.suffix != SUFFIX:
-        return path.parts
-    run = path.parent.parent
-    if path.parent.name != CHECKPOINTS or not run.name:
-        return path.with_suffix("").parts
-    step = f"step {int(path.stem)}" if path.stem.isdecimal() else path.stem
-    return (*run.parts[:-1], f"{run.name} {step}")
+    return [next(ends(own), source) for source, own in zip(sources, parts, strict=True)]
 
 
-def check_policies(settings: Settings, parents: Mapping[str, Final]) -> None:
-    """Raise CheckpointError where a policy cannot be compared with the SFT model."""
-    for policy in find_policies(settings).values():
-        check_policy(policy, parents, KEY)
-
-
-def check_policy(policy: Source, parents: Mapping[str, Final], key: str) -> None:
+def check_policy(policy: Source, sft: Final | None, key: str) -> None:
     """Raise CheckpointError unless a policy stands on the base model of the SFT model.
 
     Both must have the same base weights, tokenizer and chat template; a checkpoint of PPO must be
@@ -204,43 +200,36 @@ def check_policy(policy: Source, parents: Mapping[str, Final], key: str) -> None
 
     key: key of the configuration that names the policy.
     """
-    sft = parents.get(SFT)
     if isinstance(policy, Kept):
-        stage = policy.origin().stage
-        if stage in (SFT, "rm"):
+        if (stage := policy.origin().stage) in (SFT, "rm"):
             raise CheckpointError(
                 f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
                 f"{TRAINERS}, or a final/ folder"
             )
         policy.lora()
-        file = policy.run / PARENTS
-        then = read_config(file, "a checkpoint is read with its run")
-        now = {} if sft is None else {SFT: digest(sft.path)}
-        if {role: was for role, was in then.items() if role == SFT} != now:
+        then = read_config(policy.run / PARENTS, "a checkpoint is read with its run")
+        if then.get(SFT) != (None if sft is None else digest(sft.path)):
             model = "the base model" if sft is None else sft.path
             raise CheckpointError(
                 f"{key}: {policy.path} was trained from another SFT model than {model}; give its "
                 "own as policy.checkpoint"
             )
     elif sft is not None and sft.manifest is not None and policy.manifest is not None:
-        _check_family(policy.path, policy.manifest, sft.path, sft.manifest, key)
+        for what, of in FAMILY.items():
+            found, wanted = of(policy.manifest), of(sft.manifest)
+            if found != wanted:
+                raise CheckpointError(
+                    f"{key}: the {what} of {policy.path} is {found!r:.80}, but that of the SFT "
+                    f"model {sft.path} is {wanted!r:.80}; allowed: policies trained from the same "
+                    "base model"
+                )
 
 
-def _check_family(path: Path, ours: Manifest, sft: Path, theirs: Manifest, key: str) -> None:
-    """Raise CheckpointError unless two models have one base, tokenizer and chat template."""
-    for what, found, wanted in (
-        ("base model", base_of(ours), base_of(theirs)),
-        ("vocabulary", ours.tokenizer_hash, theirs.tokenizer_hash),
-        ("chat template", ours.chat_template, theirs.chat_template),
-    ):
-        if found != wanted:
-            raise CheckpointError(
-                f"{key}: the {what} of {path} is {found!r:.80}, but that of the SFT model {sft} is "
-                f"{wanted!r:.80}; allowed: policies trained from the same base model"
-            )
-
-
-def base_of(manifest: Manifest) -> str:
-    """Return the name of the base weights, with the seed where they are random."""
-    is_random = manifest.base == FROM_CONFIG
-    return f"{manifest.base}, seed {manifest.base_seed}" if is_random else manifest.base
+FAMILY: Mapping[str, Callable[[Manifest], str | None]] = {
+    "base model": lambda manifest: (
+        manifest.base + f", seed {manifest.base_seed}" * (manifest.base == FROM_CONFIG)
+    ),
+    "vocabulary": lambda manifest: manifest.tokenizer_hash,
+    "chat template": lambda manifest: manifest.chat_template,
+}
+"""What policies that are compared have in common with the SFT model; random weights by seed."""

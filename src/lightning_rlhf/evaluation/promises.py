@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic.dataclasses import dataclass
 from rich import get_console
@@ -13,13 +12,10 @@ from rich.table import Table
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.report.run_page import Kept, PromiseRow
+from lightning_rlhf.report.estimates import interval_text
+from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
 from lightning_rlhf.runs.changes import VOLATILE, differing_keys, volatile
 from lightning_rlhf.runs.stage import Settings
-
-if TYPE_CHECKING:
-    from lightning_rlhf.runs.measured import Measured, StageResult
-
 
 STYLES: dict[Kept, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
 ANY = ("seed", *VOLATILE)
@@ -43,16 +39,23 @@ class Promise:
         rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
              "exactly one of at_least, at_most, gain")  # fmt: skip
 
-    def measure(self, result: StageResult) -> Measured | None:
-        """Return what is compared with the bound; None where it was not measured."""
-        return result.metric(self.metric) if self.gain is None else result.gain(self.metric)
+    def row(self, found: Evaluated | None) -> PromiseRow:
+        """Return the promise beside its measured number; one that was not measured is broken.
 
-    def verdict(self, measured: Measured) -> Kept:
-        """Return whether the bound holds, or lies within the 95% interval, or is missed."""
-        if self._allows(measured.value):
-            return "kept"
-        within = measured.interval is not None and any(map(self._allows, measured.interval))
-        return "within noise" if within else "broken"
+        It is kept where the bound holds, and within noise where it lies in the 95% interval.
+        found: the metric; None where it was not measured.
+        """
+        value, interval = (None, None) if found is None else (found.value, found.interval)
+        if found is not None and self.gain is not None:
+            value, interval = found.gain, found.gain_interval
+        text: str = NOT_MEASURED
+        verdict: Kept = "broken"
+        if value is not None:
+            text = f"{value:.3f}{interval_text(interval)}"
+            is_within = interval is not None and any(map(self._allows, interval))
+            verdict = "kept" if self._allows(value) else "within noise" if is_within else "broken"
+        return PromiseRow(stage=self.stage, metric=self.metric, promised=str(self), measured=text,
+                          verdict=verdict)  # fmt: skip
 
     def _allows(self, value: float) -> bool:
         if self.at_most is not None:
@@ -69,27 +72,36 @@ class Promise:
 
 def check_promises(
     title: str,
-    promises: Sequence[Promise],
-    results: Mapping[str, StageResult],
+    rows: Sequence[PromiseRow],
     stages: Mapping[str, Settings],
     written: Mapping[str, Settings],
 ) -> None:
-    """Print the promises, if the recipe's own model was trained on its own data.
+    """Print the promises of a recipe.
 
     title: title of the recipe.
-    results: result of each stage.
     stages: settings of the stages as they were run.
     written: settings of the stages as the recipe has them, without the user's overrides.
 
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
-    if not are_made(stages, written):
-        return
     changed: list[str] = []
     for stage, settings in stages.items():
         ignored = (*ANY, *volatile(settings.definition), *changed)
         changed += differing_keys(settings.tree, written[stage].tree, ignored)
-    broken = show_promises(title, promises, results)
+    table = Table(title=f"{title}: what it promises", title_justify="left")
+    for name in ("stage", "metric", "promised", "measured [95% interval]", ""):
+        table.add_column(name, overflow="fold")  # names of steps may be long
+    broken = []
+    for row in rows:
+        table.add_row(
+            *map(escape, (row.stage, row.metric, row.promised, row.measured)),
+            f"[{STYLES[row.verdict]}]{row.verdict}[/]",
+        )
+        if row.measured == NOT_MEASURED:
+            broken.append(f"{row.metric} was not measured")
+        elif row.verdict == "broken":
+            broken.append(f"{row.metric} is {row.measured}, promised: {row.promised}")
+    get_console().print(table)
     if broken and changed:
         print_line(
             f"Not as the recipe is written: {', '.join(changed)}; so its promises are shown and "
@@ -105,43 +117,3 @@ def are_made(stages: Mapping[str, Settings], written: Mapping[str, Settings]) ->
         (settings.model.name, settings.data) == (written[stage].model.name, written[stage].data)
         for stage, settings in stages.items()
     )
-
-
-def show_promises(
-    title: str, promises: Sequence[Promise], results: Mapping[str, StageResult]
-) -> list[str]:
-    """Print each promise beside its measured number; return those that are broken, as text."""
-    table = Table(title=f"{title}: what it promises", title_justify="left")
-    for name in ("stage", "metric", "promised", "measured [95% interval]", ""):
-        table.add_column(name, overflow="fold")  # names of steps may be long
-    broken = []
-    for row in promise_rows(promises, results):
-        table.add_row(
-            *map(escape, (row.stage, row.metric, row.promised, row.measured)),
-            f"[{STYLES[row.verdict]}]{row.verdict}[/]",
-        )
-        if row.measured == NOT_MEASURED:
-            broken.append(f"{row.metric} was not measured")
-        elif row.verdict == "broken":
-            broken.append(f"{row.metric} is {row.measured}, promised: {row.promised}")
-    get_console().print(table)
-    return broken
-
-
-def promise_rows(
-    promises: Sequence[Promise], results: Mapping[str, StageResult]
-) -> list[PromiseRow]:
-    """Return each promise beside its measured number; one that was not measured is broken."""
-    rows = []
-    for promise in promises:
-        measured = promise.measure(results[promise.stage])
-        rows.append(
-            PromiseRow(
-                stage=promise.stage,
-                metric=promise.metric,
-                promised=str(promise),
-                measured=NOT_MEASURED if measured is None else str(measured),
-                verdict="broken" if measured is None else promise.verdict(measured),
-            )
-        )
-    return rows

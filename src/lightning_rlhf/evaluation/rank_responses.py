@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,74 +17,18 @@ from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.data.rows import BadRow, counts_text
-from lightning_rlhf.evaluation.evaluate_policy import Scorer, Task, sample_policy
+from lightning_rlhf.evaluation.evaluate_policy import Task
 from lightning_rlhf.evaluation.evaluate_reward import leave_final
-from lightning_rlhf.evaluation.policies import RESPONDER, check_policy, responder
+from lightning_rlhf.evaluation.policies import Source, check_policy, find_policy
 from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report.comparison import Sample
-from lightning_rlhf.runs.folders import PARENTS
+from lightning_rlhf.runs.folders import FINAL, PARENTS
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
 
-
-def run_rank(ready: Run) -> Path:
-    """Sample responses of the policy, score them, and write the rows made of them."""
-    settings = ready.settings
-    config: RankConfig = settings.config
-    policy = responder(settings)
-    if policy is not None:
-        check_policy(policy, ready.parents, RESPONDER)
-    task = Task.prepare(ready, config.prompts, config.max_prompts)
-    name = SFT if policy is None else str(config.policy)
-    start = policy or ready.parents.get(SFT)
-    source = "the base model" if start is None else str(start.path)
-    count = config.samples_per_prompt
-    print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
-    parts, _ = sample_policy(task, name, start, {"sampled": (config.temperature, count)})
-    scored = Scorer.load(task).scored(parts["sampled"])
-    if not ready.replicas.is_first:
-        sys.exit()
-    samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in scored]
-    ranked = rank_samples(samples, config)
-    if not ranked.demonstrations:
-        raise DataError(
-            f"no response can be used: {counts_text(ranked.left_out)}; rank.max_response_tokens is "
-            f"{config.max_response_tokens}"
-        )
-    metrics = rank_metrics(samples, ranked, count)
-    files = {
-        "preferences.jsonl": ranked.preferences,
-        "demonstrations.jsonl": ranked.demonstrations,
-        **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
-        "samples.jsonl": samples,
-    }
-
-    def write(whole: Path) -> None:
-        for file, rows in files.items():
-            lines = (json_line(row) + "\n" for row in rows)
-            (whole / file).write_text("".join(lines), encoding="utf-8")
-        provenance = {
-            "metrics": metrics,
-            "policy": {name: source},
-            "verdicts": task.verdicts,
-            "parents": json.loads((ready.folder / PARENTS).read_text(encoding="utf-8")),
-            "left_out": dict(ranked.left_out),
-            "config": settings.tree,
-            "versions": versions(),
-        }
-        text = json.dumps(provenance, indent=1, default=vars) + "\n"
-        (whole / settings.definition.numbers).write_text(text, encoding="utf-8")
-
-    final = leave_final(ready, metrics, lambda _: None, write)
-    for line in summary_lines(metrics, ranked, config):
-        print_line(line)
-    if lacking := shortage(samples, ranked, config):
-        print_line(f"warning: {lacking}", "yellow")
-    for file in files:
-        print_line(f"written: {final / file}")
-    return final
+KEY = "rank.policy"
 
 
 @dataclass(frozen=True)
@@ -147,6 +90,86 @@ def rank_samples(samples: Sequence[Mapping[str, Any]], config: RankConfig) -> Ra
             if margin > 0 and margin >= config.min_margin and rows.is_read(row, "preferences"):
                 rows.preferences.append(row)
     return rows
+
+
+class Rank(Stage):
+    """Preference pairs and demonstrations, from sampled and scored responses."""
+
+    name = "rank"
+    title = "Ranked responses"
+    config = RankConfig
+    data = "prompts"
+    reads_reward = True
+    reads_judge = True
+    summary = ("rank/reward_mean", "rank/best_reward", "rank/pairs")
+    hands_over = "report"
+    numbers = "rank.json"
+    divides = True
+
+    def policy(self, settings: Settings) -> Source | None:
+        """Return the policy that responds; None for the SFT model.
+
+        Raises CheckpointError or HubError where it is not there or is no policy.
+        """
+        source = settings.config.policy
+        return None if source is None else find_policy(source, KEY)
+
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        policy = self.policy(settings)
+        return {"policy": policy} if isinstance(policy, Final) else {}
+
+    def measure(self, run: Run) -> Path:
+        settings, sft = run.settings, run.parents.get(SFT)
+        config: RankConfig = settings.config
+        policy = self.policy(settings)
+        if policy is not None:
+            check_policy(policy, sft, KEY)
+        task = Task.prepare(run, config.prompts, config.max_prompts)
+        name = SFT if policy is None else str(config.policy)
+        start = policy or sft
+        count = config.samples_per_prompt
+        print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
+        parts, _ = task.answers_of(name, start, {"sampled": (config.temperature, count)})
+        samples = [
+            sample | {"messages": task.rows[sample["index"]]["messages"]}
+            for sample in task.scored(*task.load_reward(), parts["sampled"])
+        ]
+        ranked = rank_samples(samples, config)
+        if not ranked.demonstrations:
+            raise DataError(
+                f"no response can be used: {counts_text(ranked.left_out)}; "
+                f"rank.max_response_tokens is {config.max_response_tokens}"
+            )
+        metrics = rank_metrics(samples, ranked, count)
+        files = {
+            "preferences.jsonl": ranked.preferences,
+            "demonstrations.jsonl": ranked.demonstrations,
+            **({} if config.accept_above is None else {"accepted.jsonl": ranked.accepted}),
+            "samples.jsonl": samples,
+        }
+        with leave_final(run, metrics) as (whole, _):
+            for file, rows in files.items():
+                lines = "".join(json_line(row) + "\n" for row in rows)
+                (whole / file).write_text(lines, encoding="utf-8")
+            provenance = {
+                "metrics": metrics,
+                "policy": {name: "the base model" if start is None else str(start.path)},
+                "verdicts": task.verdicts,
+                "parents": json.loads((run.folder / PARENTS).read_text(encoding="utf-8")),
+                "left_out": dict(ranked.left_out),
+                "config": settings.tree,
+                "versions": versions(),
+            }
+            text = json.dumps(provenance, indent=1, default=vars) + "\n"
+            (whole / self.numbers).write_text(text, encoding="utf-8")
+        for line in summary_lines(metrics, ranked, config):
+            print_line(line)
+        if lacking := shortage(samples, ranked, config):
+            print_line(f"warning: {lacking}", "yellow")
+        final = run.folder / FINAL
+        for file in files:
+            print_line(f"written: {final / file}")
+        return final
 
 
 def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[str, float]:
@@ -216,25 +239,3 @@ def shortage(samples: Sequence[Sample], ranked: RankedRows, config: RankConfig) 
             "rank.max_response_tokens, or rank.stop_strings, lets them end"
         )
     return "; ".join(found)
-
-
-class Rank(Stage):
-    """Preference pairs and demonstrations, from sampled and scored responses."""
-
-    name = "rank"
-    title = "Ranked responses"
-    config = RankConfig
-    data = "prompts"
-    reads_reward = True
-    reads_judge = True
-    summary = ("rank/reward_mean", "rank/best_reward", "rank/pairs")
-    hands_over = "report"
-    numbers = "rank.json"
-    divides = True
-
-    def models(self, settings: Settings) -> Mapping[str, Final]:
-        policy = responder(settings)
-        return {"policy": policy} if isinstance(policy, Final) else {}
-
-    def measure(self, run: Run) -> Path:
-        return run_rank(run)

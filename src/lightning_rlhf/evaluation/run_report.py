@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning_rlhf.callbacks.files import HELD_OUT
-from lightning_rlhf.callbacks.files import SAMPLES
-from lightning_rlhf.callbacks.files import read_rows
-from lightning_rlhf.callbacks.files import train_samples
 from markupsafe import Markup
 from matplotlib.ticker import EngFormatter
+
+from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, read_rows, train_samples
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
 from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS
@@ -51,11 +49,11 @@ from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
 from lightning_rlhf.runs.measured import (
     LOWEST,
     RunFiles,
-    StageResult,
     damage_named,
     evaluation_files,
     optional_json,
     read_run,
+    with_intervals,
 )
 from lightning_rlhf.runs.stage import Stage
 
@@ -245,21 +243,13 @@ def evaluations(run: RunFiles) -> list[Evaluated]:
     metrics = {name: values[-1] for name, values in ends.items()}
     metrics |= {f"start/{name}": values[0] for name, values in ends.items() if len(values) > 1}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
-    names = (name for name in metrics if name.startswith("eval/"))
     with damage_named(run.folder / SAMPLES):
-        result = StageResult.read(metrics, run.folder)
-        found = []
-        for name in sorted(names, key=lambda name: (*BEFORE_AFTER, name).index(name)):
-            value, gain = result.metric(name), result.gain(name)
-            assert value is not None
-            found.append(
-                Evaluated(
-                    metric=name, value=value.value, interval=value.interval,
-                    before=metrics.get(f"start/{name}"), gain=None if gain is None else gain.value,
-                    gain_interval=None if gain is None else gain.interval,
-                )
-            )  # fmt: skip
-    return found
+        found = with_intervals(metrics, run.folder).values()
+    rank = list(BEFORE_AFTER)
+    return sorted(
+        (one for one in found if one.metric.startswith("eval/")),
+        key=lambda one: rank.index(one.metric) if one.metric in rank else len(rank),
+    )
 
 
 def reward_verdicts(run: RunFiles) -> list[Verdict]:

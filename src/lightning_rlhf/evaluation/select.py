@@ -47,24 +47,23 @@ Goal = tuple[tuple[str, Mode], ...]
 def goal_of(settings: Settings) -> Goal:
     """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
 
-    Empty where neither names one.
-    Raises ConfigError as `metric_of`.
+    Empty where neither names one. Raises ConfigError as `metric_of`.
     """
-    config: StageConfig = settings.config
-    if config.best.metric is None:
+    best = settings.config.best
+    if best.metric is None:
         return settings.definition.goal
-    return (metric_of(settings, f"{settings.stage}.best", config.best.metric, config.best.mode),)
+    return (metric_of(settings, f"{settings.stage}.best", best.metric, best.mode),)
 
 
 def stop_metric(settings: Settings) -> tuple[str, Mode] | None:
-    """Return the metric that has to gain; None where neither the keys nor the stage name one.
+    """Return the metric that has to gain, by default that of `goal_of`; None where none is named.
 
     Raises ConfigError as `metric_of`.
     """
-    config: StageConfig = settings.config
-    if config.stop.metric is None:
+    stop = settings.config.stop
+    if stop.metric is None:
         return next(iter(goal_of(settings)), None)
-    return metric_of(settings, f"{settings.stage}.stop", config.stop.metric, config.stop.mode)
+    return metric_of(settings, f"{settings.stage}.stop", stop.metric, stop.mode)
 
 
 def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tuple[str, Mode]:
@@ -105,15 +104,19 @@ def check_final(settings: Settings, steps: int) -> None:
     """
     config: StageConfig = settings.config
     stage, step = settings.stage, config.final
-    key = f"{stage}.final"
-    if not goal_of(settings) and step == "best":
-        raise ConfigError(f"{key} is 'best', and {_no_goal(settings, 'best')}")
-    if stop_metric(settings) is None and config.stop.patience is not None:
-        found = config.stop.patience
-        raise ConfigError(f"{stage}.stop.patience is {found}, and {_no_goal(settings, 'stop')}")
+    key, stop = f"{stage}.final", config.stop
+    for section, is_wanted, metric, found in (
+        ("best", step == "best", goal_of(settings), f"{key} is 'best'"),
+        ("stop", stop.patience, stop_metric(settings), f"{stage}.stop.patience is {stop.patience}"),
+    ):
+        if is_wanted and not metric:
+            raise ConfigError(
+                f"{found}, and stage={stage} names no metric of its evaluations (Stage.goal); "
+                f"allowed with a metric in {stage}.{section}.metric"
+            )
     if not isinstance(step, int):
         return
-    if config.stop.is_on:
+    if stop.is_on:
         raise ConfigError(
             f"{key} is {step}, and {stage}.stop may end the run before that step; allowed "
             "where a rule may end the run: last, best"
@@ -122,14 +125,6 @@ def check_final(settings: Settings, steps: int) -> None:
     is_evaluated = step <= steps and (step % every == 0 or step == steps)
     require(is_evaluated, key, step, f"last, best, or a step at which the run evaluates: a multiple"
             f" of {every} up to {steps}, or {steps}")  # fmt: skip
-
-
-def _no_goal(settings: Settings, section: str) -> str:
-    """Return that no metric tells which evaluation is better, and the key that names one."""
-    return (
-        f"stage={settings.stage} names no metric of its evaluations (Stage.goal); allowed with a "
-        f"metric in {settings.stage}.{section}.metric"
-    )
 
 
 def choose(
@@ -151,17 +146,11 @@ def choose(
     final = saver.config.final
     step = {"last": last, "best": saver.best_step}[final] if isinstance(final, str) else final
     assert step is not None  # the last step is evaluated
-    ending = Ending(
-        final=str(final),
-        step=step,
-        last_step=last,
-        metrics=values(folder, saver.goal, step, last),
-        stopped=None if last == steps else reason or "a callback",
-    )
-    if last != steps:
-        what = "a callback" if reason is None else "a rule"
-        why = "" if reason is None else f": {reason}"
-        print_line(f"{what} ended the run after step {last} of {steps}{why}")
+    stopped = None if last == steps else reason or "a callback"
+    ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
+    if stopped is not None:
+        why = "a callback ended the run" if reason is None else "a rule ended the run"
+        print_line(f"{why} after step {last} of {steps}" + (f": {reason}" if reason else ""))
     if step != last:
         require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
                 f"ended after step {last}")  # fmt: skip
@@ -169,7 +158,13 @@ def choose(
         if step == saver.best_step and not path.is_file():
             path = saver.folder / BEST
         load_weights(module, path, saver.origin)
-        print_line(text_of(ending))
+        found = ", ".join(
+            f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step {last}, "
+            f"{'higher' if value.mode == 'max' else 'lower'} is better)"
+            for name, value in ending.metrics.items()
+            if value.chosen is not None and value.last is not None
+        )
+        print_line(f"final/ is step {step} (final={final}): {found}")
     write_ending(folder, ending)
     return None if step == last else measured_at(folder, step)
 
@@ -181,25 +176,20 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     """
     newest = max((step_named(path) for path in numbered(checkpoint.parent)), default=step)
     ending = read_ending(folder)
-    last = max(newest, step) if ending is None else ending.last_step
+    last, stopped = (max(newest, step), None) if ending is None else (
+        ending.last_step, ending.stopped
+    )  # fmt: skip
     found = measured_at(folder, step)
     if settings.definition.validates_first and found:
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
-    found |= measured_at(folder, step, COMPUTE)
     # A run of another version may be exported: its weights have the names of this one's, or not.
     version = read_stamp(checkpoint)["version"]
     return Export(
         folder=out,
         checkpoint=checkpoint,
         origin=replace(origin(settings), version=version),
-        metrics=found,
-        ending=Ending(
-            final=str(step),
-            step=step,
-            last_step=last,
-            metrics=values(folder, goal_of(settings), step, last),
-            stopped=None if ending is None else ending.stopped,
-        ),
+        metrics=found | measured_at(folder, step, COMPUTE),
+        ending=ending_of(folder, goal_of(settings), str(step), step, last, stopped),
     )
 
 
@@ -236,30 +226,23 @@ def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, flo
     return {name: float(cell) for name, cell in rows[step].items() if name.startswith(prefix)}
 
 
-def values(
-    folder: Path, goal: Sequence[tuple[str, Mode]], step: int, last: int
-) -> dict[str, Value]:
-    """Return the `goal` metrics at `step` and at the last step, by name."""
-    chosen, end = measured_at(folder, step), measured_at(folder, last)
-
-    def finite(metrics: Mapping[str, float], name: str) -> float | None:
-        return metrics[name] if name in metrics and math.isfinite(metrics[name]) else None
-
-    return {
-        name: Value(mode=mode, chosen=finite(chosen, name), last=finite(end, name))
-        for name, mode in goal
-    }
-
-
-def text_of(ending: Ending) -> str:
-    """Return which step becomes `final/`, with the metrics there and at the last step."""
-    found = ", ".join(
-        f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step "
-        f"{ending.last_step}, {'higher' if value.mode == 'max' else 'lower'} is better)"
-        for name, value in ending.metrics.items()
-        if value.chosen is not None and value.last is not None
+def ending_of(
+    folder: Path,
+    goal: Sequence[tuple[str, Mode]],
+    final: str,
+    step: int,
+    last: int,
+    stopped: str | None,
+) -> Ending:
+    """Return the end of a run, with the `goal` metrics at the chosen step and at the last one."""
+    chosen, end = (
+        {name: x for name, x in measured_at(folder, number).items() if math.isfinite(x)}
+        for number in (step, last)
     )
-    return f"final/ is step {ending.step} (final={ending.final}): {found}"
+    metrics = {
+        name: Value(mode=mode, chosen=chosen.get(name), last=end.get(name)) for name, mode in goal
+    }
+    return Ending(final=final, step=step, last_step=last, metrics=metrics, stopped=stopped)
 
 
 REFUSED: Mapping[str, str] = {
@@ -272,26 +255,19 @@ REFUSED: Mapping[str, str] = {
 
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise TrainingError unless updates were made and the trained weights are finite."""
-    made = trainer.global_step
-    if made == 0:
-        raise TrainingError(nothing_learned(stage, refused(folder / METRICS)))
-    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    require_finite_weights(stage, position(trainer, module), made, trained)
-
-
-def refused(metrics: Path) -> dict[str, int]:
-    """Return how many updates of the whole run were not made, by each metric of REFUSED."""
-    rows = read_rows(metrics).values()
-    cells = {name: [float(row[name]) for row in rows if name in row] for name in REFUSED}
-    return {name: int(sum(x for x in cells[name] if math.isfinite(x))) for name in REFUSED}
-
-
-def nothing_learned(stage: str, counts: Mapping[str, int]) -> str:
-    """Return why no update of the run was made, and what to change. counts: as of `refused`."""
+    if made := trainer.global_step:
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        require_finite_weights(stage, position(trainer, module), made, trained)
+        return
+    rows = list(read_rows(folder / METRICS).values())
+    counts = {
+        name: int(sum(x for row in rows if math.isfinite(x := float(row.get(name, 0)))))
+        for name in REFUSED
+    }
     found = [f"{counts[name]} {which}" for name, which in REFUSED.items() if counts[name]]
     limits = [REFUSED[name].split()[-1] for name in list(REFUSED)[1:] if counts[name]]
     remedy = f"A larger {' and a larger '.join(limits)}, or null, lets updates through"
-    return (
+    raise TrainingError(
         f"{stage} has learned nothing, and writes no final/: none of its updates was made "
         f"({', '.join(found)}). {remedy if limits else divergence_advice(stage, 0)}"
     )

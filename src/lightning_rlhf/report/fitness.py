@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -118,22 +118,6 @@ class LengthBias:
     samples: Correlation
     """Correlation of score and length over SFT samples."""
 
-    def group(self, label: str) -> Group | None:
-        """Return the group with that label; None if it has no pairs."""
-        return next((group for group in self.groups if group.label == label), None)
-
-
-@dataclass(frozen=True)
-class ReliabilityPoint:
-    """One bin of pairs with similar confidence."""
-
-    pairs: int
-    """Number of pairs in the bin."""
-    confidence: float
-    """Mean confidence of the pairs, 0.5 to 1."""
-    accuracy: float
-    """Share of the pairs ranked right, a tie counting one half."""
-
 
 @dataclass(frozen=True)
 class Calibration:
@@ -149,8 +133,9 @@ class Calibration:
     """Mean confidence minus accuracy; above 0 the model is more confident than accurate."""
     overconfidence_interval: Interval | None
     """95% interval of the overconfidence; None if all pairs have the same prompt."""
-    points: tuple[ReliabilityPoint, ...]
-    """Bins from the least to the most confident pairs."""
+    points: tuple[Mapping[str, float], ...]
+    """Bins from the least to the most confident pairs: number of `pairs`, their mean `confidence`,
+    0.5 to 1, and their `accuracy`, a tie counting one half."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,27 +204,28 @@ def measure_fitness(
     prompt = np.array([number_of[p.prompt] for p in pairs])
     difference, longer = chosen - rejected, chosen_tokens - rejected_tokens
     right = (np.sign(difference) + 1) / 2
-    size = np.abs(difference)
-    quarter = equal_mass(size, QUARTERS)
-    marked = np.array([pair.margin is not None for pair in pairs])
-    by_margin: tuple[Group, ...] = ()
-    if marked.any():
-        margin = np.array([p.margin for p in pairs if p.margin is not None], dtype=float)
-        bins = equal_mass(margin, QUARTERS)
-        prompts = np.unique(prompt[marked], return_inverse=True)[1]
-        by_margin = group_accuracy(right[marked], bins, ranges(margin, bins), prompts, seed)
+    margin = np.array([pair.margin for pair in pairs], dtype=float)  # NaN for None
+
+    def by_quarter(size: Float[ndarray, " N"]) -> tuple[Group, ...]:
+        """Return the accuracy by quarter of a size, over the pairs that have one."""
+        rows = ~np.isnan(size)
+        if not rows.any():
+            return ()
+        quarter = equal_mass(size[rows], QUARTERS)
+        prompts = np.unique(prompt[rows], return_inverse=True)[1]
+        return group_accuracy(right[rows], quarter, ranges(size[rows], quarter), prompts, seed)
+
     both = np.concatenate([chosen, rejected])
     edges = shared_edges(np.concatenate([both, sampled]))
     outside = (sampled < both.min()) | (sampled > both.max())
-    everything = np.zeros(len(pairs), dtype=int)
     return Fitness(
         pairs=tuple(pairs),
         samples=tuple(samples),
         prompts=len(number_of),
         ties=int((difference == 0).sum()),
-        accuracy=group_accuracy(right, everything, ["all"], prompt, seed)[0],
-        by_difference=group_accuracy(right, quarter, ranges(size, quarter), prompt, seed),
-        by_margin=by_margin,
+        accuracy=group_accuracy(right, np.zeros(len(pairs), dtype=int), ["all"], prompt, seed)[0],
+        by_difference=by_quarter(np.abs(difference)),
+        by_margin=by_quarter(margin),
         length=length_bias(
             right,
             np.sign(longer),
@@ -278,8 +264,9 @@ def length_bias(
     gap: float | None = None
     gap_interval: Interval | None = None
     if [group.label for group in groups[:2]] == [LONGER, SHORTER]:
-        gap = groups[0].accuracy - groups[1].accuracy
-        if None not in (groups[0].interval, groups[1].interval):
+        longer, shorter = groups[:2]
+        gap = longer.accuracy - shorter.accuracy
+        if longer.interval is not None and shorter.interval is not None:
             means = resampled_means(right, index, prompt, seed)
             gap_interval = interval95(means[:, 0] - means[:, 1])
     differ = sign != 0
@@ -316,9 +303,10 @@ def calibrate(
     bins, count = equal_mass(confidence, BINS), len(right)
     inside = [bins == index for index in range(int(bins.max()) + 1)]
     points = tuple(
-        ReliabilityPoint(int(rows.sum()), float(confidence[rows].mean()), float(right[rows].mean()))
+        {"pairs": int(rows.sum()), "confidence": float(confidence[rows].mean()),
+         "accuracy": float(right[rows].mean())}
         for rows in inside
-    )
+    )  # fmt: skip
     over = None
     if prompt.max() > 0:
         means = resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
@@ -327,7 +315,7 @@ def calibrate(
     by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
     return Calibration(
         log_loss=float(np.logaddexp(0.0, -logit).mean()),
-        ece=sum(p.pairs / count * abs(p.confidence - p.accuracy) for p in points),
+        ece=sum(p["pairs"] / count * abs(p["confidence"] - p["accuracy"]) for p in points),
         ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
         overconfidence=float((confidence - right).mean()),
         overconfidence_interval=over,

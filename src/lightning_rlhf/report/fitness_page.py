@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -42,71 +44,83 @@ CHARACTERS = 200
 """Maximum length of a text that is shown as an example, in characters."""
 
 
-def write_fitness(
-    folder: Path,
-    *,
-    title: str,
-    fitness: Fitness,
-    probes: Sequence[ProbeResult],
-    problems: Problems | None,
-    sampled_from: str,
-    scale: str,
-) -> tuple[dict[str, float], dict[str, Path], list[str]]:
-    """Write report.md, fitness.json and the figures, in `report/`, into `folder`.
+@dataclass(frozen=True, kw_only=True)
+class FitnessReport:
+    """Measurements of a reward, what they come to, and the files in which they are written."""
 
-    Args:
-        folder: output folder, made if it is missing.
-        title: name of what was measured, as plain text.
-        fitness: measurements to report.
-        probes: results of the probes; may be empty.
-        problems: problems of the preference data; None if they were not examined.
-        sampled_from: phrase that says which prompts the SFT model answered.
-        scale: sentence that says how the scores relate to what PPO maximises.
+    title: str
+    """Name of what was measured, as plain text."""
+    fitness: Fitness
+    probes: Sequence[ProbeResult]
+    """Results of the probes; may be empty."""
+    problems: Problems | None
+    """Problems of the preference data; None if they were not examined."""
+    sampled_from: str
+    """Phrase that says which prompts the SFT model answered."""
+    scale: str
+    """Sentence that says how the scores relate to what PPO maximises."""
 
-    Returns:
-        The measurements by metric; the file of each figure by caption; the verdict on the reward
-        and, if they were examined, on the pairs, each in two sentences.
-    """
-    findings = find(fitness, probes)
-    in_pairs = () if problems is None else find_in_pairs(problems)
-    judged = judgement(findings)
-    words = [judged.words] if problems is None else [judged.words, about_pairs(in_pairs)]
-    pictures = draw_fitness(folder / PICTURES, title, fitness)
-    metrics = fitness_metrics(fitness, probes, findings)
-    shown = (f"![{what}]({path.relative_to(folder).as_posix()})" for what, path in pictures.items())
-    text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8").format(
-        title=plain(title, CHARACTERS),
-        conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
-        advice=for_ppo(findings, in_pairs),
-        sampled_from=sampled_from,
-        scale=scale,
-        numbers="\n\n".join(_numbers(fitness)),
-        pictures="\n\n".join(shown),
-        checks=_checks((*findings, *in_pairs)),
-        thresholds="\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
-                             for check in (*CHECKS, *PAIR_CHECKS)),
-        probes=_probes(probes) if probes else "None was scored.",
-        data="Not looked through." if problems is None else "\n".join(_data(problems)),
-        min_count=MIN_COUNT,
-        min_probes=MIN_PROBES,
-    )  # fmt: skip
-    (folder / PAGE).write_text(text, encoding="utf-8")
-    measured = asdict(fitness)
-    del measured["pairs"], measured["samples"]
-    content = {
-        "metrics": metrics,
-        "fitness": measured,
-        "findings": [asdict(finding) for finding in (*findings, *in_pairs)],
-        "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in probes],
-        "problems": None if problems is None else asdict(problems),
-        "judgement": asdict(judged),
-        "title": title,
-        "verdict": judged.words,
-        "about_pairs": None if problems is None else words[1],
-    }
-    numbers = json.dumps(content, indent=1, allow_nan=False) + "\n"
-    (folder / NUMBERS).write_text(numbers, encoding="utf-8")
-    return metrics, pictures, words
+    @cached_property
+    def findings(self) -> Sequence[Finding]:
+        return find(self.fitness, self.probes)
+
+    @cached_property
+    def in_pairs(self) -> Sequence[Finding]:
+        return () if self.problems is None else find_in_pairs(self.problems)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the measurements by metric."""
+        return fitness_metrics(self.fitness, self.probes, self.findings)
+
+    @property
+    def words(self) -> list[str]:
+        """Return the verdict on the reward and, if they were examined, on the pairs, each in two
+        sentences."""
+        pairs = [] if self.problems is None else [about_pairs(self.in_pairs)]
+        return [judgement(self.findings).words, *pairs]
+
+    def write(self, folder: Path) -> dict[str, Path]:
+        """Write report.md, fitness.json and the figures, in `report/`, into an existing folder.
+
+        Returns the file of each figure by caption.
+        """
+        pictures = draw_fitness(folder / PICTURES, self.title, self.fitness)
+        links = (f"![{x}]({file.relative_to(folder).as_posix()})" for x, file in pictures.items())
+        words, problems = self.words, self.problems
+        text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8").format(
+            title=plain(self.title, CHARACTERS),
+            conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
+            advice=for_ppo(self.findings, self.in_pairs),
+            sampled_from=self.sampled_from,
+            scale=self.scale,
+            numbers="\n\n".join(_numbers(self.fitness)),
+            pictures="\n\n".join(links),
+            checks=_checks((*self.findings, *self.in_pairs)),
+            thresholds="\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
+                                 for check in (*CHECKS, *PAIR_CHECKS)),
+            probes=_probes(self.probes) if self.probes else "None was scored.",
+            data="Not looked through." if problems is None else "\n".join(_data(problems)),
+            min_count=MIN_COUNT,
+            min_probes=MIN_PROBES,
+        )  # fmt: skip
+        (folder / PAGE).write_text(text, encoding="utf-8")
+        measured = asdict(self.fitness)
+        del measured["pairs"], measured["samples"]
+        content = {
+            "metrics": self.metrics,
+            "fitness": measured,
+            "findings": [asdict(finding) for finding in (*self.findings, *self.in_pairs)],
+            "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in self.probes],
+            "problems": None if problems is None else asdict(problems),
+            "judgement": asdict(judgement(self.findings)),
+            "title": self.title,
+            "verdict": words[0],
+            "about_pairs": None if problems is None else words[1],
+        }
+        numbers = json.dumps(content, indent=1, allow_nan=False) + "\n"
+        (folder / NUMBERS).write_text(numbers, encoding="utf-8")
+        return pictures
 
 
 def read_judgement(folder: Path) -> Verdict | None:
@@ -119,36 +133,43 @@ def read_judgement(folder: Path) -> Verdict | None:
 
 def _numbers(fitness: Fitness) -> Iterator[str]:
     """Yield the paragraph and the tables of the section of numbers."""
-    length, calibration = fitness.length, fitness.calibration
-    pairs, prompts = (
-        counted(len(fitness.pairs), "held-out pair"),
-        counted(fitness.prompts, "prompt"),
-    )
-    samples, ties = counted(len(fitness.samples), "SFT sample"), counted(fitness.ties, "tie")
+    length, calibration, accuracy = fitness.length, fitness.calibration, fitness.accuracy
+    pairs, prompts, samples, ties = (
+        counted(number, what)
+        for number, what in (
+            (len(fitness.pairs), "held-out pair"), (fitness.prompts, "prompt"),
+            (len(fitness.samples), "SFT sample"), (fitness.ties, "tie"),
+        )
+    )  # fmt: skip
     yield f"Measured on {pairs} of {prompts} and {samples}; {ties}."
     groups = [
-        ("Accuracy", fitness.accuracy),
+        ("Accuracy", accuracy),
         *((f"Accuracy, {group.label}", group) for group in length.groups),
         *((f"Accuracy, score difference {group.label}", group) for group in fitness.by_difference),
         *((f"Accuracy, given margin {group.label}", group) for group in fitness.by_margin),
     ]
-    rows = [
-        _row(f"{name} ({counted(group.pairs, 'pair')})", group.accuracy, group.interval)
+    rows: list[tuple[str, float | None, *tuple[Interval | None, ...]]] = [
+        (f"{name} ({counted(group.pairs, 'pair')})", group.accuracy, group.interval)
         for name, group in groups
     ]
     rows += [
-        _row("Accuracy of always taking the longer response", length.longer_is_right),
-        _row("Length gap", length.gap, length.gap_interval),
+        ("Accuracy of always taking the longer response", length.longer_is_right),
+        ("Length gap", length.gap, length.gap_interval),
     ]
     if calibration is not None:
         rows += [
-            _row("Log-loss, nats a pair", calibration.log_loss),
-            _row("ECE", calibration.ece),
-            _row("ECE of a calibrated model, by chance", calibration.ece_of_calibrated),
-            _row("Overconfidence", calibration.overconfidence, calibration.overconfidence_interval),
+            ("Log-loss, nats a pair", calibration.log_loss),
+            ("ECE", calibration.ece),
+            ("ECE of a calibrated model, by chance", calibration.ece_of_calibrated),
+            ("Overconfidence", calibration.overconfidence, calibration.overconfidence_interval),
         ]
-    yield table(("", "value", "95% interval"), rows, right=(1, 2))
-    if fitness.accuracy.accuracy == 1 and fitness.prompts > 1:
+    cells = [
+        (name, number_text(value),
+         "".join("-" if x is None else f"{x[0]:z.3f} to {x[1]:z.3f}" for x in interval))
+        for name, value, *interval in rows  # a number that never has an interval has none here
+    ]  # fmt: skip
+    yield table(("", "value", "95% interval"), cells, right=(1, 2))
+    if accuracy.accuracy == 1 and fitness.prompts > 1:
         most = min(1.0, 3 / fitness.prompts)
         yield (
             "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule of "
@@ -171,12 +192,6 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
     ]  # fmt: skip
     heading = ("Score", "responses", "mean", "std", "lowest", "median", "highest")
     yield table(heading, moments, right=range(1, 7))
-
-
-def _row(name: str, value: float | None, *interval: Interval | None) -> tuple[str, str, str]:
-    """Return a row of the first table; `interval` is absent where the number never has one."""
-    ends = ["-" if found is None else f"{found[0]:z.3f} to {found[1]:z.3f}" for found in interval]
-    return name, number_text(value), "".join(ends)
 
 
 def kinds_of(fitness: Fitness) -> list[tuple[str, str, Distribution]]:
@@ -241,22 +256,18 @@ def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
     for name, draw in pictures.values():
         with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
             figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
-            draw(figure, fitness)
+            draw(figure.subplots(), fitness)
             head(figure, title)
             figure.savefig(folder / name, dpi=DPI)
     return {what: folder / name for what, (name, _) in pictures.items()}
 
 
-def _rewards(figure: Figure, fitness: Fitness) -> None:
-    axes = figure.subplots()
-    axes.set_xlabel("score")
+def _rewards(axes: Axes, fitness: Fitness) -> None:
     kinds = kinds_of(fitness)[::-1]
     for label, color, found in kinds:
-        shares = np.array(found.histogram) / found.count
+        shares, name = np.array(found.histogram) / found.count, f"{label} ({found.count:,})"
         axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
-        axes.stairs(
-            shares, fitness.edges, color=color, linewidth=1.6, label=f"{label} ({found.count:,})"
-        )
+        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=name)
     low, high = fitness.edges[0], fitness.edges[-1]
     margin = MARGIN * (high - low)
     limits = low - margin, high + margin
@@ -265,22 +276,21 @@ def _rewards(figure: Figure, fitness: Fitness) -> None:
         height = 0.06 * row * axes.get_ylim()[1]
         extremes = np.array([(found.lowest, height), (found.highest, height)])
         mark_outside(axes, extremes, limits, None, color)
-    axes.set_ylabel("share of responses")
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set(xlabel="score", ylabel="share of responses")
     axes.set_ylim(bottom=0)
     axes.legend(handlelength=1.4, ncols=3, **LEGEND)
 
 
-def _length(figure: Figure, fitness: Fitness) -> None:
-    axes = figure.subplots()
+def _length(axes: Axes, fitness: Fitness) -> None:
     pairs, samples = fitness.pairs, fitness.samples
     kinds = [
         ("SFT samples", BLUE, "^", [(tokens, score) for score, tokens in samples]),
         ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
         ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
     ]
-    everything = [point for *_, points in kinds for point in points]
-    x, y = view([tokens for tokens, _ in everything]), view([score for _, score in everything])
+    x, y = (view(values) for values in zip(*(xy for *_, some in kinds for xy in some), strict=True))
+    axes.set(xlabel="tokens of the response", ylabel="score")
     if x is not None:
         axes.set_xlim(*x)
     if y is not None:
@@ -294,7 +304,5 @@ def _length(figure: Figure, fitness: Fitness) -> None:
                          linewidths=0)  # fmt: skip
             axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
             mark_outside(axes, np.array(points, dtype=float), x, y, color)
-    axes.set_xlabel("tokens of the response")
-    axes.set_ylabel("score")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.legend(handletextpad=0.1, ncols=3, **LEGEND)

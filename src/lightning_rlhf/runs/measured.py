@@ -20,6 +20,7 @@ from lightning_rlhf.report import evaluation_page
 from lightning_rlhf.report.comparison import REWARD, number_column
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
+from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs.changes import read_config, read_ending
 from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS
 from lightning_rlhf.runs.stage import Stage
@@ -136,97 +137,60 @@ SEED = 0
 Samples = list[dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A metric, or its gain over the value before the stage, with what is known of its error."""
+def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[str, Evaluated]:
+    """Return the metrics of a run with 95% intervals, and their gains over the stage, by name.
 
-    value: float
-    interval: Interval | None
-    """95% interval by a bootstrap over prompts; None where the stage keeps no rows of
-    the metric, or has a single prompt."""
+    An interval is known where the folder has rows of the metric, of two prompts or more; that of a
+    gain is of the differences between responses to the same prompt. For an evaluation of policies
+    they are the sampled responses of the first policy, with the SFT model's as those before.
 
-    def __str__(self) -> str:
-        if self.interval is None:
-            return f"{self.value:.3f}"
-        low, high = self.interval
-        return f"{self.value:.3f} [{low:.3f}, {high:.3f}]"
-
-
-@dataclass(frozen=True)
-class StageResult:
-    """Metrics of a finished stage, and the rows from which their intervals are computed."""
-
-    metrics: Mapping[str, float]
-    """Metrics in the manifest of `final/`."""
-    first: Samples
-    """Samples of the first evaluation; empty where the stage keeps none."""
-    last: Samples
-    """Samples of the evaluation of the step that became `final/`, of the same prompts; empty where
-    the stage keeps none."""
-
-    @classmethod
-    def read(cls, metrics: Mapping[str, float], folder: Path) -> StageResult:
-        """Read samples and metrics.csv of a stage. Raises CheckpointError for a damaged file."""
-        if (folder / FINAL / evaluation_page.NUMBERS).is_file():
-            return cls.of_policies(metrics, folder / FINAL)
-        files = evaluation_files(folder) or ()
-        read = [[sample for _, sample in json_lines(file)] for file in files]
-        first, last = read or ([], [])
-        rows = read_rows(folder / METRICS).values()
-        fitness = {
-            name: float(cell)
-            for row in rows
-            for name, cell in row.items()
-            if name in (LOWEST, HIGHEST)
-        }
-        return cls({**fitness, **metrics}, first, last)
-
-    @classmethod
-    def of_policies(cls, metrics: Mapping[str, float], final: Path) -> StageResult:
-        """Read an evaluation of policies: the first policy, with the SFT model as what was before.
-
-        Sampled responses count. Raises CheckpointError for a damaged file.
-        """
-        file, responses = final / evaluation_page.NUMBERS, final / evaluation_page.SAMPLES
-        with damage_named(file):
+    metrics: those in `final/`, with values before the stage as start/NAME.
+    folder: folder of the run; None knows no interval.
+    Raises CheckpointError for a damaged file.
+    """
+    first: Samples = []
+    last: Samples = []
+    if folder is not None and (folder / FINAL / evaluation_page.NUMBERS).is_file():
+        with damage_named(folder / FINAL / evaluation_page.NUMBERS) as file:
             policies = json_object(file)["policies"]
             sft, policy, *_ = policies
             numbers = policies[sft]["sampled"].items()
-            start = {f"start/{name}": x for name, x in numbers if x is not None}
-        with damage_named(responses):
-            rows = [row for _, row in json_lines(responses) if row["decoding"] == "sampled"]
+            metrics = {f"start/{name}": x for name, x in numbers if x is not None} | {**metrics}
+        with damage_named(folder / FINAL / evaluation_page.SAMPLES) as file:
+            rows = [row for _, row in json_lines(file) if row["decoding"] == "sampled"]
             first, last = (
                 [{"index": row["index"], **row["responses"][name]} for row in rows]
                 for name in (sft, policy)
             )
-        return cls({**start, **metrics}, first, last)
+    elif folder is not None:
+        files = evaluation_files(folder) or ()
+        first, last = [[x for _, x in json_lines(file)] for file in files] or ([], [])
+        curves = read_metrics(folder)
+        ends = {name: curves[name][1][-1] for name in (LOWEST, HIGHEST) if name in curves}
+        metrics = {**ends, **metrics}
+    return {
+        name: one_evaluated(name, metrics, first, last)
+        for name in metrics
+        if not name.startswith("start/")
+    }
 
-    def metric(self, name: str) -> Measured | None:
-        """Return a metric; None where it was not measured."""
-        if name not in self.metrics:
-            return None
-        return Measured(self.metrics[name], self._interval(name))
 
-    def gain(self, name: str) -> Measured | None:
-        """Return the increase of a metric over the stage; None where it was not measured.
-
-        The interval is that of the differences between responses to the same prompt.
-        """
-        start = f"start/{name}"
-        if not {name, start} <= self.metrics.keys():
-            return None
-        before, after = (by_prompt(samples, name) for samples in (self.first, self.last))
-        paired = len(before) == len(after)
-        interval = interval_of(after - before) if paired else None
-        return Measured(self.metrics[name] - self.metrics[start], interval)
-
-    def _interval(self, name: str) -> Interval | None:
-        if name == ACCURACY and {LOWEST, HIGHEST} <= self.metrics.keys():
-            return self.metrics[LOWEST], self.metrics[HIGHEST]
-        values = by_prompt(self.last, name)
-        known = values[~np.isnan(values)]
-        are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
-        return interval_of(values, rate_interval if are_rates else mean_interval)
+def one_evaluated(
+    name: str, metrics: Mapping[str, float], first: Samples, last: Samples
+) -> Evaluated:
+    """Return one of the metrics, from the samples of the first evaluation and of that in final/."""
+    value, start = metrics[name], metrics.get(f"start/{name}")
+    before, after = (by_prompt(samples, name) for samples in (first, last))
+    known = after[~np.isnan(after)]
+    are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
+    interval = interval_of(after, rate_interval if are_rates else mean_interval)
+    if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
+        interval = metrics[LOWEST], metrics[HIGHEST]
+    if start is None:
+        return Evaluated(metric=name, value=value, interval=interval)
+    gained = interval_of(after - before) if len(before) == len(after) else None
+    return Evaluated(metric=name, value=value, interval=interval, before=start,
+                     gain=value - start, gain_interval=gained)  # fmt: skip
 
 
 def evaluation_files(folder: Path) -> tuple[Path, Path] | None:

@@ -40,7 +40,7 @@ from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.runs.changes import read_ending
 from lightning_rlhf.runs.folders import FINAL, run_name
-from lightning_rlhf.runs.measured import StageResult
+from lightning_rlhf.runs.measured import with_intervals
 from lightning_rlhf.runs.run import Run
 
 CARD = "README.md"
@@ -127,16 +127,15 @@ def model_card(
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
     """Return a table of the metrics of the evaluation, with 95% intervals; "" without any."""
-    result = StageResult(metrics, [], [])
+    result = with_intervals(metrics, None)
     if run is not None:
         with suppress(RLHFError):  # the run keeps no readable samples
-            result = StageResult.read(metrics, run)
+            result = with_intervals(metrics, run)
     rows = []
-    for name in metrics:
-        found = result.metric(name) if name.startswith("eval/") else None
-        if found is not None:
+    for name, found in result.items():
+        if name.startswith("eval/"):
             interval = "" if found.interval is None else "{:.3f} to {:.3f}".format(*found.interval)
-            before = f"{metrics[f'start/{name}']:.4g}" if f"start/{name}" in metrics else ""
+            before = "" if found.before is None else f"{found.before:.4g}"
             rows.append((f"`{name}`", f"{found.value:.4g}", interval, before))
     head = ("on held-out data", "value", "95% interval", "before training")
     return table(head, rows, (1, 2, 3)) if rows else ""

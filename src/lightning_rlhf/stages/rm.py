@@ -22,11 +22,10 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.evaluate_reward import (
-    check_lengths,
     fitting_pairs,
-    report_on,
+    measure_reward,
     sft_samples,
-    tell_fitness,
+    write_fitness,
 )
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_positions
@@ -74,7 +73,6 @@ class RM(Supervised):
         roles = self.load(run)
         check_positions(roles, max(e.length for e in train.examples), LONGEST[self.data])
         prompts = [e.prompt for e in train.examples]
-        check_lengths(run, roles, prompts, config)
         roles.to(run.device)
         self.below = roles.probe(REFERENCE)  # the SFT model before it is trained
         print_line(
@@ -112,22 +110,21 @@ class RM(Supervised):
         with Working("scoring pairs for the format check"):
             write_pairs(folder, known_pairs(roles, pairs, run.chat))
         batch_size = MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
-        written = report_on(
+        report = measure_reward(
             run,
             LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size),
             pairs,
             (scored_samples(roles, self.samples), self.samples),
-            self.problems,
-            folder,
+            logit_scale=1.0,
             title=run_name(settings),
+            problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
             scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
             "`reward.normalization` says otherwise.",
-            logit_scale=1.0,
         )
         for logger in loggers:
-            logger.log_metrics(written[0], step=step)
-        tell_fitness(written, loggers, step)
+            logger.log_metrics(report.metrics, step=step)
+        write_fitness(report, folder, loggers, step)
         print_line(f"fitness report: {run.folder / FINAL / FITNESS_PAGE}")
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
