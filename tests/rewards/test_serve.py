@@ -151,6 +151,16 @@ def test_a_client_that_has_hung_up_is_not_scored() -> None:
     assert asked == [["first"], ["last"]]
 
 
+def test_a_request_has_a_largest_size(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps(request("r")).encode()
+    monkeypatch.setattr("lightning_rlhf.rewards.server.BODY_BYTES", len(body))
+    assert ask(server, body)[0] == 200
+    found = ask(server, body + b" ")
+    assert found == (413, {"error": f"the request has over {len(body)} bytes"})
+
+
 # Who may ask
 
 

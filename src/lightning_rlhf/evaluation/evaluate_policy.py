@@ -33,7 +33,12 @@ from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
 from lightning_rlhf.data.readers import Rows, load, sample
-from lightning_rlhf.evaluation.build_rewards import build_reward, hub_rewards, light_sources
+from lightning_rlhf.evaluation.build_rewards import (
+    build_reward,
+    for_columns,
+    light_sources,
+    verdicts_on,
+)
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
 from lightning_rlhf.evaluation.policies import (
     Kept,
@@ -45,7 +50,6 @@ from lightning_rlhf.evaluation.policies import (
     policy_folders,
 )
 from lightning_rlhf.evaluation.select import load_weights
-from lightning_rlhf.evaluation.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import (
     check_positions,
@@ -116,15 +120,15 @@ class Task:
         """
         settings = ready.settings
         judge = load_judge(settings.data.judge) if settings.data.judge else None
+        light = light_sources(ready)
+        verdicts = verdicts_on(ready, refuses=False)
         with Working("reading the data"):
             rows = getattr(load("prompts", settings.data, settings.seed), part)
             references = None
             if reads_demonstrations and settings.data.demonstrations.train is not None:
                 references = load("demonstrations", settings.data, settings.seed).val
-        light = light_sources(ready, {name for row in rows.rows for name in row.columns})
+        light = for_columns(light, {name for row in rows.rows for name in row.columns})
         prompts = fitting_tokens(ready, rows, limit)
-        found = verdicts_on(settings, {**ready.parents, **hub_rewards(ready)}, refuses=False)
-        print_verdicts(found)
         return cls(
             ready=ready,
             config=settings.config,
@@ -133,7 +137,7 @@ class Task:
             references=() if references is None else fitting_tokens(ready, references, limit),
             light=light,
             judge=judge,
-            verdicts={name: verdict for name, verdict in found.items() if verdict is not None},
+            verdicts=verdicts,
         )
 
 

@@ -30,7 +30,12 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
-from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
+from lightning_rlhf.evaluation.build_rewards import (
+    build_reward,
+    for_columns,
+    light_sources,
+    write_code,
+)
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
@@ -49,8 +54,7 @@ from lightning_rlhf.rewards.format_check import (
     ranked_backwards,
     read_pairs,
 )
-from lightning_rlhf.rewards.learned import LearnedReward, TextReward
-from lightning_rlhf.rewards.weighted import Reward, Source
+from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_reference
 from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -69,11 +73,11 @@ def run_eval(ready: Run) -> Path:
     """Score held-out pairs, samples of the SFT model and probes; write the report."""
     settings = ready.settings
     config: EvalConfig = settings.config
+    light = for_columns(light_sources(ready), {"prompt", "messages"})
     rows = ready.rows("preferences")
     with Working("looking through the pairs"):
         problems = find_problems(rows.val, rows.train)
     print_problems(problems)
-    light = light_sources(ready, {"prompt", "messages"})
     pairs = held_out_pairs(rows.val, ready)
     roles = ready.load_model()
     prompts = [ready.chat.prompt_tokens(pair.prompt) for pair in pairs]
@@ -116,6 +120,7 @@ def run_eval(ready: Run) -> Path:
         )
         if not ready.replicas.is_first:
             sys.exit()
+        write_code(settings, Path(beside))
         final = leave_final(
             ready,
             written[0],
@@ -390,8 +395,8 @@ def check_format(ready: Run, name: str, source: LearnedReward | TextReward) -> F
     doubts: list[str] = []
     problems: list[str] = []
     if isinstance(source, TextReward):
-        rendered = source.rendered(rows[0], chosen[0])
-        problems = list(source.problems(rows[0], chosen[0]))
+        tokens = source.encode(rows[0], chosen[0])["input_ids"]
+        rendered, problems = source.model.show(tokens), source.model.problems(tokens)
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
         reply = encode_responses(rows[:1], chosen[:1], ready.chat).rollout
