@@ -30,7 +30,6 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import load_function
-from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.build_roles import (
     add_critic,
     attach_reward,
@@ -44,11 +43,13 @@ from lightning_rlhf.models.checkpoint import (
     Final,
     Verdict,
     find,
+    json_object,
+    local_folder,
     tokenizer_hash,
 )
 from lightning_rlhf.models.classifier import load_classifier, positions
 from lightning_rlhf.models.config import REWARD, SFT
-from lightning_rlhf.models.loading import load_tokenizer, local_folder
+from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,
