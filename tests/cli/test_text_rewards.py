@@ -120,11 +120,9 @@ def test_one_head_has_no_deviation_to_price(judged: Workplace) -> None:
         assert sum("reward.uncertainty_coef is 1, but" in str(w.message) for w in told) == warned
 
 
-@pytest.mark.parametrize("source", ["judge"])
-def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> None:
+def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
     """The command in a process of its own, standardised by what its `final/` has."""
-    folder = judge(judged) if source == "judge" else judged.folder / "classifier"
-    command = [*MODULE, "serve-reward", str(folder), "--port", "0", "reward.max_tokens=256"]
+    command = [*MODULE, "serve-reward", str(judge(judged)), "--port", "0", "reward.max_tokens=256"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(
         command, cwd=judged.folder, env=environment, stdout=subprocess.PIPE, text=True
@@ -134,13 +132,13 @@ def test_a_server_says_what_its_model_says(judged: Workplace, source: str) -> No
             line = next(line for line in server.stdout if "reward.url=" in line)
             url = line.partition("reward.url=")[2].partition(";")[0]
             assert url.startswith("http://127.0.0.1:"), line
-            ppo(judged, f"served_{source}", "reward=http", f"reward.url={url}")
+            ppo(judged, "served", "reward=http", f"reward.url={url}")
         finally:
             server.send_signal(signal.SIGTERM)
         assert server.stdout.read() == "stopped\n"
     assert server.returncode == 0
-    said = samples(judged, f"served_{source}")
-    expected = (own_scores if source == "judge" else classifier_scores)(folder, said)
+    said = samples(judged, "served")
+    expected = own_scores(judge(judged), said)
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
 
 
