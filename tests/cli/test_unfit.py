@@ -74,7 +74,7 @@ def test_a_server_says_the_verdict(
         path=tmp_path, manifest=None, verdict=None if verdict is None else Verdict(**verdict)
     )
     for name, stub in (
-        ("local_folder", tmp_path), ("find", found), ("check_text_reward", None),
+        ("local_folder", tmp_path), ("find", found),
         ("text_reward", None),
     ):  # fmt: skip
         monkeypatch.setattr(build_rewards, name, lambda *args, stub=stub: stub)
@@ -142,12 +142,14 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
     backwards: Workplace,
 ) -> None:
     """A function has none of its own; another reward is not judged by the report on this one."""
+    code = "def score(prompts, responses, **_):\n    return [-len(r) for r in responses]"
     path = backwards.folder / "short.py"
-    path.write_text("def score(prompts, responses, **_):\n    return [-len(r) for r in responses]")
+    path.write_text(code)
     words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
     backwards.mini("stage=eval_reward", *words).succeeded  # noqa: B018
     sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
-    for weight, is_told in ((1, True), (2, False)):
+    for weight, comment, is_told in ((1, "", True), (2, "", False), (1, "  # another", False)):
+        path.write_text(code + comment)
         more = [sft, f"reward.weight={weight}", "data.judge=null"]
         backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
         file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"

@@ -24,8 +24,7 @@ from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rewards.weighted import Reward, Source
+from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.accelerator import strategy
 

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from lightning_rlhf.core.records import DecodedResponses, Rollout
+from lightning_rlhf.rewards.config import HTTPConfig
+from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rewards.server import RewardServer, Score, listening_socket
 
 Answer = tuple[int, dict[str, str], bytes]
@@ -50,6 +52,17 @@ def messages(prompt: str) -> list[dict[str, str]]:
 def scores(*numbers: Any) -> Answer:
     """What a reward server says."""
     return 200, {}, json.dumps({"scores": numbers}).encode()
+
+
+def make_reward(url: str, **changes: Any) -> HTTPReward:
+    """A reward that asks `url`, by default up to four times without a pause."""
+    own: dict[str, Any] = {"name": "reward", "warn": lambda line: None}
+    own |= {key: changes.pop(key) for key in own if key in changes}
+    config: dict[str, Any] = {
+        "kind": "http", "weight": 1.0, "normalization": "none", "clip": None, "batch_size": 8,
+        "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100, "token_env": None,
+    }  # fmt: skip
+    return HTTPReward(HTTPConfig(url=url, **config | changes), **own)
 
 
 class Scripted(ThreadingHTTPServer):

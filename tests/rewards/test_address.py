@@ -7,7 +7,7 @@ import pytest
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.rewards.config import parsed, redacted, token_in
 
-from .test_http import make_reward
+from .conftest import make_reward
 
 
 @pytest.mark.parametrize(

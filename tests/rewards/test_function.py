@@ -119,7 +119,8 @@ def takes_answer(prompts: Any, responses: Any, answer: Any, *, scale: float = 1)
 
 def test_a_parameter_that_nothing_gives_is_named() -> None:
     message = (
-        rf"{NAME}: the function takes_answer needs 'answer', which is neither in "
+        rf"{NAME}: the function takes_answer cannot be called: missing a required argument: "
+        rf"'answer', neither in "
         rf"{NAME}.arguments \(scale\) nor a column of the data \(label\) nor messages"
     )
     source = reward(takes_answer, scale=2)
@@ -151,13 +152,25 @@ def test_an_argument_that_is_not_taken_is_named() -> None:
         (lambda: None, r"\(\)"),
         (lambda responses: [], r"\(responses\)"),
         (lambda responses, prompts: [], r"\(responses, prompts\)"),
-        (lambda *, prompts, responses: [], r"\(prompts, responses\)"),
+        (lambda *, prompts, responses: [], r"\(\*, prompts, responses\)"),
     ],
 )
 def test_a_function_takes_prompts_and_responses(function: Any, signature: str) -> None:
     allowed = r"allowed: \(prompts, responses, \.\.\.\)"
     with pytest.raises(ConfigError, match=f"takes {signature}; {allowed}"):
         reward(function)
+
+
+def test_a_column_is_given_as_python_takes_it() -> None:
+    """By name alone: neither through `*`, nor to a parameter that has no name for a caller."""
+    assert reward(lambda *texts: [len(texts)] * 2)(REPLIES) == [2, 2]
+    assert reward(lambda *texts, answer: answer)(REPLIES) == ["4", "6"]
+    assert reward(lambda p, r, *more, answer="none": (more, answer))(REPLIES) == ((), ["4", "6"])
+    assert reward(lambda p, r, hint="none", /: hint)(REPLIES) == "none"
+    with pytest.raises(ConfigError, match="missing a required argument: 'answer', neither"):
+        reward(lambda p, r, answer, /: []).for_columns(["answer"])
+    with pytest.raises(ConfigError, match="arguments has 'more', but"):
+        reward(lambda p, r, *more: [], more=1)
 
 
 @pytest.mark.parametrize("fault", [SystemExit(0), CancelledError()])

@@ -11,19 +11,18 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.rewards.http import HTTPReward
-
-from .conftest import Answer, Script, Scripted, make_replies, messages, scores, serving
+from .conftest import (
+    Answer,
+    Script,
+    Scripted,
+    make_replies,
+    make_reward,
+    messages,
+    scores,
+    serving,
+)
 
 TEXTS = [("2+2?", "four"), ("3+3?", "sechs 🎈"), ("Größe?", ""), ("4+4?", "\u2028eight\ud83d")]
-
-
-def make_reward(url: str, **changes: Any) -> HTTPReward:
-    settings: dict[str, Any] = {
-        "batch_size": 8, "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100,
-        "token_env": None, "name": "reward", "warn": lambda line: None,
-    }  # fmt: skip
-    return HTTPReward(url, **{**settings, **changes})
 
 
 def lengths(k: int, request: Mapping[str, Any]) -> Answer:

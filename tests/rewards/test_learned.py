@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.weighted import LearnedReward
 
 from .three import decoded
 

@@ -151,6 +151,16 @@ def test_a_client_that_has_hung_up_is_not_scored() -> None:
     assert asked == [["first"], ["last"]]
 
 
+def test_a_request_has_a_largest_size(
+    server: RewardServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = json.dumps(request("r")).encode()
+    monkeypatch.setattr("lightning_rlhf.rewards.server.BODY_BYTES", len(body))
+    assert ask(server, body)[0] == 200
+    found = ask(server, body + b" ")
+    assert found == (413, {"error": f"the request has over {len(body)} bytes"})
+
+
 # Who may ask
 
 
@@ -216,7 +226,7 @@ def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
         listening_socket("127.0.0.1", 99999)
 
 
-@pytest.mark.parametrize("host", ["", "256.0.0.1", "[::1]", "\udc00"])
+@pytest.mark.parametrize("host", ["", "256.0.0.1", "\udc00"])
 def test_what_is_no_host_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match="there can be no server at ") as found:
         listening_socket(host, 0)
@@ -268,7 +278,7 @@ serve.serve_reward(["final", "--port", "0"])
 
 @pytest.mark.parametrize(
     ("sign", "busy"),
-    [(signal.SIGINT, "idle"), (signal.SIGINT, "stay"), (signal.SIGTERM, "slow")],
+    [(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")],
 )
 def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     """Also with a reward that does not come to its end, and with a client that sends no more."""
@@ -288,7 +298,7 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
         connection.request("POST", "/score", json.dumps(request("r")))
         assert json.loads(connection.getresponse().read()) == {"scores": [1.0]}
         other = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        other.sendall({"idle": b"", "stay": post(request("stay")), "slow": post("")[:-1]}[busy])
+        other.sendall({"stay": post(request("stay")), "slow": post("")[:-1]}[busy])
         time.sleep(0.1)
         began = time.monotonic()
         process.send_signal(sign)

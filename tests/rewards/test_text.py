@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.rewards.learned import Features, TextModel, TextReward
+from lightning_rlhf.rewards.weighted import Features, TextModel, TextReward
 
 from .conftest import make_replies
 
 
-class Letters:
+class Letters(TextModel):
     """Reads "prompt>response" as one token a letter; keeps which texts it was given at once."""
 
     def __init__(self) -> None:
@@ -36,14 +36,10 @@ class Letters:
     def show(self, tokens: Sequence[int]) -> str:
         return "".join(map(chr, tokens))
 
-    def problems(self, tokens: Sequence[int]) -> list[str]:
-        return [f"it starts with {chr(tokens[0])}"]
-
 
 def reward(letters: Letters, **changes: Any) -> TextReward:
-    model = TextModel(letters.encode, letters.read, letters.show, letters.problems)
     found = TextReward(
-        model, mean=0, std=1, uncertainty_coef=0, max_tokens=9,
+        letters, mean=0, std=1, uncertainty_coef=0, max_tokens=9,
         batch_size=MicrobatchSize("reward.batch_size", 2), name="reward.components.a",
     )  # fmt: skip
     return replace(found, **changes)
@@ -77,13 +73,13 @@ def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
 
 def test_heads_that_disagree_cost_their_deviation() -> None:
     # Heads n and 3n have the mean 2n and the deviation n: (2n - 100 - 0.5 n) / 2, n as in SUMS.
-    letters = Letters()
-    two = TextModel(
-        letters.encode, lambda some: letters.read(some) * torch.tensor([1, 3]), letters.show
-    )
+    class Two(Letters):
+        def read(self, features: Sequence[Features]) -> Tensor:
+            return super().read(features) * torch.tensor([1, 3])
+
     sums = [4, 2, 6, 1, 5]
     digits = make_replies(*(("", chr(n)) for n in sums))
-    found = reward(letters, model=two, mean=100, std=2, uncertainty_coef=0.5)(digits)
+    found = reward(Two(), mean=100, std=2, uncertainty_coef=0.5)(digits)
     assert found.tolist() == [(1.5 * (n + ord(">")) - 100) / 2 for n in sums]
 
 
@@ -93,8 +89,6 @@ def test_a_long_dialogue_loses_its_beginning_and_that_is_said_once() -> None:
     long = make_replies(("abc", "d!"), ("p", "!!!"), ("abcd", "!"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        assert model.rendered(long.rows[0], "d!") == "bc>d!"
-        assert model.problems(long.rows[0], "d!") == ["it starts with b"]
         # c + d + ">" + "!" + b = 99 + 100 + 62 + 33 + 98 = 392, exact as 49 * 8;
         # "p>!!!" = 174 + 99 = 273, in bf16 (steps of 2 from 256 on) 272; "bcd>!" = 392.
         assert model(long).tolist() == [392, 272, 392]
@@ -113,9 +107,11 @@ def test_every_feature_is_cut_alike() -> None:
 
 
 def test_start_tokens_stay_where_some_models_read() -> None:
-    letters = Letters()
-    starts = TextModel(letters.encode, letters.read, letters.show, starts=lambda tokens: 2)
-    row = make_replies(("[CLS]ab", "!")).rows[0]
+    class Starting(Letters):
+        def starts(self, tokens: Sequence[int]) -> int:
+            return 2
+
+    letters, row = Starting(), make_replies(("[CLS]ab", "!")).rows[0]
     with pytest.warns(UserWarning, match="max_tokens=4"):
-        assert reward(letters, model=starts, max_tokens=4).rendered(row, "!") == "[C>!"
-    assert reward(letters, model=starts, max_tokens=9).rendered(row, "!") == "[CLS]ab>!"
+        found = reward(letters, max_tokens=4).encode(row, "!")
+    assert letters.show(found["input_ids"]) == "[C>!"

@@ -1,12 +1,20 @@
-"""Builds the reward that PPO maximises from the section `reward`, and the critic."""
+"""Builds the reward that PPO maximises from the section `reward`, and the critic.
+
+It is read with the verdicts that fitness reports gave on it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import re
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +37,17 @@ from lightning_rlhf.models.build_roles import (
     random_reward,
     warn_of_one_head,
 )
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find, local_folder, tokenizer_hash
-from lightning_rlhf.models.classifier import check_classifier, load_classifier, positions
+from lightning_rlhf.models.checkpoint import (
+    FROM_CONFIG,
+    PAGE,
+    Final,
+    Verdict,
+    find,
+    json_object,
+    local_folder,
+    tokenizer_hash,
+)
+from lightning_rlhf.models.classifier import load_classifier, positions
 from lightning_rlhf.models.config import REWARD, SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
@@ -39,15 +56,24 @@ from lightning_rlhf.rewards.config import (
     FunctionConfig,
     HeadConfig,
     HTTPConfig,
+    LearnedConfig,
+    RandomConfig,
     TextModelConfig,
 )
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.rewards.learned import Features, LearnedReward, TextModel, TextReward
-from lightning_rlhf.rewards.weighted import Reward, Source
+from lightning_rlhf.rewards.weighted import (
+    Features,
+    LearnedReward,
+    Reward,
+    Source,
+    TextModel,
+    TextReward,
+)
 from lightning_rlhf.rollout.score import Critic
+from lightning_rlhf.runs.changes import differing_keys, read_config
 from lightning_rlhf.runs.console import CONF
-from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.folders import CONFIG, FINAL, folder_of, reward_role
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_reward
 from lightning_rlhf.runs.stage import Settings, reward_key
@@ -59,6 +85,97 @@ if TYPE_CHECKING:
 
 NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_tolerance", "unfit")
 """Keys of conf/reward/model.yaml that belong to the run that asks a server."""
+RANDOM = Verdict(True, "Not fit: a random head means nothing, it only shows that all runs.", ())
+FUNCTIONS = "functions.json"
+"""File of stage=eval_reward with a hash of the code of each function that it judged."""
+
+
+def light_sources(run: Run) -> dict[str, Source]:
+    """Return the components that need no model: functions, and servers that have been greeted.
+
+    They are built before any data is read. Raises ConfigError or RewardError where one cannot be,
+    or where ppo.critic_init does not fit the reward.
+    """
+    settings, found = run.settings, dict[str, Source]()
+    if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
+        critic_start(settings)
+    for name, config in settings.reward.items():
+        key = reward_key(settings, name)
+        if isinstance(config, FunctionConfig):
+            function = load_function(config.path, f"{key}.path")
+            found[name] = FunctionReward(function, config.arguments, key)
+        elif isinstance(config, HTTPConfig):
+            server = found[name] = HTTPReward(config, key, partial(print_line, style="yellow"))
+            server.greet()
+    return found
+
+
+def for_columns(light: Mapping[str, Source], columns: Collection[str]) -> dict[str, Source]:
+    """Return the `light_sources` for prompts with these columns; raise ConfigError if one lacks."""
+    return {
+        name: source.for_columns(columns) if isinstance(source, FunctionReward) else source
+        for name, source in light.items()
+    }
+
+
+def build_reward(
+    run: Run, roles: Roles, light: Mapping[str, Source], batch_size: MicrobatchSize
+) -> Reward:
+    """Return the reward that PPO maximises: every component, in the order of the configuration.
+
+    light: components of `light_sources`.
+    batch_size: number of responses that a head on the policy's base reads at once.
+
+    Raises an RLHFError where a model of the reward does not fit its section or the policy.
+    """
+    settings, sources = run.settings, list[Source]()
+    with Working("loading the reward"):
+        for name, config in settings.reward.items():
+            key, role = reward_key(settings, name), reward_role(settings, name)
+            match config:
+                case HeadConfig():
+                    sources.append(head_source(run, roles, key, role, config, batch_size))
+                case TextModelConfig():
+                    sources.append(text_reward(config, key, run.parents.get(role), run.device))
+                case RandomConfig():
+                    own = torch.Generator().manual_seed(
+                        zlib.crc32(f"{settings.seed} {role}".encode())
+                    )
+                    random_reward(roles, role, own)
+                    rewards = partial(roles.rewards, role=role)
+                    sources.append(LearnedReward(rewards, 0.0, 1.0, 0.0, batch_size, roles, role))
+                case _:
+                    sources.append(light[name])
+    terms = (config.term(name) for name, config in settings.reward.items())
+    return Reward(tuple(terms), tuple(sources))
+
+
+def head_source(
+    run: Run, roles: Roles, key: str, role: str, config: HeadConfig, batch_size: MicrobatchSize
+) -> LearnedReward:
+    """Return a reward model of stage=rm, on the policy's base or with its own."""
+    final = run.parents[role]
+    if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
+        raise CheckpointError(
+            f"{final.path} was trained with another chat template than the policy's: it would "
+            "read other text than it was trained on. Train it again from this SFT model, or let "
+            f"it read text: reward=model reward.name_or_path={final.path}"
+        )
+    moments = reward_scale(final, config)
+    owner = attach_reward(roles, role, final, run.settings.model, tokenizer_hash(run.tokenizer))
+    warn_of_one_head(owner, role, config.uncertainty_coef, key)
+    if owner is not roles:
+        owner.to(run.device)
+    rewards = partial(owner.rewards, role=role)
+    return LearnedReward(rewards, *moments, config.uncertainty_coef, batch_size, owner, role)
+
+
+def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
+    """Return the mean and standard deviation by which a component is standardised.
+
+    They are those that stage=rm measured where normalization is stored, else 0 and 1.
+    """
+    return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
 def text_reward(
@@ -67,98 +184,82 @@ def text_reward(
     """Load and return the reward model of a checked `config`, the section `key`.
 
     final: local folder of the model; None for one from the hub.
+    Raises an RLHFError where the section does not fit the model, before its weights load.
     """
-    final = final or found(config, key)
-    on = torch.device(config.device) if config.device else device
-    load = partial(own_model, final) if final.manifest is not None else classifier_model
-    model, there = load(config, key, on)
+    final, device = final or fetched(config, key), torch.device(config.device or device)
+    model: TextModel
+    moments = (0.0, 1.0)
+    if final.manifest is not None:
+        moments = reward_scale(final, config)
+        own = OwnModel.load(final, config, key, device)
+        model, module, role, there = own, own.roles, REWARD, positions(own.roles.causal_lm.config)
+    else:
+        name, coef = config.name_or_path, config.uncertainty_coef
+        require(config.normalization != "stored", f"{key}.normalization", "stored",
+                f"none, running: {name} was not trained by stage=rm, which measures "
+                "mean and deviation")  # fmt: skip
+        require(coef == 0, f"{key}.uncertainty_coef", coef,
+                f"0, since {name} is no ensemble of stage=rm")  # fmt: skip
+        other = load_classifier(config, key, device)
+        model, module, role, there = other, other.model, "", positions(other.model.config)
     limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
-    mean, std = final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
     batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
-    return TextReward(model, mean, std, config.uncertainty_coef, batch_size, limit, key)
+    return TextReward(
+        model, *moments, config.uncertainty_coef, batch_size, limit, key, module, role
+    )
 
 
-def found(config: TextModelConfig, key: str) -> Final:
+def fetched(config: TextModelConfig, key: str) -> Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
     key = f"{key}.name_or_path"
     return find(str(local_folder(config.name_or_path, key, config.revision)), key)
 
 
-def check_text_reward(config: TextModelConfig, key: str, final: Final | None) -> None:
-    """Raise an RLHFError for errors known before weights load; arguments as for `text_reward`."""
-    final = final or found(config, key)
-    if final.manifest is not None:
-        check_own(final, config, key)
-        return
-    if config.normalization == "stored":
-        raise ConfigError(
-            f"{key}.normalization is 'stored', but {config.name_or_path} was not trained by "
-            "stage=rm, which measures mean and deviation; allowed: none, running"
+@dataclass(frozen=True)
+class OwnModel(TextModel):
+    """A reward model of stage=rm, on the base and with the format that it was trained with."""
+
+    roles: Roles
+    chat: ChatFormat
+    device: torch.device
+
+    @classmethod
+    def load(
+        cls, final: Final, config: TextModelConfig, key: str, device: torch.device
+    ) -> OwnModel:
+        """Return the model. Raises an RLHFError where an option does not fit it."""
+        for name in ("revision", "tokenizer", "chat_template", "label"):
+            require(getattr(config, name) is None, f"{key}.{name}", getattr(config, name),
+                    f"null, since {final.path} was written by stage=rm and brings its own",
+                    )  # fmt: skip
+        is_random = final.require_manifest("rm").base == FROM_CONFIG
+        trained, template_kwargs = trained_as(final)
+        require(config.quantization == "none" or not is_random, f"{key}.quantization",
+                config.quantization, f"none, since {final.path} stands on model.from_config, which "
+                "has no weights to quantise")  # fmt: skip
+        base = replace(
+            trained,
+            # Full fine-tuning keeps float32 weights whatever model.dtype says.
+            dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
+            quantization=config.quantization,
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
         )
-    require(config.uncertainty_coef == 0, f"{key}.uncertainty_coef", config.uncertainty_coef,
-            f"0, since {config.name_or_path} is no ensemble of stage=rm")  # fmt: skip
-    check_classifier(final.path, config, key)
+        roles = load_reward(final, base).to(device)
+        warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
+        return cls(roles, ChatFormat(load_tokenizer(base, final.path), template_kwargs), device)
 
+    def encode(self, row: Mapping[str, Any], response: str) -> Features:
+        prompt = self.chat.prompt_tokens(tuple(map(Message.of, row["messages"])))
+        return {"input_ids": [*prompt, *self.chat.response_tokens(response)]}
 
-def check_own(final: Final, config: TextModelConfig, key: str) -> None:
-    """Raise ConfigError where an option does not fit a reward model of stage=rm."""
-    for name in ("revision", "tokenizer", "chat_template", "label"):
-        value = getattr(config, name)
-        if value is not None:
-            raise ConfigError(
-                f"{key}.{name} is {value!r}, but {final.path} was written by stage=rm and brings "
-                "its own; allowed: null"
-            )
-    manifest = final.require_manifest("rm")
-    trained_as(final)
-    require(config.quantization == "none" or manifest.base != FROM_CONFIG, f"{key}.quantization",
-            config.quantization, f"none, since {final.path} stands on model.from_config, which has "
-            "no weights to quantise")  # fmt: skip
-    if config.normalization == "stored":
-        final.reward_moments()
+    def read(self, features: Sequence[Features]) -> Float[Tensor, "n H"]:
+        tokens, mask = pad([one["input_ids"] for one in features], self.chat.pad_token_id, "right")
+        with torch.autocast(self.device.type, enabled=False):
+            return self.roles.rewards(tokens.to(self.device), mask.to(self.device))
 
-
-def classifier_model(
-    config: TextModelConfig, key: str, device: torch.device
-) -> tuple[TextModel, int | None]:
-    """Load a sequence classifier of any family; returns the same as `own_model`."""
-    found = load_classifier(config, key, device)
-    parts = (found.encode, found.read, found.show, found.problems, found.doubts, found.starts)
-    return TextModel(*parts, found.model), positions(found.model.config)
-
-
-def own_model(
-    final: Final, config: TextModelConfig, key: str, device: torch.device
-) -> tuple[TextModel, int | None]:
-    """Load a reward model of stage=rm on the base and with the format that it was trained with.
-
-    Returns: the model, and its number of positions in tokens; None where it states none.
-    """
-    trained, template_kwargs = trained_as(final)
-    base = replace(
-        trained,
-        # Full fine-tuning keeps float32 weights whatever model.dtype says.
-        dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
-        quantization=config.quantization,
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
-    roles = load_reward(final, base).to(device)
-    warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
-    tokenizer = load_tokenizer(base, final.path)
-    chat = ChatFormat(tokenizer, template_kwargs)
-
-    def encode(row: Mapping[str, Any], response: str) -> Features:
-        prompt = chat.prompt_tokens(turns(row["messages"]))
-        return {"input_ids": [*prompt, *chat.response_tokens(response)]}
-
-    def read(features: Sequence[Features]) -> Float[Tensor, "n H"]:
-        tokens, mask = pad([one["input_ids"] for one in features], chat.pad_token_id, "right")
-        with torch.autocast(device.type, enabled=False):
-            return roles.rewards(tokens.to(device), mask.to(device))
-
-    longest = positions(roles.causal_lm.config)
-    return TextModel(encode, read, chat.show, module=roles, role=REWARD), longest
+    def show(self, tokens: Sequence[int]) -> str:
+        return self.chat.show(tokens)
 
 
 def text_scorer(source: str, overrides: Sequence[str]) -> Score:
@@ -185,142 +286,18 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     assert isinstance(config, TextModelConfig)
     require(config.normalization != "running", "reward.normalization", "running",
             "none, stored: to a server every request is the first")  # fmt: skip
-    check_text_reward(config, "reward", final)
-    if final.verdict is not None:
-        advice = " It is served all the same." * final.verdict.is_unfit
-        print_line(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with Working("loading the reward model"):
         reward = text_reward(config, "reward", final, device)
+    if final.verdict is not None:
+        advice = " It is served all the same." * final.verdict.is_unfit
+        print_line(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
 
     def score(prompts: list[Messages], responses: list[str], columns: Columns) -> list[float]:
-        rows = [prompt_row(turns(prompt)) for prompt in prompts]
+        rows = [prompt_row(tuple(map(Message.of, prompt))) for prompt in prompts]
         return reward.score(rows, responses).tolist() if responses else []
 
     return score
-
-
-def turns(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Return the turns of a row as the chat template takes them."""
-    return tuple(map(Message.of, messages))
-
-
-def hub_rewards(ready: Run) -> dict[str, Final]:
-    """Return the reward models from the hub, by role; `light_sources` has downloaded them."""
-    settings = ready.settings
-    return {
-        role: found(config, reward_key(settings, name))
-        for name, config in settings.reward.items()
-        if isinstance(config, TextModelConfig)
-        and (role := reward_role(settings, name)) not in ready.parents
-    }
-
-
-Loader = Callable[[Roles, MicrobatchSize], Source]
-"""Function that loads a checked component beside the models, with the number of responses that a
-head on the policy's base reads at once."""
-
-
-def light_sources(ready: Run, columns: Collection[str]) -> dict[str, Loader]:
-    """Check every component of the reward before a model loads; return what loads each.
-
-    columns: columns of the prompts' rows.
-    Raises ConfigError, CheckpointError or RewardError where one cannot be built as configured.
-    """
-    settings = ready.settings
-    if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
-        critic_start(settings)
-    return {name: _checked(ready, name, columns) for name in settings.reward}
-
-
-def _checked(ready: Run, name: str, columns: Collection[str]) -> Loader:
-    settings, config = ready.settings, ready.settings.reward[name]
-    key, role = reward_key(settings, name), reward_role(settings, name)
-    source: Source
-    match config:
-        case HeadConfig():
-            check_template(ready, ready.parents[role])
-            reward_scale(ready.parents[role], config)
-            return lambda roles, size: head_source(ready, roles, name, config, size)
-        case TextModelConfig():
-            final = ready.parents.get(role)
-            check_text_reward(config, key, final)
-            return lambda roles, size: text_reward(config, key, final, ready.device)
-        case FunctionConfig():
-            function = load_function(config.path, f"{key}.path")
-            source = FunctionReward(function, config.arguments, key).for_columns(columns)
-        case HTTPConfig():
-            source = HTTPReward(
-                config.url, batch_size=config.batch_size, timeout_s=config.timeout_s,
-                retries=config.retries, backoff_s=config.backoff_s, cache_size=config.cache_size,
-                token_env=config.token_env, name=key, warn=partial(print_line, style="yellow"),
-            )  # fmt: skip
-            source.greet()
-        case _:
-            return lambda roles, size: random_source(ready, roles, role, size)
-    return lambda roles, size: source
-
-
-def build_reward(
-    ready: Run, roles: Roles, light: Mapping[str, Loader], batch_size: MicrobatchSize
-) -> Reward:
-    """Return the reward that PPO maximises: every component, in the order of the configuration.
-
-    light: components from `light_sources`.
-    batch_size: number of responses that a head on the policy's base reads at once.
-    """
-    components = ready.settings.reward
-    with Working("loading the reward"):
-        return Reward(
-            tuple(component.term(name) for name, component in components.items()),
-            tuple(light[name](roles, batch_size) for name in components),
-        )
-
-
-def random_source(ready: Run, roles: Roles, role: str, batch_size: MicrobatchSize) -> Source:
-    """Return a reward head with random weights."""
-    own = zlib.crc32(f"{ready.settings.seed} {role}".encode())
-    random_reward(roles, role, torch.Generator().manual_seed(own))
-    return LearnedReward(
-        partial(roles.rewards, role=role), 0.0, 1.0, 0.0, batch_size,
-        roles, role,
-    )  # fmt: skip
-
-
-def head_source(
-    ready: Run, roles: Roles, name: str, config: HeadConfig, batch_size: MicrobatchSize
-) -> LearnedReward:
-    """Return a reward model of stage=rm, on the policy's base or with its own."""
-    role = reward_role(ready.settings, name)
-    final = ready.parents[role]
-    mean, std = reward_scale(final, config)
-    owner = attach_reward(roles, role, final, ready.settings.model, tokenizer_hash(ready.tokenizer))
-    key = reward_key(ready.settings, name)
-    warn_of_one_head(owner, role, config.uncertainty_coef, key)
-    if owner is not roles:
-        owner.to(ready.device)
-    return LearnedReward(
-        partial(owner.rewards, role=role), mean, std, config.uncertainty_coef, batch_size,
-        owner, role,
-    )  # fmt: skip
-
-
-def check_template(ready: Run, final: Final) -> None:
-    """Raise CheckpointError unless a reward model was trained with the policy's chat template."""
-    if final.require_manifest("rm").chat_template != str(ready.tokenizer.chat_template):
-        raise CheckpointError(
-            f"{final.path} was trained with another chat template than the policy's: it would "
-            "read other text than it was trained on. Train it again from this SFT model, or let "
-            f"it read text: reward=model reward.name_or_path={final.path}"
-        )
-
-
-def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
-    """Return the mean and standard deviation by which a component is standardised.
-
-    They are those that stage=rm measured where normalization is stored, else 0 and 1.
-    """
-    return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
 def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
@@ -342,23 +319,97 @@ def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
     return heads[0]
 
 
-def build_critic(ready: Run, roles: Roles) -> Critic:
+def build_critic(run: Run, roles: Roles) -> Critic:
     """Load and return the critic that ppo.critic and ppo.critic_init describe."""
-    reward, scale = None, (0.0, 1.0)
-    config: PPOConfig = ready.settings.config
-    if config.critic_init == "reward":
-        name, component = critic_start(ready.settings)
-        reward = ready.parents[reward_role(ready.settings, name)]
+    settings, reward, scale = run.settings, None, (0.0, 1.0)
+    if settings.config.critic_init == "reward":
+        name, component = critic_start(settings)
+        reward = run.parents[reward_role(settings, name)]
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
     with Working("loading the critic"):
         owner, role = add_critic(
-            roles,
-            ready.settings.model,
-            config.critic,
-            sft=ready.parents.get(SFT),
-            reward=reward,
-            scale=scale,
-            seed=ready.settings.seed,
-        )
+            roles, settings.model, settings.config.critic, sft=run.parents.get(SFT), reward=reward,
+            scale=scale, seed=settings.seed,
+        )  # fmt: skip
     return Critic(owner, role)
+
+
+def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Verdict]:
+    """Return the verdicts of fitness reports on the reward, by component, and print them.
+
+    They are those of stage=rm on its models and, where there is none on the whole reward, that of
+    stage=eval_reward of the run.
+    A component of weight 0 is never refused: it is not paid.
+
+    Raises ConfigError where a model is unfit and its key `unfit` is refuse; never unless `refuses`.
+    """
+    settings, verdicts = run.settings, dict[str, Verdict | None]()
+    for name, config in settings.reward.items():
+        key, final = reward_key(settings, name), run.parents.get(reward_role(settings, name))
+        if isinstance(config, RandomConfig):
+            verdicts[name] = RANDOM
+        if isinstance(config, TextModelConfig) and final is None:
+            final = fetched(config, key)
+        # A manifest is missing where another program wrote a classifier.
+        if not isinstance(config, LearnedConfig) or final is None or final.manifest is None:
+            continue
+        verdict = verdicts[name] = final.verdict
+        is_paid = config.weight != 0 and config.unfit == "refuse"
+        if refuses and verdict is not None and verdict.is_unfit and is_paid:
+            raise ConfigError(
+                f"reward {name} is unfit by its fitness report {final.path / PAGE}: "
+                f"{verdict.words} Train a better reward model; or {key}.unfit=warn runs PPO on it "
+                "all the same"
+            )
+    whole = ", ".join(settings.reward)
+    if verdicts.get(whole) is None and (found := evaluated(settings)) is not None:
+        verdicts[whole] = found
+    for name, verdict in verdicts.items() if shown else ():
+        if verdict is None:
+            print_line(
+                f"reward {name} has no fitness verdict (stage=rm needs held-out pairs for one): "
+                "nothing says whether it is fit to be maximised",
+                "yellow",
+            )
+        else:
+            advice = " PPO is run on it all the same." * (refuses and verdict.is_unfit)
+            print_line(f"reward {name}: {verdict.words}{advice}", verdict.style)
+    return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
+
+
+def evaluated(settings: Settings) -> Verdict | None:
+    """Return the verdict of stage=eval_reward of the run; None without one on this reward.
+
+    It is on this reward if the section and the code of its functions are the same.
+    """
+    folder = folder_of(settings, "eval_reward")
+    report, functions = folder / FINAL / "fitness.json", folder / FINAL / FUNCTIONS
+    if not report.is_file() or not functions.is_file():
+        return None
+    then = read_config(folder / CONFIG, "delete it to go on")
+    is_same = not differing_keys(
+        {"reward": then.get("reward")}, {"reward": settings.tree["reward"]}, ()
+    )
+    if not is_same or json_object(functions) != code_of(settings):
+        return None
+    found: Any = json_object(report).get("judgement")
+    return Verdict(**found) if Verdict.is_json(found) else None
+
+
+def code_of(settings: Settings) -> dict[str, str]:
+    """Return the hash of the file of each function of the reward, by component."""
+    found = {}
+    for name, config in settings.reward.items():
+        if isinstance(config, FunctionConfig):
+            where = os.path.expanduser(config.path.rpartition(":")[0])
+            spec = None if where.endswith(".py") else find_spec(where)
+            file = Path(where if spec is None else str(spec.origin))
+            code = file.read_bytes() if file.is_file() else b""
+            found[name] = hashlib.sha256(code).hexdigest()
+    return found
+
+
+def write_code(settings: Settings, folder: Path) -> None:
+    """Write `code_of` the reward into `folder`, from which `evaluated` reads it."""
+    (folder / FUNCTIONS).write_text(json.dumps(code_of(settings)) + "\n")

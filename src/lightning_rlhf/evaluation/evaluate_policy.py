@@ -34,7 +34,12 @@ from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
 from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.evaluation.build_rewards import build_reward, hub_rewards, light_sources
+from lightning_rlhf.evaluation.build_rewards import (
+    build_reward,
+    for_columns,
+    light_sources,
+    verdicts_on,
+)
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
 from lightning_rlhf.evaluation.policies import (
     KEY,
@@ -45,7 +50,6 @@ from lightning_rlhf.evaluation.policies import (
     other_decoding,
     other_sft,
 )
-from lightning_rlhf.evaluation.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_positions, check_room
 from lightning_rlhf.models.checkpoint import Final, Verdict
@@ -122,14 +126,14 @@ class Task:
         """
         settings, references = run.settings, None
         judge = load_judge(settings.data.judge) if settings.data.judge else None
+        light = light_sources(run)
+        verdicts = verdicts_on(run, refuses=False)
         with Working("reading the data"):
             rows = getattr(load("prompts", settings.data, settings.seed), part)
             if reads_demonstrations and settings.data.demonstrations.train is not None:
                 references = load("demonstrations", settings.data, settings.seed).val
-        light = light_sources(run, {name for row in rows.rows for name in row.columns})
+        light = for_columns(light, {name for row in rows.rows for name in row.columns})
         prompts = fitting_tokens(run, rows, limit)
-        found = verdicts_on(settings, {**run.parents, **hub_rewards(run)}, refuses=False)
-        print_verdicts(found)
         return cls(
             run=run,
             config=settings.config,
@@ -139,7 +143,7 @@ class Task:
             references=() if references is None else fitting_tokens(run, references, limit),
             light=light,
             judge=judge,
-            verdicts={name: verdict for name, verdict in found.items() if verdict is not None},
+            verdicts=verdicts,
         )
 
     def load(self, policy: Source | None) -> tuple[Roles, str]:

@@ -29,7 +29,12 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
-from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
+from lightning_rlhf.evaluation.build_rewards import (
+    build_reward,
+    for_columns,
+    light_sources,
+    write_code,
+)
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
@@ -48,8 +53,7 @@ from lightning_rlhf.rewards.format_check import (
     ranked_backwards,
     read_pairs,
 )
-from lightning_rlhf.rewards.learned import LearnedReward, TextReward
-from lightning_rlhf.rewards.weighted import Reward, Source
+from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout.collector import (
     decode_responses,
     encode_responses,
@@ -297,8 +301,8 @@ def check_format(run: Run, name: str, source: LearnedReward | TextReward) -> For
     doubts: list[str] = []
     problems: list[str] = []
     if isinstance(source, TextReward):
-        rendered = source.rendered(rows[0], chosen[0])
-        problems = list(source.problems(rows[0], chosen[0]))
+        tokens = source.encode(rows[0], chosen[0])["input_ids"]
+        rendered, problems = source.model.show(tokens), source.model.problems(tokens)
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
         reply = encode_responses(rows[:1], chosen[:1], run.chat).rollout
@@ -327,11 +331,11 @@ class EvalReward(Stage):
     def measure(self, run: Run) -> Path:
         settings = run.settings
         config: EvalConfig = settings.config
+        light = for_columns(light_sources(run), {"prompt", "messages"})
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
         print_problems(problems)
-        light = light_sources(run, {"prompt", "messages"})
         data = settings.data
         fits = fitting_pairs(rows.val, run.chat, data)
         pairs = draw_rows(fits, data.max_val_rows, settings.seed).rows
@@ -376,6 +380,7 @@ class EvalReward(Stage):
         )
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
+            write_code(settings, whole)
         final = run.folder / FINAL
         print_line(f"{self.name} finished: {final / PAGE}")
         return final

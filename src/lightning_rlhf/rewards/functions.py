@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -158,17 +159,13 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
         raise ConfigError(f"{argument} is {pattern!r}, no regular expression: {error}") from error
 
 
-BY_POSITION = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-NAMED = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-
-
 @dataclass(frozen=True)
 class FunctionReward:
     """Reward of `function(prompts, responses, **columns, **arguments)`, one number per response.
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
     included, is a list of B values, None where a row lacks it; the function receives the columns
-    that its signature accepts, by name or with **kwargs.
+    that its signature accepts by name, as Python itself decides it.
 
     Raises:
         ConfigError: the function's signature does not accept the texts or the arguments.
@@ -184,9 +181,14 @@ class FunctionReward:
     """Columns of the data, besides those that the rows of a batch have."""
 
     def __post_init__(self) -> None:
-        named = [p.name for p in self._others.values() if p.kind is not p.VAR_KEYWORD]
+        first_two = [*self._signature.parameters, "", ""][:2]
+        if not self._takes() or first_two[0] == "responses" or first_two[1] == "prompts":
+            raise ConfigError(
+                f"{self._called} takes {self._signature}; allowed: (prompts, responses, ...)"
+            )
         for argument in self.arguments:
             if not self._takes(argument):
+                named = [*filter(self._takes, self._signature.parameters)]
                 raise ConfigError(
                     f"{self.name}.arguments has {argument!r}, but {self._called} does not take "
                     f"it; allowed: {', '.join(named) or 'none'}"
@@ -200,70 +202,52 @@ class FunctionReward:
         Raises:
             ConfigError: the function requires a parameter that is neither a column nor an argument.
         """
-        self._check(columns)
-        return replace(self, columns=tuple(columns))
+        taken = [name for name in columns if name != "prompt" and self._takes(name)]
+        try:
+            self._signature.bind((), (), **dict.fromkeys([*taken, *self.arguments]))
+        except TypeError as error:
+            there = [name for name in columns if name not in ("prompt", "messages")]
+            raise ConfigError(
+                f"{self._called} cannot be called: {error}, neither in {self.name}.arguments "
+                f"({', '.join(self.arguments) or 'empty'}) nor a column of the data "
+                f"({', '.join(there) or 'none'}) nor messages, the turns of the prompt"
+            ) from None
+        return replace(self, columns=tuple(taken))
 
     def __call__(self, decoded: DecodedResponses) -> Any:
         rows, responses = decoded.rows, list(decoded.responses)
         prompts = [row["prompt"] for row in rows]
-        columns = [*dict.fromkeys([*self.columns, *(name for row in rows for name in row)])]
-        self._check(columns)
-        full = [{**dict.fromkeys(columns), **row} for row in rows]
-        taken = [name for name in columns if name != "prompt" and self._takes(name)]
-        given = {name: [row[name] for row in full] for name in taken}
+        columns = self.for_columns(dict.fromkeys([*self.columns, *chain(*rows)])).columns
+        given = {name: [row.get(name) for row in rows] for name in columns}
         try:
             return self.function(prompts, responses, **{**given, **self.arguments})
         except ConfigError as error:
             raise ConfigError(f"{self._called} refuses: {error}") from error
         except FAULTS as error:
+            code = getattr(inspect.unwrap(self.function), "__code__", None)
+            frames = traceback.extract_tb(error.__traceback__)
+            own = [frame for frame in frames if code and frame.filename == code.co_filename]
+            place = f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
             raise RewardError(
-                f"{self._called} fails{self._place(error)}: {error!r}; the first of "
-                f"{len(responses)} prompts is {quoted(prompts[0])}, its response "
-                f"{quoted(responses[0])}; debug=true shows the traceback"
+                f"{self._called} fails{place}: {error!r}; the first of {len(responses)} prompts "
+                f"is {quoted(prompts[0])}, its response {quoted(responses[0])}; debug=true shows "
+                "the traceback"
             ) from error
 
-    def _place(self, error: BaseException) -> str:
-        """Return " at FILE:LINE" of the last line reached in the function's file, or "" if
-        unknown."""
-        code = getattr(inspect.unwrap(self.function), "__code__", None)
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if code and frame.filename == code.co_filename]
-        return f" at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-
-    def _check(self, columns: Collection[str]) -> None:
-        there = [name for name in columns if name != "prompt"]
-        for name, parameter in self._others.items():
-            is_needed = parameter.default is parameter.empty and parameter.kind in NAMED
-            if is_needed and name not in there and name not in self.arguments:
-                in_files = [column for column in there if column != "messages"]
-                raise ConfigError(
-                    f"{self._called} needs {name!r}, which is neither in {self.name}.arguments "
-                    f"({', '.join(self.arguments) or 'empty'}) nor a column of the data "
-                    f"({', '.join(in_files) or 'none'}) nor messages, the turns of the prompt"
-                )
-
-    def _takes(self, name: str) -> bool:
-        """Return whether a value can be passed by this name."""
-        takes_all = any(p.kind is p.VAR_KEYWORD for p in self._others.values())
-        return name in self._others or (takes_all and name not in self._parameters)
+    def _takes(self, *names: str) -> bool:
+        """Return whether the function can be given two texts, and values by these names."""
+        try:
+            self._signature.bind_partial((), (), **dict.fromkeys(names))
+        except TypeError:
+            return False
+        return True
 
     @cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+    def _signature(self) -> inspect.Signature:
         try:
-            return inspect.signature(self.function).parameters
+            return inspect.signature(self.function)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{self._called} does not tell what it takes: {error}") from error
-
-    @cached_property
-    def _others(self) -> dict[str, inspect.Parameter]:
-        """Parameters behind the two texts; raises ConfigError where the function takes no texts."""
-        names = [*self._parameters]
-        by_position = [p.kind in BY_POSITION for p in self._parameters.values()]
-        if by_position[:2] != [True, True] or names[0] == "responses" or names[1] == "prompts":
-            raise ConfigError(
-                f"{self._called} takes ({', '.join(names)}); allowed: (prompts, responses, ...)"
-            )
-        return {name: self._parameters[name] for name in names[2:]}
 
     @property
     def _called(self) -> str:

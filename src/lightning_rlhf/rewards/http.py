@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from urllib3 import Retry
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import DecodeError, HTTPError, InvalidHeader, NewConnectionError
+from urllib3.exceptions import HTTPError, InvalidHeader, NewConnectionError
 from urllib3.exceptions import TimeoutError as SlowError
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import make_headers
@@ -27,7 +27,7 @@ from urllib3.util import make_headers
 from lightning_rlhf.core.errors import ConfigError, RewardError, quoted
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.io.user_code import permitted
-from lightning_rlhf.rewards.config import HIDDEN, parsed, redacted, token_in
+from lightning_rlhf.rewards.config import HIDDEN, HTTPConfig, parsed, redacted, token_in
 
 Question = Mapping[str, Any]
 """Prompt (as text and as messages), response and columns of one response."""
@@ -36,9 +36,8 @@ LONGEST_PAUSE_S = 120
 """Longest pause before a retry, seconds."""
 GREETING_S = 10
 """Longest time that a greeting takes, seconds."""
-ANSWER_BYTES, SCORE_BYTES = 2**20, 2**12
-"""Maximum size of an answer, decompressed, bytes: a constant part, and a part per response. A score
-takes about 25; the rest is room for anything else that a server sends."""
+ANSWER_BYTES = 2**24
+"""Maximum size of an answer, bytes; a score takes about 25."""
 PIECE_BYTES = 2**16
 """Size of the pieces in which an answer is read, bytes."""
 AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501, 505)))
@@ -61,58 +60,40 @@ class HTTPReward:
     once. Redirects are not followed.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        batch_size: int,
-        timeout_s: float,
-        retries: int,
-        backoff_s: float,
-        cache_size: int,
-        token_env: str | None,
-        name: str,
-        warn: Callable[[str], None],
-    ) -> None:
+    def __init__(self, config: HTTPConfig, name: str, warn: Callable[[str], None]) -> None:
         """Prepare the connection and the cache; nothing is sent yet.
 
         Args:
-            url: http:// or https:// address, with user and password if the server requires them.
-            batch_size: number of responses per request.
-            timeout_s: seconds for each try, from connecting to the last byte of the answer.
-            retries: number of tries after the first.
-            backoff_s: pause in the formula above, seconds.
-            cache_size: number of scores kept; the least recently used are dropped first.
-            token_env: environment variable with a token, sent as "Authorization: Bearer TOKEN".
+            config: the component's section; each try takes at most `timeout_s`, from connecting to
+                the last byte of the answer, and of the scores the most recently used are kept.
             name: key of the reward in the configuration, which errors name.
             warn: function that receives a message for each failed try, with the pause before the
                 next.
 
         Raises:
-            ConfigError: `url` is not an address, the token is missing, or there are both a token
-                and a user.
+            ConfigError: the address is none, the token is missing, or there are both a token and a
+                user in the address.
         """
-        permitted(redacted(url), name)
-        self._url = parsed(url, f"{name}.url")
+        shown, token = redacted(config.url), config.token_env
+        permitted(shown, name)
+        self._config, self._name, self._warn = config, name, warn
+        self._url = parsed(config.url, f"{name}.url")
         user, self._headers = self._url.auth, {"content-type": "application/json"}
         self._secrets = [self._url.query] if self._url.query else []
-        if user and token_env is not None:
+        if user and token is not None:
             raise ConfigError(
-                f"{name}.url has a user and {name}.token_env is {token_env!r}; give one of them"
+                f"{name}.url has a user and {name}.token_env is {token!r}; give one of them"
             )
         if user:
             self._headers |= make_headers(basic_auth=unquote(user))
-            _, _, password = user.partition(":")
+            password = user.partition(":")[2]
             coded = self._headers["authorization"].split()[1]
             self._secrets += filter(None, (user, coded, password, unquote(password)))
-        if token_env is not None:
-            token = token_in(token_env, f"{name}.token_env")
-            self._headers["authorization"] = f"Bearer {token}"
-            self._secrets.append(token)
-        self._batch_size, self._tries, self._cache_size = batch_size, retries + 1, cache_size
-        self._name, self._warn, self._server = name, warn, f"{name}: the server {redacted(url)}"
+        if token is not None:
+            self._secrets.append(token_in(token, f"{name}.token_env"))
+            self._headers["authorization"] = f"Bearer {self._secrets[-1]}"
+        self._server = f"{name}: the server {shown}"
         self._cache: OrderedDict[bytes, float] = OrderedDict()
-        self._timeout_s, self._backoff_s = timeout_s, backoff_s
         kind = HTTPSConnection if self._url.scheme == "https" else HTTPConnection
         self._connection = kind(str(self._url.host).strip("[]"), self._url.port)
         self._has_answered = False
@@ -126,12 +107,12 @@ class HTTPReward:
         Raises:
             RewardError: there is no server, or it is not a reward server.
         """
-        timeout_s = min(self._timeout_s, GREETING_S)
+        timeout_s = min(self._config.timeout_s, GREETING_S)
         try:
             answer, data = self._post([], timeout_s)
-        except _Away as error:
-            raise self._not_there(error) from error
-        except _NoAnswer:
+        except _NoAnswer as error:
+            if error.is_away:
+                raise self._not_there(error) from error
             words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
             self._warn(f"{self._server} {words}")
             return
@@ -145,40 +126,42 @@ class HTTPReward:
         questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
-        for start in range(0, len(open_), self._batch_size):
-            asked = dict(itertools.islice(open_.items(), start, start + self._batch_size))
+        size = self._config.batch_size
+        for start in range(0, len(open_), size):
+            asked = dict(itertools.islice(open_.items(), start, start + size))
             self._cache |= zip(asked, self._ask(list(asked.values())), strict=True)
         for key in keys:
             self._cache.move_to_end(key)
         found = [self._cache[key] for key in keys]
-        while len(self._cache) > self._cache_size:
+        while len(self._cache) > self._config.cache_size:
             self._cache.popitem(last=False)
         return found
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
-        for done in itertools.count(1):
+        config, tries = self._config, self._config.retries + 1
+        for done in range(1, tries + 1):
             # No pause after the first try; an exponent of 64 is beyond the longest pause.
-            doubled = self._backoff_s * 2.0 ** min(done - 1, 64)
-            pause_s = 0.0 if done == 1 else min(doubled, LONGEST_PAUSE_S)
+            pause_s = config.backoff_s * 2.0 ** min(done - 1, 64) if done > 1 else 0.0
+            pause_s = min(pause_s, LONGEST_PAUSE_S)
             try:
-                answer, data = self._post(questions, self._timeout_s)
+                answer, data = self._post(questions, config.timeout_s)
             except _NoAnswer as error:
-                if isinstance(error, _Away) and not self._has_answered:
+                if error.is_away and not self._has_answered:
                     raise self._not_there(error) from error
-                if done == self._tries:
-                    tries = f"{done} of {done} tries"
-                    raise self._error(f"did not answer in {tries}: it {error}") from error
+                if done == tries:
+                    words = f"did not answer in {done} of {done} tries: it {error}"
+                    raise self._error(words) from error
                 reason = str(error)
             else:
                 if answer.status == 200:
                     return self._scores(data, questions)
-                if done == self._tries or answer.status not in AGAIN:
+                if done == tries or answer.status not in AGAIN:
                     raise self._refused(answer, data)
                 reason = f"answered {answer.status}"
                 with contextlib.suppress(InvalidHeader, ValueError, OverflowError):
                     asked = Retry(retry_after_max=LONGEST_PAUSE_S).get_retry_after(answer)
                     pause_s = pause_s if asked is None else asked
-            reason = f"{reason}; try {done + 1} of {self._tries} in {pause_s:.3g} s"
+            reason = f"{reason}; try {done + 1} of {tries} in {pause_s:.3g} s"
             self._warn(f"{self._server} {self._hide(reason)}")
             time.sleep(pause_s)
         raise AssertionError("the last try ends with an answer or an error")
@@ -186,22 +169,19 @@ class HTTPReward:
     def _post(
         self, questions: Sequence[Question], timeout_s: float
     ) -> tuple[BaseHTTPResponse, bytes]:
-        """Send one request; return the head of the answer and its whole body, decompressed.
+        """Send one request; return the head of the answer and its whole body.
 
         Raises:
             _NoAnswer: no whole answer came within timeout_s seconds; a try more may help.
             RewardError: the answer cannot be used, and would not be better if asked for again.
         """
-        absent = dict.fromkeys(name for q in questions for name in q["columns"])
-        columns = [{**absent, **q["columns"]} for q in questions]
+        names = dict.fromkeys(name for q in questions for name in q["columns"])
         body = {
             "prompts": [q["messages"] for q in questions],
             "responses": [q["response"] for q in questions],
-            "columns": {name: [row[name] for row in columns] for name in absent},
+            "columns": {name: [q["columns"].get(name) for q in questions] for name in names},
         }
-        connection, data = self._connection, bytearray()
-        is_reached = is_whole = False
-        max_bytes = ANSWER_BYTES + SCORE_BYTES * len(questions)
+        connection, data, is_reached, is_whole = self._connection, bytearray(), False, False
         end = time.monotonic() + timeout_s
         try:
             connection.timeout = timeout_s
@@ -218,14 +198,12 @@ class HTTPReward:
                 preload_content=False,
             )  # fmt: skip
             answer = connection.getresponse()
-            while piece := answer.read(PIECE_BYTES):
+            while piece := answer.read(PIECE_BYTES, decode_content=False):
                 data += piece
-                if len(data) > max_bytes:
-                    raise self._error(f"cannot be used: its answer has over {max_bytes} bytes")
+                if len(data) > ANSWER_BYTES:
+                    raise self._error(f"cannot be used: its answer has over {ANSWER_BYTES} bytes")
             is_whole = self._has_answered = True
             return answer, bytes(data)
-        except DecodeError as error:
-            raise self._error(f"cannot be used: its answer cannot be unpacked: {error}") from error
         except (OSError, HTTPException, HTTPError) as error:
             if type(error) in (ssl.SSLError, ssl.SSLCertVerificationError):
                 raise self._error(f"cannot be used: no trusted TLS: {error}") from error
@@ -234,9 +212,7 @@ class HTTPReward:
             if isinstance(error, TimeoutError | SlowError) and not refused:
                 awaited = "whole answer" if is_reached else "connection"
                 reason = f"no {awaited} within {timeout_s:g} s"
-            if not is_reached:
-                raise _Away(f"is away: {reason}") from error
-            raise _NoAnswer(f"gave no answer: {reason}") from error
+            raise _NoAnswer(reason, is_away=not is_reached) from error
         finally:
             if not is_whole:
                 connection.close()
@@ -262,19 +238,14 @@ class HTTPReward:
         return self._error(f"{error}; it has never answered: start it, or mend {self._name}.url")
 
     def _refused(self, answer: BaseHTTPResponse, data: bytes) -> RewardError:
-        status = answer.status
-        is_last = status in AGAIN and self._tries > 1
-        often = f" to the last of {self._tries} tries" if is_last else ""
-        advice = ""
+        status, tries, advice = answer.status, self._config.retries + 1, ""
         if status in (401, 403):
             sent = "a wrong" if "authorization" in self._headers else "no"
-            advice = (
-                f"; {sent} token was sent: {self._name}.token_env names the environment variable "
-                "that holds it"
-            )
+            advice = f"; {sent} token was sent: {self._name}.token_env names the variable with it"
         elif 300 <= status < 400:
             where = redacted(answer.headers.get("location", "nowhere"))
             advice = f"; a redirect to {where!r} is not followed: {self._name}.url is to be it"
+        often = f" to the last of {tries} tries" if status in AGAIN and tries > 1 else ""
         return self._error(f"answered {status}{often}: {_first_line(data)}{advice}")
 
     def _error(self, what: str) -> RewardError:
@@ -290,9 +261,10 @@ class HTTPReward:
 class _NoAnswer(Exception):
     """Raised if no whole answer arrived in time; the message is a clause without a subject."""
 
-
-class _Away(_NoAnswer):
-    """Raised if no connection to the server could be made."""
+    def __init__(self, reason: str, *, is_away: bool) -> None:
+        super().__init__(f"is away: {reason}" if is_away else f"gave no answer: {reason}")
+        self.is_away = is_away
+        """True if no connection to the server could be made."""
 
 
 class _Timed(io.RawIOBase):
@@ -324,25 +296,21 @@ class _Timed(io.RawIOBase):
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:
-    columns = {name: x for name, x in row.items() if name not in ("prompt", "messages")}
+    columns = {}
+    for name in row.keys() - {"prompt", "messages"}:
+        with contextlib.suppress(TypeError, ValueError, RecursionError):  # no JSON: it is not sent
+            _json(row[name])
+            columns[name] = row[name]
     return {
         "prompt": row["prompt"],
         "messages": [{"role": m["role"], "content": m["content"]} for m in row["messages"]],
         "response": response,
-        "columns": {name: x for name, x in columns.items() if x is not None and _is_json(x)},
+        "columns": {name: columns[name] for name in row if columns.get(name) is not None},
     }
 
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
-
-
-def _is_json(value: Any) -> bool:
-    try:
-        _json(value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 def _first_line(data: bytes) -> str:

@@ -26,6 +26,8 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, counted, quoted
 from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.user_code import FAULTS
 
+BODY_BYTES = 2**26
+"""Maximum size of a request, bytes: 64 responses of a million characters."""
 STOP_S = 20
 """Longest time from a signal to the end, in which received requests are answered, seconds."""
 _log = logging.getLogger(__name__)
@@ -76,10 +78,7 @@ def read_request(body: bytes) -> Asked:
 def listening_socket(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address but does not listen yet.
 
-    Args:
-        host: name of this machine, or an IPv4 or IPv6 address.
-        port: port number; 0 for any that is free.
-
+    host: name of this machine, or an IPv4 or IPv6 address; port: 0 for any that is free.
     Raises ConfigError if no server can be started at this address.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -154,15 +153,19 @@ class RewardServer:
         given = request.headers.get("authorization", "").encode("latin-1")
         if self._authorization and not hmac.compare_digest(given, self._authorization):
             raise HTTPException(401, "no token, or a wrong one", {"www-authenticate": "Bearer"})
+        body = bytearray()
         try:
-            body = await request.body()
+            async for piece in request.stream():
+                body += piece
+                if len(body) > BODY_BYTES:
+                    raise HTTPException(413, f"the request has over {BODY_BYTES} bytes")
         except ClientDisconnect:
             return Response()
         async with self._turn:
             if await request.is_disconnected():
                 return Response()  # nobody reads it
             loop = asyncio.get_running_loop()
-            scores = await loop.run_in_executor(self._thread, self._scores, body)
+            scores = await loop.run_in_executor(self._thread, self._scores, bytes(body))
         return JSONResponse({"scores": scores})
 
     def _scores(self, body: bytes) -> list[float]:

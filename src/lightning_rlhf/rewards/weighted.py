@@ -1,17 +1,21 @@
-"""Reward of one component, or of several with weights."""
+"""The reward: a weighted sum of components, and the components that a reward model computes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import RewardError, counted, quoted
+from lightning_rlhf.core.masking import by_length
+from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.io.user_code import user_number
@@ -39,9 +43,8 @@ class Reward:
         """Return name -> (model, its role) of each component that a model computes here."""
         found = {}
         for term, source in zip(self.terms, self.sources, strict=True):
-            model = getattr(source, "model", source)  # of a TextReward its TextModel
-            if isinstance(module := getattr(model, "module", None), nn.Module):
-                found[term.name] = module, str(getattr(model, "role", ""))
+            if isinstance(module := getattr(source, "module", None), nn.Module):
+                found[term.name] = module, str(getattr(source, "role", ""))
         return found
 
     @torch.no_grad()
@@ -63,33 +66,159 @@ def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, "
 
     Raises RewardError unless they are one finite number for each response.
     """
-    if hasattr(found, "tolist") and not isinstance(found, Tensor):  # an array
-        found = found.tolist()
-    is_list = isinstance(found, list | tuple) or (isinstance(found, Tensor) and found.dim() > 0)
-    if not is_list or len(found) != len(decoded):
-        given = f"{quoted(found)} for {counted(len(decoded), 'response')}"
+    numbers = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
+    if not isinstance(numbers, list | tuple) or len(numbers) != len(decoded):
+        given = f"{quoted(numbers)} for {counted(len(decoded), 'response')}"
         raise RewardError(f"reward {name!r} gave {given}; allowed: a list of one number for each")
-    if isinstance(found, Tensor) and found.dim() != 1:
-        raise not_finite(f"a tensor {list(found.shape)}", decoded, 0, name)
-    if not isinstance(found, Tensor):
-        numbers = []
-        for i, one in enumerate(found):
-            try:
-                numbers.append(user_number(one))
-            except (OverflowError, RuntimeError, TypeError, ValueError):
-                raise not_finite(quoted(one), decoded, i, name) from None
-        found = torch.tensor(numbers)
-    found = found.to(decoded.rollout.tokens.device, torch.float32)
-    finite = found.isfinite()
-    if not finite.all():
-        i = int(finite.int().argmin())
-        raise not_finite(quoted(found[i].item()), decoded, i, name)
-    return found
+    floats: list[float] = []
+    for number, row, response in zip(numbers, decoded.rows, decoded.responses, strict=True):
+        try:
+            floats.append(torch.tensor(user_number(number), dtype=torch.float32).item())
+            is_finite = math.isfinite(floats[-1])
+        except (OverflowError, RuntimeError, TypeError, ValueError):
+            is_finite = False
+        if not is_finite:
+            raise RewardError(
+                f"reward {name!r} gave {quoted(number)} for the response {quoted(response)} to the "
+                f"prompt {quoted(row['prompt'])}; allowed: a finite number"
+            )
+    return torch.tensor(floats, dtype=torch.float32, device=decoded.rollout.tokens.device)
 
 
-def not_finite(shown: str, decoded: DecodedResponses, i: int, name: str) -> RewardError:
-    """Return the error that names what a component gave for the i-th response."""
-    return RewardError(
-        f"reward {name!r} gave {shown} for the response {quoted(decoded.responses[i])} to the "
-        f"prompt {quoted(decoded.rows[i]['prompt'])}; allowed: a finite number"
-    )
+TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
+"""Function from (tokens, mask) to the number of each of H heads for each row."""
+
+
+@dataclass(frozen=True)
+class LearnedReward:
+    """Standardised reward of token sequences: (r - mean) / std - uncertainty_coef * u.
+
+    The sequences are read as the policy wrote them. r and u are mean and population standard
+    deviation over the heads of an ensemble, u in units of std. A Bradley-Terry reward is defined up
+    to a constant and has an arbitrary scale; mean and std were measured on SFT samples at the end
+    of stage=rm, so that the SFT model's mean reward is 0.
+    """
+
+    rewards: TokenRewards
+    """Reward model, as a function from (tokens, mask) to the number of each head for each row."""
+    mean: float
+    """Mean of the raw reward over SFT samples."""
+    std: float
+    """Standard deviation of the raw reward over SFT samples."""
+    uncertainty_coef: float
+    """Weight of the deviation between the heads of an ensemble."""
+    batch_size: MicrobatchSize
+    """Number of rows that are read at once; rows of similar lengths are read together."""
+    module: nn.Module | None = None
+    """Model that computes the rewards; None where it is not known."""
+    role: str = ""
+    """Role in which `module` reads."""
+
+    @torch.no_grad()
+    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+        rollout = decoded.rollout
+        order = by_length(rollout.mask)
+        parts = self.batch_size.fitting(
+            lambda size: [
+                self.rewards(rollout.tokens[rows], rollout.mask[rows]) for rows in order.split(size)
+            ]
+        )
+        rewards = torch.cat(parts)[order.argsort()]
+        return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
+
+
+def standardised(
+    rewards: Float[Tensor, "B H"], mean: float, std: float, uncertainty_coef: float
+) -> Float[Tensor, " B"]:
+    """Return (r - mean - uncertainty_coef * u) / std; r and u: mean and deviation over the
+    heads."""
+    spread, reward = torch.std_mean(rewards, dim=1, correction=0)
+    return (reward - mean - uncertainty_coef * spread) / std
+
+
+Features = Mapping[str, list[int]]
+"""Inputs of the model by name, one entry per token: "input_ids" and whatever else it takes."""
+
+
+class TextModel(Protocol):
+    """A reward model that reads text through a tokenizer of its own."""
+
+    def encode(self, row: Mapping[str, Any], response: str) -> Features:
+        """Return the tokens of the whole dialogue of a row of the data and a response."""
+
+    def read(self, features: Sequence[Features]) -> Float[Tensor, "n H"]:
+        """Return the raw number of each head for several dialogues, read at once."""
+
+    def show(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, special tokens visible."""
+
+    def problems(self, tokens: Sequence[int]) -> list[str]:
+        """Return descriptions of what is wrong with a dialogue's tokens."""
+        return []
+
+    def doubts(self, row: Mapping[str, Any], response: str) -> list[str]:
+        """Return descriptions of what may be wrong with how a dialogue is written."""
+        return []
+
+    def starts(self, tokens: Sequence[int]) -> int:
+        """Return the number of special tokens at a dialogue's start, where some models read."""
+        return 0
+
+
+@dataclass(frozen=True)
+class TextReward:
+    """Standardised reward of dialogues as the reward model renders them, see `LearnedReward`."""
+
+    model: TextModel
+    """Reward model that reads the dialogues."""
+    mean: float
+    """Mean of the raw reward, which is subtracted."""
+    std: float
+    """Standard deviation of the raw reward, by which it is divided."""
+    uncertainty_coef: float
+    """Weight of the deviation between the heads of an ensemble."""
+    batch_size: MicrobatchSize
+    """Number of dialogues that are read at once; those of similar lengths are read together."""
+    max_tokens: int | None
+    """Maximum number of tokens that are read; None reads all. A longer dialogue loses the tokens
+    that follow its start tokens; its end stays."""
+    name: str
+    """Key of the reward in the configuration, which warnings name."""
+    module: nn.Module | None = None
+    """Model that computes the rewards; None where it is not known."""
+    role: str = ""
+    """Role in which `module` reads; empty for a model without roles."""
+
+    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+        return self.score(decoded.rows, decoded.responses)
+
+    @torch.no_grad()
+    def score(
+        self, rows: Sequence[Mapping[str, Any]], responses: Sequence[str]
+    ) -> Float[Tensor, " B"]:
+        """Return the score of each response to the prompt in its row, on the CPU."""
+        encoded = [self.encode(*pair) for pair in zip(rows, responses, strict=True)]
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
+        parts = self.batch_size.fitting(
+            lambda size: [
+                self.model.read([encoded[i] for i in order[start : start + size]])
+                for start in range(0, len(order), size)
+            ]
+        )
+        rewards = torch.cat(parts).float().cpu()[torch.tensor(order).argsort()]
+        return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
+
+    def encode(self, row: Mapping[str, Any], response: str) -> Features:
+        """Return the tokens of a dialogue that are read."""
+        features = self.model.encode(row, response)
+        length = len(features["input_ids"])
+        if self.max_tokens is None or length <= self.max_tokens:
+            return features
+        warnings.warn(  # shown once, as it always comes from this line
+            f"{self.name}: dialogues of more than max_tokens={self.max_tokens} tokens lose "
+            "their beginning before the reward model reads them",
+            stacklevel=1,
+        )
+        start = self.model.starts(features["input_ids"][: self.max_tokens - 1])
+        behind = length - self.max_tokens + start
+        return {name: [*ids[:start], *ids[behind:]] for name, ids in features.items()}

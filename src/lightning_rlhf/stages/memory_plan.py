@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -105,41 +105,49 @@ class MemoryPlan:
 
 
 def plan_memory(
-    config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Iterable[Any], *,
-    number: int, copied: int, processes: int, device: int = 0,
-    demonstrations: Sequence[DemonstrationTokens] = (),
+    config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Sequence[Any],
+    demonstrations: Sequence[DemonstrationTokens], *, number: int, copied: int, processes: int,
+    device: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run.
 
     Args:
         config: section of the stage.
         model: language model, of which the shapes are read: loaded, or on torch's device `meta`.
-        rows: examples, of which the longest counts. demonstrations: those of ppo.ptx_coef.
+        rows: examples, of which the longest counts; demonstrations: those of ppo.ptx_coef.
         number: bytes of a number in the computation.
         copied: bytes of the copies of weights that sampling reads.
         processes: number of processes, which divide the responses.
         device: bytes that the process can have.
     """
-    rows = list(rows)
-    longest, sequences, predicted, rollout = max(row.length for row in rows), 1, 0, Bytes()
-    if isinstance(config, PPOConfig):
-        rollout = of_rollout(config, model, longest, number, copied, processes)
-        longest = max(longest + config.max_response_tokens, *(d.length for d in demonstrations), 0)
-        predicted = max(config.max_response_tokens, *(len(d.imitated) for d in demonstrations), 0)
-    elif isinstance(config, SFTConfig):
-        predicted = max(len(row.imitated) for row in rows)
-    else:
-        sequences = 2  # the two sides of a pair
-        if isinstance(config, DPOConfig):
-            predicted = max(len(row.chosen) + len(row.rejected) for row in rows)
-    row = Bytes(
-        activations=sequences * longest * number * activation_numbers(model),
-        logits=LOGITS_COPIES * 4 * predicted * model.get_output_embeddings().out_features,
-    )
-    batch = config.minibatch_size if isinstance(config, PPOConfig) else config.batch_size
+    longest, rollout, batch = max(row.length for row in rows), Bytes(), None
+    logits = LOGITS_COPIES * 4 * model.get_output_embeddings().out_features
+    match config:
+        case PPOConfig():
+            batch, text = config.minibatch_size, model.config.get_text_config()
+            # The responses that a process samples at a time, with their prompts.
+            samples, at_once = config.samples_per_prompt, config.generation_batch_size
+            prompts = max(1, (at_once or config.rollout_batch_size) // samples)
+            prompts = min(ceil(config.prompts_per_iteration / processes), prompts)
+            layer = ends(model.base_model) // text.num_hidden_layers
+            tokens, count = longest + config.max_response_tokens, prompts * samples
+            row = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES) + state_bytes(text)
+            rollout = Bytes(weights=copied, activations=prompts * longest * layer * number,
+                            logits=logits * count, cache=row * count)  # fmt: skip
+            longest = max(tokens, *(one.length for one in demonstrations), 0)
+            imitated = (len(one.imitated) for one in demonstrations)
+            predicted = max(config.max_response_tokens, *imitated, 0)
+        case SFTConfig():
+            predicted = max(len(row.imitated) for row in rows)
+        case _:
+            longest *= 2  # the two sides of a pair
+            sides = max(len(row.chosen) + len(row.rejected) for row in rows)
+            predicted = sides if isinstance(config, DPOConfig) else 0
+    activations = longest * number * activation_numbers(model)
     return MemoryPlan(
-        roles=roles, rollout=rollout, row=row, device=device, rows=config.microbatch_size,
-        batch=batch,
+        roles=roles, rollout=rollout, device=device, rows=config.microbatch_size,
+        row=Bytes(activations=activations, logits=logits * predicted),
+        batch=batch or config.batch_size,
     )  # fmt: skip
 
 
@@ -163,29 +171,6 @@ def ends(trunk: nn.Module) -> int:
     return sum(inputs + outputs for _, _, inputs, outputs in linear_layers(trunk))
 
 
-def of_rollout(
-    config: PPOConfig, model: PreTrainedModel, longest: int, number: int, copied: int,
-    processes: int,
-) -> Bytes:  # fmt: skip
-    """Return the memory while a process samples its share of an iteration's responses.
-
-    They are as many at a time as ppo.generation_batch_size says; longest: tokens of the longest
-    prompt; the other arguments as for `plan_memory`.
-    """
-    samples, text = config.samples_per_prompt, model.config.get_text_config()
-    at_once = config.generation_batch_size or config.rollout_batch_size
-    prompts = min(ceil(config.prompts_per_iteration / processes), max(1, at_once // samples))
-    rows, tokens = prompts * samples, longest + config.max_response_tokens
-    row = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES)
-    layer = ends(model.base_model) // text.num_hidden_layers
-    return Bytes(
-        weights=copied,
-        activations=prompts * longest * layer * number,
-        logits=LOGITS_COPIES * 4 * rows * model.get_output_embeddings().out_features,
-        cache=rows * (row + state_bytes(text)),
-    )
-
-
 def state_bytes(config: PretrainedConfig) -> int:
     """Return the bytes of a sequence's states in all layers of linear attention; 0 without any.
 
@@ -202,29 +187,28 @@ def state_bytes(config: PretrainedConfig) -> int:
 
 
 def plan_of(
-    module: Any, rows: Iterable[Any], device: torch.device, processes: int, sharing: int = 1
+    module: Any, rows: Sequence[Any], device: torch.device, processes: int, sharing: int = 1
 ) -> MemoryPlan:
     """Return the plan of a module of one of the stages, whose models are on `device`.
 
     rows: examples of its data. sharing: number of processes that divide the memory of `device`.
     """
-    roles, config = module.roles, module.config
-    copies = 2 + (config.ema_decay is not None)
-    found = {
-        role: of_parameters([p for p in group if p.device.type == device.type], copies)
-        for role, group in by_role(module).items()
-    }
+    roles, config, found = module.roles, module.config, {}
+    for role, group in by_role(module).items():
+        here = [p for p in group if p.device.type == device.type]
+        trained = sum(p.nbytes for p in here if p.requires_grad)
+        found[role] = learned(sum(p.nbytes + scale_bytes(p) for p in here), trained, config)
     loaded = sum(role.weights for role in found.values())
     free = available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
-    trunks, ptx, is_ppo = [roles], getattr(module, "ptx", None), isinstance(module, PPOModule)
-    if is_ppo and module.critic is not None:
-        trunks.append(module.critic.roles)
+    trunks, ptx, copies = [roles.causal_lm], getattr(module, "ptx", None), False
+    if isinstance(module, PPOModule):
+        copies = roles.copies_weights
+        trunks += [] if module.critic is None else [module.critic.roles.causal_lm]
     return plan_memory(
-        config, roles.causal_lm, found, rows,
-        number=max(computing_dtype(trunk.causal_lm).itemsize for trunk in trunks),
-        copied=copied_bytes(roles.causal_lm) if is_ppo and roles.copies_weights else 0,
+        config, roles.causal_lm, found, rows, [] if ptx is None else ptx.examples,
+        number=max(computing_dtype(trunk).itemsize for trunk in trunks),
+        copied=copied_bytes(roles.causal_lm) if copies else 0,
         processes=processes, device=free // sharing,
-        demonstrations=[] if ptx is None else ptx.examples,
     )  # fmt: skip
 
 
@@ -247,10 +231,9 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     return dict(found)
 
 
-def of_parameters(parameters: list[nn.Parameter], copies: int) -> Bytes:
-    """Return the memory of weights, and of gradients and `copies` numbers for each trained one."""
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
+def learned(weights: int, trained: int, config: Any) -> Bytes:
+    """Return the memory of the weights of a role, of which so many bytes are trained by AdamW."""
+    copies = 2 + (config.ema_decay is not None)
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
 
@@ -273,66 +256,63 @@ def plan_run(settings: Settings) -> MemoryPlan:
         recompute(model)
     prompt, response = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens
     row: Any = DemonstrationTokens(prompt, response)
-    with_ptx = isinstance(config, PPOConfig) and config.ptx_coef > 0
-    demonstrations = [row] if with_ptx else []
+    demonstrations = [row] * (isinstance(config, PPOConfig) and config.ptx_coef > 0)
     if isinstance(config, PPOConfig):
         row = PromptTokens(prompt, 0)
     elif not isinstance(config, SFTConfig):
         row = PreferenceTokens(prompt, response, response, 0.0)
+    layers = adapted(model, own.lora)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
         number, copied = computing_dtype(model).itemsize, 0
         on_cpu = own.kernels == "auto" and settings.trainer.accelerator == "cpu"
         if (own.kernels == "fast" or on_cpu) and family(model) and own.quantization == "none":
-            merged = sum(inputs * outputs for inputs, outputs in adapted(model, own.lora))
+            merged = sum(inputs * outputs for inputs, outputs in layers)
             copied = copied_bytes(model) + (4 * merged if number == 4 else 0)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
+    adapter = 4 * own.lora.r * sum(map(sum, layers))
     return plan_memory(
-        config, model, assumed_roles(settings, model), [row], number=number, copied=copied,
-        processes=settings.trainer.processes, demonstrations=demonstrations,
+        config, model, assumed_roles(settings, model, adapter), [row], demonstrations,
+        number=number, copied=copied, processes=settings.trainer.processes,
     )  # fmt: skip
 
 
-def assumed_roles(settings: Settings, model: PreTrainedModel) -> dict[str, Bytes]:
+def assumed_roles(settings: Settings, model: PreTrainedModel, adapter: int) -> dict[str, Bytes]:
     """Return the memory of each role of a stage, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
-    default; a reward model with a base of its own is not counted. An adapter of rank r has
-    r * (inputs + outputs) numbers for each layer, in fp32 as heads are.
+    default; a reward model with a base of its own is not counted.
+
+    adapter: bytes of one; of rank r, it has r * (inputs + outputs) numbers for each layer, in fp32
+    as heads are.
     """
-    config, own, is_full = settings.config, settings.model, is_whole(settings.config)
-    copies = 2 + (config.ema_decay is not None)
-    adapter = 4 * own.lora.r * sum(map(sum, adapted(model, own.lora)))
+    config, is_full = settings.config, is_whole(settings.config)
     head = 4 * (model.get_output_embeddings().in_features + 1)
     base = sum(p.nbytes for p in model.parameters())
-    if (size := LINEAR_BYTES[own.quantization]) is not None:
+    if (size := LINEAR_BYTES[settings.model.quantization]) is not None:
         for _, layer, inputs, outputs in linear_layers(model.base_model):
             base += int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
-
-    def role(weights: int, *, learns: bool = True) -> Bytes:
-        trained = weights if learns else 0
-        return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
-
-    roles = {BASE: role(base, learns=is_full)}
+    trained = {BASE: base} if is_full else {}
+    frozen = {} if is_full else {BASE: base}
     if starts_from_sft(settings) and not is_full:
-        roles[SFT] = role(adapter, learns=False)
-    if isinstance(config, RMConfig):
-        roles[REWARD] = role(config.heads * head + (0 if is_full else adapter))
-    elif isinstance(config, SFTConfig) and not is_full:
-        roles[SFT] = role(adapter)
-    elif isinstance(config, DPOConfig):
-        roles[POLICY] = role(adapter)
-    elif isinstance(config, PPOConfig):
+        frozen[SFT] = adapter
+    if isinstance(config, SFTConfig) and not is_full:
+        trained[SFT] = adapter
+    elif isinstance(config, RMConfig):
+        trained[REWARD] = config.heads * head + (0 if is_full else adapter)
+    elif isinstance(config, DPOConfig | PPOConfig):
+        trained[POLICY] = adapter
+    if isinstance(config, PPOConfig):
         for name, component in settings.reward.items():
             if isinstance(component, HeadConfig | RandomConfig):
                 trunk = adapter if isinstance(component, HeadConfig) else 0
-                roles[reward_role(settings, name)] = role(head + trunk, learns=False)
-        roles[POLICY] = role(adapter)
+                frozen[reward_role(settings, name)] = head + trunk
         if config.has_critic:
             whole = 4 * sum(p.numel() for p in model.parameters())
             trunks = {"head": 0, "adapter": adapter, "model": whole}
-            roles[CRITIC] = role(head + trunks[config.critic])
-    return roles
+            trained[CRITIC] = head + trunks[config.critic]
+    sizes = frozen | trained
+    return {role: learned(sizes[role], trained.get(role, 0), config) for role in sizes}
 
 
 def adapted(model: PreTrainedModel, lora: LoRASettings) -> list[tuple[int, int]]:
@@ -340,17 +320,15 @@ def adapted(model: PreTrainedModel, lora: LoRASettings) -> list[tuple[int, int]]
 
     They are chosen as PEFT chooses them: by a regular expression, or by the end of their names.
     """
-    names = lora.target_modules
-    return [
-        (inputs, outputs)
-        for name, _, inputs, outputs in linear_layers(model.base_model)
-        if names == "all-linear"
-        or (
-            re.fullmatch(names, f"{model.base_model_prefix}.{name}")
-            if isinstance(names, str)
-            else f".{name}".endswith(tuple(f".{end}" for end in names))
-        )
-    ]
+    wanted, found = lora.target_modules, []
+    for name, _, inputs, outputs in linear_layers(model.base_model):
+        if isinstance(wanted, str):
+            name = f"{model.base_model_prefix}.{name}"
+            is_one = wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+        else:
+            is_one = f".{name}".endswith(tuple(f".{end}" for end in wanted))
+        found += [(inputs, outputs)] * is_one
+    return found
 
 
 def is_whole(config: Any) -> bool:
@@ -365,8 +343,8 @@ def starts_from_sft(settings: Settings) -> bool:
 
 def print_plan(settings: Settings) -> None:
     """Print the memory plan of a run, and what it assumes. Raises an RLHFError as `plan_run`."""
-    plan, data, count = plan_run(settings), settings.data, settings.trainer.processes
-    get_console().print(plan_shown(plan))
+    data, count = settings.data, settings.trainer.processes
+    get_console().print(plan_shown(plan_run(settings)))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
     print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
@@ -387,17 +365,15 @@ def plan_shown(plan: MemoryPlan) -> Table:
 
     It fits into 80 columns; the peak stands below it.
     """
-    kinds = [field.name for field in fields(Bytes)]
-    peak = f"peak: {readable(plan.peak(plan.rows))}"
-    phase = "the larger of rollout and update" if plan.rollout.total else "update"
-    table = Table(
-        title="memory plan", title_justify="left", caption=f"{peak} = all roles + {phase}",
-        caption_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
-    for column in ("", *kinds):
-        table.add_column(column, justify="right" if column else "left")
     phases = {"rollout": plan.rollout} if plan.rollout.total else {}
+    larger = "the larger of rollout and update" if phases else "update"
+    table = Table(
+        title="memory plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
+        caption=f"peak: {readable(plan.peak(plan.rows))} = all roles + {larger}",
+        padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for column in ("", *vars(plan.rollout)):
+        table.add_column(column, justify="right" if column else "left")
     for name, row in {**plan.roles, **phases, "update": plan.update(plan.rows)}.items():
-        cells = (getattr(row, kind) for kind in kinds)
-        table.add_row(Text(name), *(readable(count) if count else "" for count in cells))
+        table.add_row(Text(name), *(readable(size) if size else "" for size in vars(row).values()))
     return table

@@ -23,15 +23,14 @@ from lightning_rlhf.data.lengths import tokenise
 from lightning_rlhf.evaluation.build_rewards import (
     build_critic,
     build_reward,
-    hub_rewards,
+    for_columns,
     light_sources,
+    verdicts_on,
 )
 from lightning_rlhf.evaluation.diminishing import print_diminishing
 from lightning_rlhf.evaluation.evaluate_reward import check_formats
-from lightning_rlhf.evaluation.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.build_roles import add_policy, check_positions, check_room
-from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
@@ -74,13 +73,13 @@ class PPO(Stage):
         judge = load_judge(settings.data.judge) if settings.data.judge else None
         if config.rollout not in OURS:
             load_sampler(config.rollout, f"{self.name}.rollout")
-        rows = run.rows("prompts")
-        light = light_sources(
-            run, {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
-        )
-        self.verdicts = self.judged(run)
-        held_out, train, val = run.tokenised(rows)
+        light = light_sources(run)
+        self.verdicts = verdicts_on(run, refuses=True)
         ptx = read_ptx(run, config)
+        rows = run.rows("prompts")
+        columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
+        light = for_columns(light, columns)
+        held_out, train, val = run.tokenised(rows)
         roles = run.load_model()
         longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
         check_positions(
@@ -131,7 +130,7 @@ class PPO(Stage):
     def restore(self, run: Run) -> PPOModule:
         """Return the module of an export, which reads no data and no reward."""
         roles = run.load_model().to(run.device)
-        self.verdicts = self.judged(run, shown=False)
+        self.verdicts = verdicts_on(run, refuses=True, shown=False)
         terms = tuple(component.term(name) for name, component in run.settings.reward.items())
         return self.make_module(run, roles, Reward(terms, ()), {}, None, None)
 
@@ -164,16 +163,6 @@ class PPO(Stage):
             stage=self.name,
             ptx=ptx,
         )
-
-    def judged(self, run: Run, *, shown: bool = True) -> dict[str, Verdict]:
-        """Return the verdicts of fitness reports on the reward, by component.
-
-        Raises ConfigError where one is unfit and its key `unfit` is refuse.
-        """
-        found = verdicts_on(run.settings, {**run.parents, **hub_rewards(run)})
-        if shown:
-            print_verdicts(found, " PPO is run on it all the same.")
-        return {name: verdict for name, verdict in found.items() if verdict is not None}
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print what the training changed; return the evaluations before it and after it."""

@@ -37,7 +37,7 @@ from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.report.curves import RM_PANELS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
-from lightning_rlhf.rewards.learned import LearnedReward
+from lightning_rlhf.rewards.weighted import LearnedReward
 from lightning_rlhf.rollout.collector import reward_moments, sample_rewards
 from lightning_rlhf.runs.console import print_problems
 from lightning_rlhf.runs.folders import FINAL, run_name
