@@ -193,7 +193,7 @@ def test_overwrite_does_it_all_again(done: Kitchen) -> None:
 def test_another_configuration_is_refused(done: Kitchen) -> None:
     error = done.cook("seed=4").error
     assert done.ran == []
-    assert "another configuration: seed was 3, is 4. Give run=NAME" in error
+    assert "another configuration and cannot be resumed: seed was 3, is 4 (" in error
     assert "run=NAME" in error
     assert "overwrite=true" in error
 

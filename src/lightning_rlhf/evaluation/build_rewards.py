@@ -47,11 +47,10 @@ from lightning_rlhf.rewards.learned import Features, LearnedReward, TextModel, T
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.console import CONF
-from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.parents import reward_role, trained_as
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_reward
 from lightning_rlhf.runs.stage import Settings, reward_key
-from lightning_rlhf.runs.trained import trained_as
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import Columns, Messages, Score

@@ -22,7 +22,7 @@ from lightning_rlhf.report.diminishing import (
     measure_returns,
 )
 from lightning_rlhf.report.figures import DPI, STYLE
-from lightning_rlhf.runs.folders import METRICS, check_kinds
+from lightning_rlhf.runs.folders import METRICS
 from lightning_rlhf.runs.measured import by_prompt, damage_named, read_metrics
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
@@ -57,7 +57,6 @@ def print_diminishing(folder: Path, title: str) -> bool:
     title: name of the run.
     Raises CheckpointError where the folder or its metrics.csv is damaged.
     """
-    check_kinds(folder)
     curves = read_metrics(folder)
     if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
         return False

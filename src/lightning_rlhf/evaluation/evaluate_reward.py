@@ -55,7 +55,8 @@ from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_refere
 from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
-from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
+from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.parents import reward_role
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Stage, reward_key
 

@@ -20,8 +20,8 @@ from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.runs.folders import FINAL
+from lightning_rlhf.runs.parents import trained_as
 from lightning_rlhf.runs.stage import find_stage
-from lightning_rlhf.runs.trained import trained_as
 from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
 
 

@@ -37,8 +37,7 @@ from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.runs.changes import read_ending
-from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.folders import FINAL, read_ending, run_name
 from lightning_rlhf.runs.measured import StageResult
 from lightning_rlhf.runs.run import Run
 
