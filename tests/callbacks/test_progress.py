@@ -13,7 +13,7 @@ from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
 from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.stages.ppo import PPO
-from lightning_rlhf.stages.sft import SFT
+from lightning_rlhf.stages.supervised import SFT
 
 from .conftest import FakePPO, FakeSFT, Fit
 

@@ -15,7 +15,7 @@ import torch
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation.compare import runs_of, write_report, write_steps
 from lightning_rlhf.runs.folders import CONFIG, METRICS
-from lightning_rlhf.stages.sft import sample_held_out
+from lightning_rlhf.stages.supervised import sample_held_out
 
 from ..report.pages import check
 from .conftest import STAGES, Workplace, tree
@@ -53,7 +53,7 @@ def test_five_responses_to_held_out_prompts_after_sft(
     def weights(roles: Any) -> torch.Tensor:
         return torch.cat([p.detach().flatten() for p in roles.parameters()])
 
-    monkeypatch.setattr("lightning_rlhf.stages.sft.sample_held_out", sampling)
+    monkeypatch.setattr("lightning_rlhf.stages.supervised.sample_held_out", sampling)
     quiet = workplace.mini("stage=sft", "run=quiet", "samples=false").succeeded.out
     out = workplace.mini("stage=sft", "data.max_val_rows=null").succeeded.out
     for (state, before), (then, after) in zip(states[::2], states[1::2], strict=True):

@@ -36,6 +36,7 @@ from lightning_rlhf.runs.folders import (
     CONFIG,
     DELETED,
     ENDING,
+    FINAL,
     PARENTS,
     RUN_ID,
     Export,
@@ -114,6 +115,11 @@ class Run:
         return folder_of(self.settings)
 
     @property
+    def final(self) -> Path:
+        """Return the path of `final/`, or of the folder to export to."""
+        return self.folder / FINAL if self.export is None else self.export.folder
+
+    @property
     def device(self) -> torch.device:
         """Return the device that the run computes on."""
         return device_of(self.settings)
@@ -187,17 +193,17 @@ class Run:
         print_lengths(what, held_out, val, to_validate=True)
         return held_out, train, val
 
-    def load_model(self, *, trainable: bool = False) -> Roles:
+    def load_model(self) -> Roles:
         """Return the model that the run starts from, on the CPU: the SFT model, or the base.
 
-        trainable: True makes all weights trainable, for full fine-tuning.
+        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section.
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         with Working("loading the model"):
             roles = start_from(
                 self.settings.model,
                 self.parents.get(SFT),
-                trainable=trainable,
+                trainable=getattr(self.settings.config, "finetune", None) == "full",
                 seed=self.settings.seed,
             )
         check_vocabulary(roles, self.tokenizer)

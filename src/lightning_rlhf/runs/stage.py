@@ -149,10 +149,10 @@ class Stage:
 
 
 STAGES: Mapping[str, tuple[str, type]] = {
-    "sft": ("lightning_rlhf.stages.sft:SFT", SFTConfig),
+    "sft": ("lightning_rlhf.stages.supervised:SFT", SFTConfig),
     "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
-    "dpo": ("lightning_rlhf.stages.dpo:DPO", DPOConfig),
+    "dpo": ("lightning_rlhf.stages.supervised:DPO", DPOConfig),
     "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", RankConfig),
     "eval_policy": ("lightning_rlhf.evaluation.evaluate_policy:EvalPolicy", PolicyEvalConfig),
     "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", EvalConfig),
