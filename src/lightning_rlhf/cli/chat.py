@@ -25,8 +25,7 @@ from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check
 from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
-from lightning_rlhf.models.adapter import check_weights
-from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.checkpoint import MANIFEST, check_weights, find
 from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.folders import FINAL
 from lightning_rlhf.runs.parents import reward_of, sampled_as, short_names

@@ -15,8 +15,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
-from lightning_rlhf.models.adapter import attention_of_the_hub, check_weights, is_folder
-from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.checkpoint import check_weights, config_faults, find, is_folder
 from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.folders import CONFIG, FINAL, read_config, run_folder
 from lightning_rlhf.runs.resume import is_stale, saved
@@ -117,7 +116,8 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+    asks = [(key, value) for key, value, _ in config_faults(tree) if "attn_implementation" in key]
+    for key, value in [*trusting(tree), *asks]:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"

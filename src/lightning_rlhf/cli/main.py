@@ -41,7 +41,7 @@ from lightning_rlhf.cli.arguments import (
 from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint, run_job
 from lightning_rlhf.cli.sweep import SweepHook
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
-from lightning_rlhf.data.sources import ENDINGS
+from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command

@@ -29,7 +29,7 @@ from lightning_rlhf.io.storage import (
     make_folder,
     written_whole,
 )
-from lightning_rlhf.models.adapter import json_object
+from lightning_rlhf.models.checkpoint import json_object
 from lightning_rlhf.runs.stage import Settings, Stage
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"

@@ -9,8 +9,14 @@ from typing import Any
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.validation import Options, PositiveInt, Temperature, build, check_value
-from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
-from lightning_rlhf.models.checkpoint import MANIFEST, Final, find
+from lightning_rlhf.models.checkpoint import (
+    MANIFEST,
+    Final,
+    check_weights,
+    find,
+    is_folder,
+    refuse_missing_folder,
+)
 from lightning_rlhf.models.config import BASE, REWARD, SFT, ModelConfig
 from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.runs.folders import FINAL, folder_of, run_folder

@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES
-from lightning_rlhf.callbacks.metrics import DPOMetrics, SFTMetrics
+from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES, write_samples
+from lightning_rlhf.callbacks.metrics import StepMetrics
 from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.core.config import DPOConfig, SFTConfig
 from lightning_rlhf.core.errors import require
@@ -28,8 +28,7 @@ from lightning_rlhf.data.batches import (
 )
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.readers import TrainVal
-from lightning_rlhf.io.console import json_line, print_line, visible_line
-from lightning_rlhf.io.storage import make_folder, written_whole
+from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.config import SFT as SFT_ROLE
@@ -39,7 +38,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report.curves import DPO_PANELS, SFT_PANELS
 from lightning_rlhf.report.tables import spread
-from lightning_rlhf.rollout.build_sampler import deal, sample_reference
+from lightning_rlhf.rollout.collector import sample_reference, shard
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Stage
@@ -65,7 +64,7 @@ class Supervised(Stage):
 
     module_class: ClassVar[type[Any]]
     """Class of the module: (roles, config, replicas) -> module."""
-    metrics: ClassVar[type[Any]] = SFTMetrics
+    metrics: ClassVar[type[Any]] = StepMetrics
     """Callback that logs the metrics of the module's steps."""
     role: ClassVar[str] = POLICY
     """Role that is trained, and handed over."""
@@ -138,7 +137,6 @@ class DPO(Supervised):
     headlines = ("update/dpo_loss", "update/accuracy", "eval/accuracy")
     summary = ("eval/dpo_loss", "eval/accuracy", "eval/reward_margin")
     module_class = DPOModule
-    metrics = DPOMetrics
 
 
 class SFT(Supervised):
@@ -189,7 +187,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
     prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     (sampled,) = sample_reference(
         roles.to(run.device),
-        deal([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
+        shard([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
         SamplingParams(
             max_response_tokens=min(room, run.settings.data.max_response_tokens),
             temperature=1.0,
@@ -204,9 +202,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
         dict(zip(keys, map(chat.decode_response, (*some[i], response)), strict=True))
         for i, response in zip(sampled.index.tolist(), said, strict=True)
     ]
-    make_folder(run.folder / SAMPLES)
-    with written_whole(run.folder / SAMPLES / HELD_OUT) as beside:
-        beside.write_text("".join(json_line(one) + "\n" for one in texts), encoding="utf-8")
+    write_samples(run.folder / SAMPLES / HELD_OUT, texts)
     if run.settings.samples:
         print_line("responses to held-out prompts, sampled from the trained model:")
         for one in texts:
