@@ -123,9 +123,72 @@ THREADS = torch.get_num_threads()
 def fit(settings: Settings) -> Path:
     """Run a stage to its end in its locked folder; return the path of `final/`.
 
-    To be called in each of the processes that torchrun or srun started. A run that has finished and
-    is to be resumed is left as it is, except that its page is written where a kill came before it.
+    To be called in each of the processes that torchrun or srun started.
     Raises TrainingError where the model has diverged, or where no update was made.
+    """
+    with started(settings) as begun:
+        if begun is None:
+            return folder_of(settings) / FINAL
+        stage, run = begun
+        if not stage.trains:
+            return measure(stage, run)
+        module, data, callbacks = build(stage, run)
+        steps, replicas = len(data.schedule), run.replicas
+        if run.checkpoint is not None:
+            check_state(run.checkpoint, module, data)
+        preflight(run, module, data, resumed=run.checkpoint is not None)
+        replicas.first(run.claim)
+        config, stop = rhythm(run.settings, steps), Stop()
+        # A logger that does nothing in the other processes: callbacks may refuse to run without.
+        loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
+        saver = Checkpoints(run.folder / CHECKPOINTS, config, origin(run.settings), stop,
+                            goal_of(run.settings), replicas)  # fmt: skip
+        rule = EarlyStop(stage.name, config.stop, stop_metric(run.settings))
+        trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
+        exit_code = 1
+        try:
+            with deferred_signals(stop), misconfigured():
+                trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
+                if replicas.is_first:
+                    check_learned(stage.name, run.folder, trainer, module)
+                # The last checkpoint is written before the evaluation of the same step.
+                if saver.measured != trained(trainer):
+                    trainer.validate(module, datamodule=data, verbose=False)
+            if not replicas.is_first:
+                sys.exit()
+            chosen = choose(run.folder, saver, module, steps, trained(trainer), rule.reason)
+            stage.report(run, module, loggers, position(trainer, module))
+            exit_code = 0
+        finally:
+            if exit_code and replicas.size > 1:
+                # Another process may have ended before: the launcher then ends those that are left.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            with Working("closing the loggers"):
+                close_loggers(loggers, exit_code)
+            if exit_code and replicas.is_first:
+                leave_report(run.folder, stage)
+        if chosen is None:
+            chosen = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
+        print_curves(run, stage, saver)
+        metrics = stage.summarise(run, module, chosen)
+        return stage.finish(run, module, metrics | print_compute(run.folder))
+
+
+def measure(stage: Stage, run: Run) -> Path:
+    """Run a stage that does not train; return the path of `final/`."""
+    final = stage.measure(run)
+    is_folder = isinstance(final, Path) and final.is_dir()
+    require(is_folder, f"what `measure` of stage={stage.name} returned", final,
+            "the path of the folder that it wrote")  # fmt: skip
+    return final
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
+    """Within the block, run a stage in its locked folder, in one of several processes if need be.
+
+    Yields the stage and its run; None for a run that has finished and is to be resumed, whose page
+    is written where a kill came before it.
     """
     check_processes(settings, world())
     is_alone = world().size == 1
@@ -135,61 +198,12 @@ def fit(settings: Settings) -> Path:
         start = replicas.first(lambda: decide(settings))
         if start is None:
             replicas.first(lambda: complete(settings))
-            return folder_of(settings) / FINAL
+            yield None
+            return
         resume, overwrite, checkpoint = start
         settings = replace(settings, resume=resume, overwrite=overwrite)
-        with entered(settings, checkpoint=checkpoint) as (stage, run):
-            if stage.trains:
-                return train(stage, run)
-            final = stage.measure(run)
-            is_folder = isinstance(final, Path) and final.is_dir()
-            require(is_folder, f"what `measure` of stage={stage.name} returned", final,
-                    "the path of the folder that it wrote")  # fmt: skip
-            return final
-
-
-def train(stage: Stage, run: Run) -> Path:
-    """Train a stage over its whole schedule and hand its model over; return that path."""
-    module, data, callbacks = build(stage, run)
-    steps, replicas = len(data.schedule), run.replicas
-    if run.checkpoint is not None:
-        check_state(run.checkpoint, module, data)
-    preflight(run, module, data, resumed=run.checkpoint is not None)
-    replicas.first(run.claim)
-    config, stop = rhythm(run.settings, steps), Stop()
-    # A logger that does nothing in the other processes: callbacks may refuse to run without.
-    loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
-    saver = Checkpoints(run.folder / CHECKPOINTS, config, origin(run.settings), stop,
-                        goal_of(run.settings), replicas)  # fmt: skip
-    rule = EarlyStop(stage.name, config.stop, stop_metric(run.settings))
-    trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
-    exit_code = 1
-    try:
-        with deferred_signals(stop), misconfigured():
-            trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
-            if replicas.is_first:
-                check_learned(stage.name, run.folder, trainer, module)
-            # The last checkpoint is written before the evaluation of the same step.
-            if saver.measured != trained(trainer):
-                trainer.validate(module, datamodule=data, verbose=False)
-        if not replicas.is_first:
-            sys.exit()
-        chosen = choose(run.folder, saver, module, steps, trained(trainer), rule.reason)
-        stage.report(run, module, loggers, position(trainer, module))
-        exit_code = 0
-    finally:
-        if exit_code and replicas.size > 1:
-            # Another process may have ended before: the launcher then ends those that are left.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with Working("closing the loggers"):
-            close_loggers(loggers, exit_code)
-        if exit_code and replicas.is_first:
-            leave_report(run.folder, stage)
-    if chosen is None:
-        chosen = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
-    print_curves(run, stage, saver)
-    metrics = stage.summarise(run, module, chosen)
-    return stage.finish(run, module, metrics | print_compute(run.folder))
+        with entered(settings, checkpoint=checkpoint) as entry:
+            yield entry
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
