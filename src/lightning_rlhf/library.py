@@ -20,7 +20,7 @@ from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.runs.accelerator import check_accelerator
 from lightning_rlhf.runs.console import CONF, quiet_libraries
-from lightning_rlhf.runs.resume import resume_point
+from lightning_rlhf.runs.resume import decide
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import Settings, Stage, stage_names
@@ -94,7 +94,7 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     resume, stage = settings.resume, copy(settings.definition)
     require_trained(stage, "built")
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
-    resume_point(settings)
+    decide(settings)
     quiet_libraries()
     check_accelerator(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())

@@ -17,7 +17,7 @@ from lightning_rlhf.callbacks.progress import Progress, metric_text
 from lightning_rlhf.io import console
 from lightning_rlhf.io.console import PERIOD_S, Working
 from lightning_rlhf.stages.ppo import PPO
-from lightning_rlhf.stages.sft import SFT
+from lightning_rlhf.stages.supervised import SFT
 
 from .conftest import FakePPO, FakeSFT, Fit
 

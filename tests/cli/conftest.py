@@ -31,7 +31,8 @@ from hydra.core.hydra_config import HydraConfig
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
+from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.progress import trained
 from lightning_rlhf.cli import main as entry
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.cli.sweep import SweepHook

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lightning_rlhf.runs.changes import abridged, changes
+from lightning_rlhf.runs.folders import abridged, changes
 from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
 

@@ -77,14 +77,13 @@ CHECKPOINT = "checkpoints/000002.ckpt"
 RESUMED: list[tuple[str, Edit]] = [
     ("config.json", halve), ("config.json", folder), ("config.json", sets("seed", to=-1)),
     ("parents.json", says(b"[1]")), ("metrics.csv", adds(b"4,x")), ("metrics.csv", adds(b"\xff")),
-    ("samples/train.jsonl", adds(b"[]")), ("samples/eval_000003.jsonl", folder),
+    ("samples/train.jsonl", adds(b"[]")),
     ("run_id.txt", Path.unlink), (CHECKPOINT, says(b"\0" * 64)),
     (CHECKPOINT, saved("optimizer_states", to=...)), (CHECKPOINT, saved("iteration", to=7)),
     (CHECKPOINT, saved("moments", "whole", "mean", to="x")),
     (CHECKPOINT, saved("optimizer_states", 0, "state", to={})),
     (CHECKPOINT, saved("kl_coef", to=float("nan"))), (CHECKPOINT, saved("x", to=5)),
     (CHECKPOINT, weight(lambda x: x * torch.nan)), (CHECKPOINT, weight(lambda x: x[None])),
-    ("checkpoints/best.ckpt", folder), ("curves.png", folder), ("report.html", folder),
 ]  # fmt: skip
 
 

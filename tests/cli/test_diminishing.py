@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.diminishing import paired_stop, print_diminishing
+from lightning_rlhf.evaluation.diminishing import print_diminishing
+from lightning_rlhf.evaluation.gold_stop import paired_stop
 
 from .conftest import Workplace
 

@@ -16,7 +16,7 @@ from peft import AutoPeftModelForCausalLM
 import lightning_rlhf
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.runs.trained import trained_as
+from lightning_rlhf.runs.parents import trained_as
 from lightning_rlhf.stages.chat import load_speaker
 
 from .conftest import PRESETS, Workplace, rows, weights

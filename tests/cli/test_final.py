@@ -177,7 +177,8 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
     assert found["metrics"]["eval/loss"] == float(measured["4"]["eval/loss"])
 
     rm = place.stage("rm")
-    place.call("export", str(rm), "--step", "6", "--out", "rm6").succeeded  # noqa: B018
+    out = place.call("export", str(rm), "--step", "6", "--out", "rm6").succeeded.out
+    assert "fitness report: rm6/report.md" in out
     assert weights(place.folder / "rm6") == weights(rm / "final")
     one, two = manifest(place.folder / "rm6"), manifest(rm / "final")
     for key in ("reward_mean", "reward_std", "verdicts", "tokenizer_hash"):
@@ -197,7 +198,11 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
         ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is"),
     ],
 )  # fmt: skip
-def test_what_is_refused(place: Workplace, words: str, told: str) -> None:
+def test_what_is_refused(
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, words: str, told: str
+) -> None:
+    """The number of PPO's iterations is in the configuration, so that no model is loaded before."""
+    monkeypatch.delattr("lightning_rlhf.runs.run.start_from")
     assert told in ppo(place, "refused", *words.split()).error
     assert not folder(place, "refused").exists()
 

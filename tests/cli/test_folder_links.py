@@ -36,7 +36,7 @@ def linked(place: Workplace, link: Path) -> Path:
     return target
 
 
-@pytest.mark.parametrize("which", ["sft", "mini", "default", "outputs"])
+@pytest.mark.parametrize("which", ["sft", "outputs"])
 def test_overwrite_replaces_what_a_link_points_to(
     finished: Workplace, pipeline: Workplace, which: str
 ) -> None:
@@ -72,13 +72,13 @@ def test_overwrite_replaces_what_a_link_points_to(
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("name", ["mine.txt", "config.json", "final/model", ".lock", "a.tmp"])
-@pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",), ("job=j",), ("-m",)])
+@pytest.mark.parametrize("name", ["config.json", "final/model", ".lock"])
+@pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",), ("-m",)])
 def test_a_run_starts_in_no_folder_with_foreign_files(
     workplace: Workplace, name: str, words: tuple[str, ...]
 ) -> None:
     folder = workplace.stage("sft")
-    job = {("job=j",): "j", ("-m",): whole_name([*MINI[2:], "seed=1"])}.get(words, ".")
+    job = whole_name([*MINI[2:], "seed=1"]) if words == ("-m",) else "."
     folder = folder.parent / str(job) / folder.name
     for file in (folder / name, folder / "failed.txt"):
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,7 +101,7 @@ LINKS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.usefixtures("unbuilt")
 @pytest.mark.parametrize("kind", LINKS)
-@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("depth", [0, 3])
 def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: int) -> None:
     """As the stage's folder, or one of those above it."""
     stage = workplace.stage("sft")
@@ -117,7 +117,7 @@ def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: 
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("outputs", ["/proc/outputs", "/proc", "/dev/null", "/dev/null/outputs"])
+@pytest.mark.parametrize("outputs", ["/proc/outputs", "/dev/null"])
 @pytest.mark.parametrize("sweep", [False, True])
 def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, sweep: bool) -> None:
     call = workplace.sweep if sweep else workplace.mini

@@ -221,7 +221,7 @@ def test_a_stage_that_does_not_train_can_compute_in_one_process_of_several_machi
 ) -> None:
     """As a command that Slurm has started once; trainer.num_nodes is that of the other stages."""
     begun: list[Settings] = []
-    monkeypatch.setattr("lightning_rlhf.stages.fit.measure", begun.append)
+    monkeypatch.setattr("lightning_rlhf.stages.fit.fit", begun.append)
     for stage in ("rank", "eval_policy", "eval_reward"):
         assert workplace.mini(f"stage={stage}", "trainer.num_nodes=2").succeeded
     assert [settings.stage for settings in begun] == ["rank", "eval_policy", "eval_reward"]

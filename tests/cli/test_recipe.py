@@ -22,6 +22,7 @@ from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.evaluation.diminishing import FEWEST_POINTS
 from lightning_rlhf.evaluation.promises import Promise
 from lightning_rlhf.io.user_code import load_object
+from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.rewards.config import FunctionConfig
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK
@@ -194,7 +195,7 @@ def test_overwrite_does_it_all_again(done: Kitchen) -> None:
 def test_another_configuration_is_refused(done: Kitchen) -> None:
     error = done.cook("seed=4").error
     assert done.ran == []
-    assert "another configuration: seed was 3, is 4. Give run=NAME" in error
+    assert "another configuration and cannot be resumed: seed was 3, is 4 (" in error
     assert "run=NAME" in error
     assert "overwrite=true" in error
 

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.execute import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.runs import accelerator, settings
+from lightning_rlhf.runs import accelerator
 from lightning_rlhf.runs.accelerator import check_accelerator, check_devices, print_device
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.objects import check_trainer, own_arguments, own_callbacks
@@ -108,7 +108,7 @@ def test_auto_is_the_gpu_where_there_is_one(
     accelerator: str,
     found: tuple[str, str, str],
 ) -> None:
-    monkeypatch.setattr(settings, "has_gpu", lambda: has_gpu)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     given = CPU | {"accelerator": accelerator, "precision": "auto", "weights_dtype": "auto"}
     tree = {"trainer": given, "model": {"from_config": from_config, "dtype": "auto"}}
     resolved = resolve_auto(tree)

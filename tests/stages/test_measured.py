@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.runs.changes import Ending, write_ending
+from lightning_rlhf.runs.folders import Ending, write_ending
 from lightning_rlhf.runs.measured import (
     by_prompt,
     evaluation_files,

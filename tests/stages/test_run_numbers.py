@@ -20,7 +20,7 @@ from lightning_rlhf.evaluation.run_report import (
 )
 from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs.measured import RunFiles
-from lightning_rlhf.stages.sft import SFT
+from lightning_rlhf.stages.supervised import SFT
 
 
 @pytest.mark.parametrize(

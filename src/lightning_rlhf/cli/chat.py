@@ -28,7 +28,7 @@ from lightning_rlhf.io.storage import Kind, written_whole
 from lightning_rlhf.models.checkpoint import MANIFEST, check_weights, find
 from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.folders import FINAL
-from lightning_rlhf.runs.trained import reward_of, sampled_as, short_names
+from lightning_rlhf.runs.parents import reward_of, sampled_as, short_names
 from lightning_rlhf.stages.chat import Conversation, Piece, Reply, load_speaker
 
 HELP = """/temperature NUMBER   0 takes the most probable token

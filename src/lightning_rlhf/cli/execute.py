@@ -47,15 +47,15 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
+    CONFIG,
     FAILED,
     FINAL,
     folder_of,
     is_unbegun,
-    is_used,
     refuse_foreign_files,
-    state_of,
 )
 from lightning_rlhf.runs.process import IN_RECIPE, IN_SWEEP, run_command
+from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
 
@@ -279,7 +279,7 @@ def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
     try:
         settings = read_settings(cfg)
         folder = folder_of(settings)
-        if not is_used(folder) or (folder / FINAL).is_dir():
+        if not (folder / CONFIG).is_file() or (folder / FINAL).is_dir():
             return []
         if settings.resume == AUTO:
             return ["the same command goes on"]
@@ -352,10 +352,8 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
     if trainer.processes > 1 and world().size == 1 and is_startable:
         run_processes(settings, overrides)
-    elif definition.trains:
-        fit.fit(settings)
     else:
-        fit.measure(settings)
+        fit.fit(settings)
     is_alone = not in_sweep and IN_RECIPE not in os.environ
     if is_alone and definition.hands_over == "model":
         print_line(f"next: {next_command(settings, overrides)}")

@@ -16,10 +16,9 @@ from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.models.checkpoint import check_weights, config_faults, find, is_folder
-from lightning_rlhf.runs.changes import read_config
 from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import CONFIG, check_kinds, exported, is_stale, run_folder
-from lightning_rlhf.runs.resume import saved
+from lightning_rlhf.runs.folders import CONFIG, FINAL, read_config, run_folder
+from lightning_rlhf.runs.resume import is_stale, saved
 from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, stage_names
 from lightning_rlhf.stages import fit
@@ -60,7 +59,7 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     if step not in kept:
         steps = ", ".join(map(str, sorted(kept))) or "none"
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
-    out = exported(folder, step) if out is None else out
+    out = folder / f"{FINAL}_{step:06d}" if out is None else out
     refuse_existing(out)
     if is_stale(settings):
         raise CheckpointError(
@@ -80,7 +79,6 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     CheckpointError where its file is damaged.
     """
     file = folder / CONFIG
-    check_kinds(folder)
     if not file.is_file():
         found = f"is no run: it has no {CONFIG}" if folder.is_dir() else "does not exist"
         beside = sorted(path.parent.name for path in folder.parent.glob(f"*/{CONFIG}"))

@@ -35,18 +35,15 @@ from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_pro
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.checkpoint import MANIFEST
 from lightning_rlhf.report.tables import side_by_side
-from lightning_rlhf.runs.changes import differing_keys
 from lightning_rlhf.runs.folders import (
     FINAL,
-    State,
     check_writable,
+    differing_keys,
     folder_of,
-    is_finished,
     run_folder,
-    state_of,
 )
 from lightning_rlhf.runs.process import IN_RECIPE, run_command
-from lightning_rlhf.runs.resume import held
+from lightning_rlhf.runs.resume import State, held, state_of
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
@@ -144,7 +141,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     folder = folder_of(first).parent
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
-            is_due = cfg.overwrite or not is_finished(settings)
+            is_due = cfg.overwrite or not (folder_of(settings) / FINAL).is_dir()
             if is_due and step_source(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
     with held(first, folder):

@@ -23,7 +23,6 @@ from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.run_page import StageReport, part, token_part, write_page
 from lightning_rlhf.report.tables import marked, scale, with_sign
-from lightning_rlhf.runs.folders import check_kinds
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""
@@ -47,7 +46,6 @@ def replay(arguments: Sequence[str]) -> None:
     check_value("--iteration", given.iteration, PositiveInt | None)
     check_value("--responses", given.responses, PositiveInt)
     folder = Path(given.run)
-    check_kinds(folder)  # a pipe without a writer would be read for ever
     recorded = recorded_iterations(folder)
     if not recorded:
         hint = "" if folder.is_dir() else nearest_path(str(folder))

@@ -44,7 +44,7 @@ from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
-from lightning_rlhf.runs.changes import flatten
+from lightning_rlhf.runs.folders import flatten
 from lightning_rlhf.runs.process import STOPPED
 from lightning_rlhf.runs.stage import find_stage
 

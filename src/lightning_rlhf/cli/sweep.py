@@ -38,9 +38,15 @@ from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import WIDEST, SweepRow, Table, shared_overrides, sweep_table
-from lightning_rlhf.runs.changes import changes
 from lightning_rlhf.runs.console import RECIPES, print_error
-from lightning_rlhf.runs.folders import CONFIG, FINAL, folder_of, is_used, leave_failed, run_folder
+from lightning_rlhf.runs.folders import (
+    CONFIG,
+    FINAL,
+    changes,
+    folder_of,
+    leave_failed,
+    run_folder,
+)
 from lightning_rlhf.runs.process import STOPPED
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
@@ -386,7 +392,7 @@ def show_ended(problem: str | None = None) -> None:
 
 def compare(results: Sequence[JobResult], sweep: SweepHook) -> bool:
     """Write the page that compares the jobs. Return False where an error prevents it."""
-    begun = [r for r in results if r.folder and is_used(Path(r.folder))]
+    begun = [r for r in results if r.folder and (Path(r.folder) / CONFIG).is_file()]
     pages = [sweep.sweep / f"{page}.html"
              for page in ("compare", sweep.name and f"compare_{sweep.name}") if page]  # fmt: skip
     try:

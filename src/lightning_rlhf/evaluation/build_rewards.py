@@ -71,13 +71,12 @@ from lightning_rlhf.rewards.weighted import (
     TextReward,
 )
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.runs.changes import differing_keys, read_config
 from lightning_rlhf.runs.console import CONF
-from lightning_rlhf.runs.folders import CONFIG, FINAL, folder_of, reward_role
+from lightning_rlhf.runs.folders import CONFIG, FINAL, differing_keys, folder_of, read_config
+from lightning_rlhf.runs.parents import reward_role, trained_as
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_reward
 from lightning_rlhf.runs.stage import Settings, reward_key
-from lightning_rlhf.runs.trained import trained_as
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import Columns, Messages, Score

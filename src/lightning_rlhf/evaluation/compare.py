@@ -23,8 +23,14 @@ from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joi
 from lightning_rlhf.report.estimates import interval_text
 from lightning_rlhf.report.run_page import PromiseRow, StageReport, part, plots, write_page
 from lightning_rlhf.report.tables import ABSENT, Table
-from lightning_rlhf.runs.changes import differing_keys, flatten, read_config, volatile
-from lightning_rlhf.runs.folders import CONFIG, METRICS, check_kinds
+from lightning_rlhf.runs.folders import (
+    CONFIG,
+    METRICS,
+    differing_keys,
+    flatten,
+    read_config,
+    volatile,
+)
 from lightning_rlhf.runs.measured import RunFiles, damage_named, read_run
 from lightning_rlhf.runs.stage import STAGES, find_stage
 
@@ -280,8 +286,6 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
     Raises ConfigError where fewer runs are found, and CheckpointError for a damaged one.
     """
     found = [path for folder in folders for path in runs_in(folder)]
-    for path in found:
-        check_kinds(path)  # a pipe without a writer would be read for ever
     stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")

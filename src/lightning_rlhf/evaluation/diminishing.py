@@ -27,7 +27,7 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Plot, Series, frontier_plots
 from lightning_rlhf.report.estimates import Interval
 from lightning_rlhf.report.figures import draw_plots
-from lightning_rlhf.runs.folders import METRICS, check_kinds
+from lightning_rlhf.runs.folders import METRICS
 from lightning_rlhf.runs.measured import damage_named, read_metrics
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
@@ -324,7 +324,6 @@ def print_diminishing(folder: Path, title: str) -> bool:
     title: name of the run.
     Raises CheckpointError where the folder or its metrics.csv is damaged.
     """
-    check_kinds(folder)
     curves = read_metrics(folder)
     if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
         return False

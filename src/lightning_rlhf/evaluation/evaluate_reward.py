@@ -63,7 +63,8 @@ from lightning_rlhf.rollout.collector import (
 )
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
-from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
+from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.parents import reward_role
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Stage, reward_key
 

@@ -17,8 +17,8 @@ from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.runs.changes import read_config
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, folder_of, read_config
+from lightning_rlhf.runs.parents import earlier
 from lightning_rlhf.runs.resume import run_id
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section

@@ -14,7 +14,7 @@ from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.report.estimates import interval_text
 from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
-from lightning_rlhf.runs.changes import VOLATILE, differing_keys, volatile
+from lightning_rlhf.runs.folders import VOLATILE, differing_keys, volatile
 from lightning_rlhf.runs.stage import Settings
 
 STYLES: dict[Kept, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}

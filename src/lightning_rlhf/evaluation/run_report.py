@@ -44,8 +44,7 @@ from lightning_rlhf.report.run_page import (
     write_page,
 )
 from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
-from lightning_rlhf.runs.changes import flatten
-from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
+from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
 from lightning_rlhf.runs.measured import (
     LOWEST,
     RunFiles,

@@ -36,8 +36,7 @@ from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.runs.changes import Ending, Export, Value, read_ending, write_ending
-from lightning_rlhf.runs.folders import METRICS
+from lightning_rlhf.runs.folders import METRICS, Ending, Export, Value, read_ending, write_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
 
@@ -97,10 +96,10 @@ def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tup
     return name, found
 
 
-def check_final(settings: Settings, steps: int) -> None:
+def check_final(settings: Settings, steps: int | None) -> None:
     """Raise ConfigError where `final`, `best` or `stop` do not fit the stage or one another.
 
-    steps: number of steps of the run.
+    steps: number of steps of the run; None where only its data tell, and any step may be named.
     """
     config: StageConfig = settings.config
     stage, step = settings.stage, config.final
@@ -121,6 +120,8 @@ def check_final(settings: Settings, steps: int) -> None:
             f"{key} is {step}, and {stage}.stop may end the run before that step; allowed "
             "where a rule may end the run: last, best"
         )
+    if steps is None:
+        return
     every = config.validation_interval(steps)
     is_evaluated = step <= steps and (step % every == 0 or step == steps)
     require(is_evaluated, key, step, f"last, best, or a step at which the run evaluates: a multiple"

@@ -33,8 +33,9 @@ DEFINITIONS = (
     "that the SFT model, at the sampling temperature, gives their tokens. The shares of different "
     "words and pairs of words (distinct-1, distinct-2) are the number of different ones divided by "
     "the number of all, over all responses. pass@k, for scores of 0 and 1 alone, is "
-    "1 - C(n - c, k) / C(n, k) for n responses of which c pass, averaged over prompts. The KL of the "
-    "best of n, which has no log-probability, is estimated from the scores s of the SFT model's responses to a prompt, as "
+    "1 - C(n - c, k) / C(n, k) for n responses of which c pass, averaged over prompts. The KL of "
+    "the best of n, which has no log-probability, is estimated from the scores s of the SFT "
+    "model's responses to a prompt, as "
     "sum over s of w log(w / p) with p the share of s and w = P(x <= s)^n - P(x < s)^n; it is at "
     "most log n - (n - 1) / n, which only scores without ties reach."
 )

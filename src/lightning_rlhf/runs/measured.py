@@ -21,8 +21,7 @@ from lightning_rlhf.report.comparison import REWARD, number_column
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
 from lightning_rlhf.report.run_page import Evaluated
-from lightning_rlhf.runs.changes import read_config, read_ending
-from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS
+from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS, read_config, read_ending
 from lightning_rlhf.runs.stage import Stage
 
 

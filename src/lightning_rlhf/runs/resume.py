@@ -1,12 +1,12 @@
-"""The lock on a run's folder, and the checkpoint that a run resumes from."""
+"""How a run starts: its lock, the state of its folder, and the checkpoint that it resumes from."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from filelock import Timeout
 
@@ -24,26 +24,33 @@ from lightning_rlhf.callbacks.files import (
     step_named,
     train_samples,
 )
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
-from lightning_rlhf.runs.changes import changes, listed
+from lightning_rlhf.models.checkpoint import digest
 from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
     LOCK,
     METRICS,
+    PARENTS,
     RUN_ID,
+    changes,
     check_writable,
-    find_parents,
     folder_of,
-    is_stale,
     is_unbegun,
-    is_used,
+    read_config,
     refuse_foreign_files,
 )
-from lightning_rlhf.runs.stage import Settings
+from lightning_rlhf.runs.parents import find_parents
+from lightning_rlhf.runs.stage import AUTO, Settings
+
+State = Literal["new", "done", "cut off", "outdated"]
+Start = tuple[bool | str, bool, Path | None]
+"""`resume`, `overwrite` and the checkpoint with which a run starts or resumes."""
+LISTED = 6
+"""Largest number of keys that an error names; the rest are counted."""
 
 
 @contextmanager
@@ -76,37 +83,113 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-def resume_point(settings: Settings) -> Path | None:
-    """Return the checkpoint to resume from, or None to start over. Changes no file.
+def state_of(settings: Settings) -> State:
+    """Return the state of the run.
 
-    Raises ConfigError where a run would be overwritten, or where there is nothing to resume.
+    new: nothing is there, or a run that ended before its first step; done: `final/` is there;
+    cut off: there is a part to resume; outdated: the checkpoints it was started from have changed.
+
+    Raises ConfigError where the folder holds the stage with another configuration.
     """
     folder = folder_of(settings)
-    check_writable("outputs", settings.outputs, folder)
-    if not settings.resume:
-        refuse_foreign_files(folder)
-    if settings.overwrite:
-        check_apart(settings, folder)
-        return None
-    finished, there = (folder / FINAL).is_dir(), saved(folder)
-    if not is_used(folder):
-        if settings.resume:
-            raise ConfigError(f"{folder} holds no run to resume; leave resume=true out")
-        return None
-    beside = name_beside(settings)
-    auto = "" if finished or there else "resume=auto or "
-    ways = f"{auto}overwrite=true to delete it and start over, or {beside} to keep both"
-    if finished:
-        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
-    if settings.resume and there:
-        check_same_run(settings, folder)
-        return there[-1] if settings.resume is True else named(folder, settings.resume)
-    if settings.resume:
-        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {ways}")
     if is_unbegun(folder):
+        return "new"
+    if changed := changes(settings.definition, settings.tree, folder / CONFIG):
+        more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
+        shown = "; ".join([*changed[:LISTED], *more])
+        raise ConfigError(
+            f"{folder} holds a run of another configuration and cannot be resumed: "
+            f"{shown} ({folder / CONFIG}). Give what it was started with, {name_beside(settings)} "
+            "to keep both, or overwrite=true to start over"
+        )
+    if is_stale(settings):
+        print_line(f"{folder}: the models it was started from are others now")
+        return "outdated"
+    return "done" if (folder / FINAL).is_dir() else "cut off"
+
+
+def decide(settings: Settings) -> Start | None:
+    """Return how a run starts or resumes; None where it has finished. Changes no file.
+
+    resume=auto resumes from the newest checkpoint that is whole; it starts what was cut off before
+    its first checkpoint over, but never a run that has checkpoints.
+    Raises ConfigError where a run would be overwritten, where the folder holds another run or where
+    there is nothing to resume, and CheckpointError where a file that is read is damaged.
+    """
+    folder, resume = folder_of(settings), settings.resume
+    check_writable("outputs", settings.outputs, folder)
+    if not resume or resume == AUTO:
+        refuse_foreign_files(folder)
+    beside = name_beside(settings)
+    if settings.overwrite:
+        for final in find_parents(settings).values():
+            if final.path.resolve().is_relative_to(folder.resolve()):
+                raise ConfigError(
+                    f"overwrite=true would delete {folder}, and with it {final.path}, which the "
+                    f"run starts from. Give {beside} to keep both"
+                )
+        return False, True, None
+    if is_unbegun(folder) and resume in (False, AUTO):
+        return False, False, None
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no run to resume: no {CONFIG}; leave resume=true out")
+    there, is_finished = saved(folder), (folder / FINAL).is_dir()
+    ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
+    auto = "" if there else "resume=auto or "
+    if is_finished and resume != AUTO:
+        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
+    if not resume:
+        go_on = "resume=true to go on, " if there else ""
+        raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{auto}{ways}")
+    if not there and resume != AUTO:
+        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {auto}{ways}")
+    if state_of(settings) == "outdated":
+        raise ConfigError(
+            f"{folder} cannot be resumed: the models it was started from are others now. Give "
+            f"{ways}"
+        )
+    if is_finished:
+        print_line(f"{settings.stage}: finished already, {folder / FINAL}")
         return None
-    go_on = "resume=true to go on, " if there else ""
-    raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{ways}")
+    if not there:
+        print_line(
+            f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
+        )
+        return False, True, None
+    if resume != AUTO:
+        path = there[-1] if resume is True else folder / CHECKPOINTS / f"{resume}{SUFFIX}"
+        if not path.is_file():
+            names = ", ".join(sorted(p.stem for p in there))
+            raise ConfigError(f"resume={resume}: {path} is not there; allowed: true, {names}")
+        check_resumable(path, settings)
+        return resume, False, path
+    failures = []
+    for path in reversed(there):
+        try:
+            check_resumable(path, settings)
+        except CheckpointError as error:
+            failures.append(error)
+            continue
+        for failure in failures:
+            print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+        return path.stem, False, path
+    raise failures[0]
+
+
+def is_stale(settings: Settings) -> bool:
+    """Return whether the checkpoints that the run was started from have changed since.
+
+    A checkpoint that was deleted does not count: results made from it stay valid.
+    """
+    file = folder_of(settings) / PARENTS
+    then = read_config(file, "delete it to go on") if file.is_file() else {}
+    if not all(isinstance(was, str) for was in then.values()):
+        raise CheckpointError(f"{file} is damaged: it names no digest; delete it to go on")
+    try:
+        now = {role: digest(final.path) for role, final in find_parents(settings).items()}
+    except (CheckpointError, HubError):
+        return False
+    return any(now[role] != was for role, was in then.items() if role in now)
 
 
 def saved(folder: Path) -> list[Path]:
@@ -115,80 +198,10 @@ def saved(folder: Path) -> list[Path]:
     return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
 
 
-def decide(settings: Settings) -> Settings | None:
-    """Resolve resume=auto: return settings that resume or start; None for a finished run.
-
-    Raises ConfigError where the folder holds another run, and CheckpointError where the run has
-    checkpoints and cannot resume from any of them: it is not started over then.
-    """
-    folder = folder_of(settings)
-    if is_used(folder) and (folder / FINAL).is_dir():
-        check_same_run(settings, folder)
-        print_line(f"{settings.stage}: finished already, {folder / FINAL}")
-        return None
-    if not is_used(folder) or is_unbegun(folder):
-        return replace(settings, resume=False)
-    check_same_run(settings, folder)
-    if not saved(folder):
-        print_line(
-            f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
-        )
-        return replace(settings, resume=False, overwrite=True)
-    failures = []
-    for path in reversed(saved(folder)):
-        try:
-            check_resumable(path, settings)
-        except CheckpointError as error:
-            failures.append(error)
-            continue
-        for failure in failures:
-            print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
-        return replace(settings, resume=path.stem)
-    raise failures[0]
-
-
 def name_beside(settings: Settings) -> str:
     """Return the override that gives a run its own folder and keeps the models it starts from."""
     starts_here = not settings.definition.reads_sft and settings.job is None
     return "run=NAME" if starts_here else "job=NAME"
-
-
-def check_apart(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError where the run starts from a checkpoint that it would delete."""
-    for final in find_parents(settings).values():
-        if final.path.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"overwrite=true would delete {folder}, and with it {final.path}, which the run "
-                f"starts from. Give {name_beside(settings)} to keep both"
-            )
-
-
-def check_same_run(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError unless the run in `folder` is of this configuration and these models."""
-    check_same_config(settings, folder)
-    if is_stale(settings):
-        raise ConfigError(
-            f"{folder} cannot be resumed: the models it was started from are others now. Give "
-            f"overwrite=true to delete it and start over, or {name_beside(settings)} to keep both"
-        )
-
-
-def check_same_config(settings: Settings, folder: Path) -> None:
-    """Raise ConfigError unless the run in `folder` had this configuration."""
-    if changed := changes(settings.definition, settings.tree, folder / CONFIG):
-        raise ConfigError(
-            f"{folder} cannot be resumed: {listed(changed)} ({folder / CONFIG}). Give what it was "
-            "started with, or overwrite=true to start over"
-        )
-
-
-def named(folder: Path, name: str) -> Path:
-    """Return the checkpoint of this name. Raises ConfigError where there is none."""
-    path = folder / CHECKPOINTS / f"{name}{SUFFIX}"
-    if not path.is_file():
-        there = sorted(p.stem for p in saved(folder))
-        raise ConfigError(f"resume={name}: {path} is not there; allowed: true, {', '.join(there)}")
-    return path
 
 
 def check_resumable(path: Path, settings: Settings) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,17 +23,32 @@ from lightning_rlhf.data.lengths import Tokenised, tokenise
 from lightning_rlhf.data.readers import TrainVal, draw_rows, load
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
 from lightning_rlhf.io.console import Working
+from lightning_rlhf.io.storage import delete, make_folder, written_whole
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.checkpoint import Final
+from lightning_rlhf.models.checkpoint import Final, digest
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.runs.accelerator import device_of
-from lightning_rlhf.runs.changes import Export
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.folders import claim, find_parents, folder_of, run_name
+from lightning_rlhf.runs.folders import (
+    CONFIG,
+    DELETED,
+    ENDING,
+    FINAL,
+    PARENTS,
+    RUN_ID,
+    Export,
+    clear,
+    delete_unfinished,
+    folder_of,
+    is_marked,
+    is_unbegun,
+    run_name,
+)
 from lightning_rlhf.runs.objects import check_trainer, own_arguments, own_callbacks, own_loggers
+from lightning_rlhf.runs.parents import find_parents
 from lightning_rlhf.runs.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
@@ -98,6 +115,11 @@ class Run:
         return folder_of(self.settings)
 
     @property
+    def final(self) -> Path:
+        """Return the path of `final/`, or of the folder to export to."""
+        return self.folder / FINAL if self.export is None else self.export.folder
+
+    @property
     def device(self) -> torch.device:
         """Return the device that the run computes on."""
         return device_of(self.settings)
@@ -108,8 +130,30 @@ class Run:
         return current(self.device)
 
     def claim(self) -> Path:
-        """Make the folder of the run and record what it starts from; return its path."""
-        return claim(self.settings, self.parents)
+        """Make the folder of the run and record what it starts from; return its path.
+
+        Files of a run to be overwritten, or of one that ended before its first step, are deleted.
+        Raises ConfigError where it cannot be written.
+        """
+        settings, folder = self.settings, self.folder
+        digests = {role: digest(final.path) for role, final in self.parents.items()}
+        try:
+            make_folder(folder)
+            delete(folder / DELETED)  # may be left over from a killed process
+            is_new = settings.overwrite or (is_unbegun(folder) and not settings.resume)
+            if is_new and is_marked(folder):
+                clear(folder)
+            delete_unfinished(folder)
+            if not settings.resume:
+                with written_whole(folder / RUN_ID) as beside:
+                    beside.write_text(secrets.token_hex(8))
+            (folder / ENDING).unlink(missing_ok=True)
+            for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
+                with written_whole(folder / name) as beside:
+                    beside.write_text(json.dumps(tree, indent=2) + "\n")
+        except OSError as error:
+            raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
+        return folder
 
     def open_loggers(self) -> list[Logger]:
         """Return metrics.csv, the configured logger and the user's own, for a claimed folder."""
@@ -149,17 +193,17 @@ class Run:
         print_lengths(what, held_out, val, to_validate=True)
         return held_out, train, val
 
-    def load_model(self, *, trainable: bool = False) -> Roles:
+    def load_model(self) -> Roles:
         """Return the model that the run starts from, on the CPU: the SFT model, or the base.
 
-        trainable: True makes all weights trainable, for full fine-tuning.
+        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section.
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         with Working("loading the model"):
             roles = start_from(
                 self.settings.model,
                 self.parents.get(SFT),
-                trainable=trainable,
+                trainable=getattr(self.settings.config, "finetune", None) == "full",
                 seed=self.settings.seed,
             )
         check_vocabulary(roles, self.tokenizer)

@@ -53,9 +53,17 @@ FOLDER_NAME = (
     "a folder name of characters that can be seen, without slashes and line breaks, which begins "
     "with a letter or digit and does not end with a dot or space"
 )
+NAME = r"\w[^/\\]*(?<![. ])"
 FolderName = Annotated[Text, described("a folder name of at most 255 bytes, no line breaks")]
 OBJECTS = ("callbacks", "plugins", "profiler", "strategy")
 """Keys of `trainer` whose values may be objects with arguments of their own."""
+TYPES: Mapping[str, Any] = {
+    "seed": Seed,
+    "preflight": PreflightMode,
+    "outputs": Annotated[Text, described("a folder")],
+    **dict.fromkeys(("overwrite", "record", "debug", "samples"), bool),
+}
+"""Top-level key of one value -> type of the value."""
 KEYS = {f.name for f in dataclasses.fields(Settings)} - {"config", "custom_logger", "find", "tree"}
 """Top-level keys of a configuration besides the section of its stage, `recipe` and `final`."""
 GPU = {"precision": "bf16-mixed", "weights_dtype": "bfloat16"}
@@ -136,25 +144,27 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     refuse_unknown(tree, KEYS | {"recipe", "final", stage}, "")
     for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
-    check_value("seed", tree["seed"], Seed)
-    for key in ("overwrite", "record", "debug", "samples"):
-        check_value(key, tree[key], bool)
     if tree["preflight"] is False:
         tree["preflight"] = "off"  # which is false in a YAML file
-    check_value("preflight", tree["preflight"], PreflightMode)
+    for key, kind in TYPES.items():
+        check_value(key, tree[key], kind)
     tree["resume"] = read_resume(tree["resume"])
-    tree |= folder_names(tree)
-    tree = resolve_auto(tree)
-    check_value("outputs", tree["outputs"], Annotated[Text, described("a folder")])
     if tree["resume"] and tree["overwrite"]:
         given = "true" if tree["resume"] is True else tree["resume"]
         raise ConfigError(f"resume={given} and overwrite=true exclude each other; give one of them")
+    tree = resolve_auto(tree | folder_names(tree))
     reward = read_reward(tree["reward"])
     with naming_own_keys(stage, {f.name for f in fields(config_class)}):
         config = stage_config(stage, config_class, tree[stage])
-        if isinstance(config, PPOConfig):
-            check_normalization(config, reward)
+        own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
+        if isinstance(config, PPOConfig) and own and config.score_normalization != "none":
+            raise ConfigError(
+                f"ppo.score_normalization is {config.score_normalization!r} and the reward "
+                f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
+                "the two, with ppo.score_normalization=none or normalization=none and clip=null"
+            )
     tree["reward"] = redacted_section(tree["reward"])
+    logger, custom_logger = read_logger(tree)
     return Settings(
         stage=stage,
         find=find,
@@ -163,21 +173,13 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         data=build(DataConfig, tree["data"], "data"),
         reward=reward,
         trainer=read_trainer(tree["trainer"]),
-        logger=_logger(tree),
-        custom_logger=own_logger(tree),
+        logger=logger,
+        custom_logger=custom_logger,
         callbacks=section(tree, "callbacks"),
         policy=build(PolicySource, tree["policy"], "policy"),
-        run=tree["run"],
-        job=tree["job"],
-        seed=tree["seed"],
         outputs=Path(os.path.expanduser(tree["outputs"])),
-        resume=tree["resume"],
-        overwrite=tree["overwrite"],
-        preflight=tree["preflight"],
-        record=tree["record"],
-        debug=tree["debug"],
-        samples=tree["samples"],
         tree=tree,
+        **{key: tree[key] for key in ("run", "job", "resume", *TYPES) if key != "outputs"},
     )
 
 
@@ -186,22 +188,18 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigError where a name is not printable or not valid on every file system.
     """
-    model = section(tree, "model", "name")
-    names = {"run": tree["run"], "model.name": model["name"]}
-    if tree["job"] is not None:
-        names["job"] = tree["job"]
-    for key, name in names.items():
-        is_word = isinstance(name, str | int) and not isinstance(name, bool)
+    model, stages = section(tree, "model", "name"), stage_names(tree)
+    for key, name in {"run": tree["run"], "model.name": model["name"], "job": tree["job"]}.items():
+        if key == "job" and name is None:
+            continue
         is_other = isinstance(name, bool | float)
         require(not is_other, key, name, f"text; quote what reads as no text: \"{key}='NAME'\"")
-        is_name = is_word and re.fullmatch(r"\w[^/\\]*(?<![. ])", str(name)) is not None
+        is_name = isinstance(name, str | int) and re.fullmatch(NAME, str(name)) is not None
         require(is_name and str(name).isprintable(), key, name, FOLDER_NAME)
         check_value(key, str(name), FolderName)
-        stages = stage_names(tree)
         require(name not in stages, key, name, f"a name other than {', '.join(stages)}")
-    model_name = str(names.pop("model.name"))
-    texts = {key: str(name) for key, name in names.items()}
-    return {**texts, "model": {**model, "name": model_name}}
+    job = None if tree["job"] is None else str(tree["job"])
+    return {"run": str(tree["run"]), "job": job, "model": {**model, "name": str(model["name"])}}
 
 
 def plain(cfg: DictConfig) -> dict[str, Any]:
@@ -253,26 +251,18 @@ def stage_config(stage: str, kind: type, node: Any) -> Any:
     return build(kind, node, stage)
 
 
-def own_logger(tree: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the section of a logger of the user's own, None where it names a shipped one.
+def read_logger(tree: Mapping[str, Any]) -> tuple[LoggerConfig, Mapping[str, Any] | None]:
+    """Return the section `logger`, and that of a logger of the user's own, or None.
 
-    `kind=csv` may stand beside `_target_`, since metrics.csv is always written.
+    With one of the user's own metrics.csv is written too: `kind=csv` may stand beside `_target_`.
     """
     node = section(tree, "logger")
     if "_target_" not in node:
-        return None
-    if "kind" not in node or node["kind"] not in get_args(Kind):
-        return node
-    require(node["kind"] == "csv", "logger.kind", node["kind"], "csv beside logger._target_")
-    return {key: value for key, value in node.items() if key != "kind"}
-
-
-def _logger(tree: Mapping[str, Any]) -> LoggerConfig:
-    """Return the section `logger`; with a user's own logger, metrics.csv is written too."""
-    node = section(tree, "logger")
-    if "_target_" in node:
-        return LoggerConfig(kind="csv")
-    return logger_config(section(tree, "logger", "kind"))
+        return logger_config(section(tree, "logger", "kind")), None
+    if "kind" in node and node["kind"] in get_args(Kind):
+        require(node["kind"] == "csv", "logger.kind", node["kind"], "csv beside logger._target_")
+        node = {key: value for key, value in node.items() if key != "kind"}
+    return LoggerConfig(kind="csv"), node
 
 
 REWARDS: Mapping[str, type[ComponentConfig]] = {
@@ -289,22 +279,24 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
     """Return the components of the section `reward` by name; a single one is named by its kind."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
     require(kind in [*REWARDS, SUM], "reward.kind", kind, ", ".join((*REWARDS, SUM)))
-    if kind != SUM:
-        return _weighing({kind: _component(node, "reward")})
-    components = node.get("components")
-    refuse_unknown(node, {"kind", "components"}, "reward.")
-    require(isinstance(components, Mapping) and bool(components), "reward.components", components,
-            "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
-    for name in components:
-        require(re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None, "a name in reward.components",
-                name, "letters, digits and _, a letter first")  # fmt: skip
-    return _weighing({
-        str(name): _component(part, f"reward.components.{name}")
-        for name, part in components.items()
-    })  # fmt: skip
-
-
-def _weighing(reward: dict[str, ComponentConfig]) -> dict[str, ComponentConfig]:
+    parts, key = {kind: node}, "reward"
+    if kind == SUM:
+        parts, key = node.get("components"), "reward.components.{}"
+        refuse_unknown(node, {"kind", "components"}, "reward.")
+        require(isinstance(parts, Mapping) and bool(parts), "reward.components", parts,
+                "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
+    reward, kinds = {}, ", ".join(REWARDS)
+    for name, part in parts.items():
+        is_name = re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None
+        require(
+            is_name, "a name in reward.components", name, "letters, digits and _, a letter first"
+        )
+        own = key.format(name)
+        require(isinstance(part, Mapping), own, part, "a mapping of keys to values")
+        require("kind" in part, f"{own}.kind", "missing", kinds)
+        require(part["kind"] in list(REWARDS), f"{own}.kind", part["kind"], kinds)
+        reward[str(name)] = build(REWARDS[part["kind"]], part, own)
+        reward[str(name)].check(own)
     if all(component.weight == 0 for component in reward.values()):
         raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
     return reward
@@ -316,9 +308,9 @@ def check_components(tree: Any) -> None:
     tree: configuration; values may be missing, as after a misspelt name.
     """
     reward = tree.get("reward") if isinstance(tree, Mapping) else None
-    parts = reward.get("components") if isinstance(reward, Mapping) else None
-    parts = parts if isinstance(parts, Mapping) else {}
-    parts = {str(name): part for name, part in parts.items() if isinstance(part, Mapping)}
+    given = reward.get("components") if isinstance(reward, Mapping) else None
+    nodes = given.items() if isinstance(given, Mapping) else ()
+    parts = {str(name): part for name, part in nodes if isinstance(part, Mapping)}
     whole = [name for name, part in parts.items() if {"kind", "weight"} <= part.keys()]
     for name in parts.keys() - set(whole):
         kind = parts[name].get("kind", "KIND")
@@ -330,36 +322,15 @@ def check_components(tree: Any) -> None:
         )
 
 
-def check_normalization(config: PPOConfig, reward: Mapping[str, ComponentConfig]) -> None:
-    """Raise ConfigError where both a component and the whole score use running moments."""
-    own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
-    if own and config.score_normalization != "none":
-        raise ConfigError(
-            f"ppo.score_normalization is {config.score_normalization!r} and the reward "
-            f"{own[0]!r} is normalised by running moments or clipped already; allowed: one of "
-            "the two, with ppo.score_normalization=none or normalization=none and clip=null"
-        )
-
-
 def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `reward` with users, passwords and queries removed from its URLs."""
     shown = dict(node)
     if "url" in shown:
         shown["url"] = redacted(shown["url"])
     if "components" in shown:
-        parts = shown["components"]
-        shown["components"] = {name: redacted_section(part) for name, part in parts.items()}
+        parts = shown["components"].items()
+        shown["components"] = {name: redacted_section(part) for name, part in parts}
     return shown
-
-
-def _component(node: Any, key: str) -> ComponentConfig:
-    require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
-    kinds = ", ".join(REWARDS)
-    require("kind" in node, f"{key}.kind", "missing", kinds)
-    require(node["kind"] in list(REWARDS), f"{key}.kind", node["kind"], kinds)
-    config = build(REWARDS[node["kind"]], node, key)
-    config.check(key)
-    return config
 
 
 def read_trainer(node: Any) -> TrainerConfig:
@@ -380,10 +351,10 @@ def read_trainer(node: Any) -> TrainerConfig:
     for key, kind in PASSED.items():
         if key in node:
             check_value(f"trainer.{key}", node[key], kind)
-    options = {key: node[key] for key in node if key in (*PASSED, "_target_")}
-    options = {"_target_": "lightning.Trainer", **options}
-    mine = {key: node[key] for key in node if key in ours}
-    return build(TrainerConfig, {**mine, "options": options}, "trainer")
+    options = {key: value for key, value in node.items() if key not in ours}
+    mine = {key: value for key, value in node.items() if key in ours}
+    mine["options"] = {"_target_": "lightning.Trainer", **options}
+    return build(TrainerConfig, mine, "trainer")
 
 
 def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
@@ -398,16 +369,11 @@ def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
     trainer, model = dict(trainer), dict(model)
     if trainer.get("accelerator") == AUTO:
         is_small = model.get("from_config") is not None
-        trainer["accelerator"] = "gpu" if not is_small and has_gpu() else "cpu"
+        import torch  # only where the configuration leaves the choice to the machine
+
+        trainer["accelerator"] = "gpu" if not is_small and torch.cuda.is_available() else "cpu"
     values = GPU if trainer == trainer | {"accelerator": "gpu"} else CPU
     trainer |= {key: value for key, value in values.items() if trainer.get(key) == AUTO}
     if model.get("dtype") == AUTO:
         model["dtype"] = trainer["weights_dtype"]
     return {**tree, "trainer": trainer, "model": model}
-
-
-def has_gpu() -> bool:
-    """Return whether torch finds a GPU of CUDA."""
-    import torch  # only where the configuration leaves the choice to the machine
-
-    return torch.cuda.is_available()

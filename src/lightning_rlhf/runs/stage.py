@@ -149,10 +149,10 @@ class Stage:
 
 
 STAGES: Mapping[str, tuple[str, type]] = {
-    "sft": ("lightning_rlhf.stages.sft:SFT", SFTConfig),
+    "sft": ("lightning_rlhf.stages.supervised:SFT", SFTConfig),
     "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
-    "dpo": ("lightning_rlhf.stages.dpo:DPO", DPOConfig),
+    "dpo": ("lightning_rlhf.stages.supervised:DPO", DPOConfig),
     "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", RankConfig),
     "eval_policy": ("lightning_rlhf.evaluation.evaluate_policy:EvalPolicy", PolicyEvalConfig),
     "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", EvalConfig),
@@ -204,16 +204,14 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
             )
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
     source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
-    own: type[Stage] = load_object(source, key, "stage", is_stage)
+    own: type[Stage] = load_object(
+        source, key, "stage",
+        lambda found: isinstance(found, type) and issubclass(found, Stage) and found is not Stage,
+    )  # fmt: skip
     missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]
     require(not missing, key, source, f"a class with {', '.join(missing)}")
     require(own.name == name, key, source, f"a stage of the name {name!r}; it is {own.name!r}")
     return name, own.config, own
-
-
-def is_stage(found: Any) -> bool:
-    """Return whether an object of a user's file is a class of stages."""
-    return isinstance(found, type) and issubclass(found, Stage) and found is not Stage
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

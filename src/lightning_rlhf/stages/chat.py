@@ -22,7 +22,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import predict
-from lightning_rlhf.runs.trained import trained_as
+from lightning_rlhf.runs.parents import trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.server import Score

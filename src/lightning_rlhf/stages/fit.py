@@ -61,22 +61,23 @@ from lightning_rlhf.runs.accelerator import (
     linear_attention_line,
     print_device,
 )
-from lightning_rlhf.runs.changes import Export
 from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
+    FAILED,
     FINAL,
     METRICS,
+    PAGE,
+    Export,
     delete_unfinished,
     folder_of,
-    is_complete,
     run_name,
 )
 from lightning_rlhf.runs.measured import read_metrics
 from lightning_rlhf.runs.objects import build_trainer, misconfigured
-from lightning_rlhf.runs.resume import check_resumable, decide, held, origin, resume_point
+from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run, check_trained_weights
-from lightning_rlhf.runs.stage import AUTO, Settings, Stage
+from lightning_rlhf.runs.stage import Settings, Stage
 from lightning_rlhf.stages.memory_plan import print_plan
 from lightning_rlhf.stages.preflight import preflight
 
@@ -86,46 +87,34 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
 
     stage: name of the section whose keys the advice names.
     """
-    if error.advice is None:
-        error.advice = advice(error, stage)
-        if isinstance(error, NotFiniteError) and error.batch is not None:
-            error.advice = f"{error.advice}. {error.batch}"
-    return error
-
-
-def advice(error: TrainingError, stage: str = "ppo") -> str | None:
-    """Return what to do about an error; None where its message already states it."""
+    if error.advice is not None:
+        return error
     match error:
         case NotFiniteError(rewards_overflow=True):
-            return (
+            error.advice = (
                 "The rewards were infinite, or their squares were, before the first update of the "
                 f"iteration: the reward is too large. {stage}.score_clip bounds it, and so does "
                 "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
             )
         case NotFiniteError():
-            return divergence_advice(error.stage, error.made)
+            error.advice = divergence_advice(error.stage, error.made)
         case PolicyLogitsError(iterations=0):
-            return "No update was made yet: so is the model that the run starts from"
-        case PolicyLogitsError():
-            return (
-                f"{_not_made(error.nonfinite)}A smaller {stage}.lr may hold the model: start over "
+            error.advice = "No update was made yet: so is the model that the run starts from"
+        case PolicyLogitsError(nonfinite=count):
+            were = "update before it had" if count == 1 else f"{count} updates before it had"
+            not_made = (
+                f"The last {were} a loss or gradient that is not finite, and "
+                f"{'was' if count == 1 else 'were'} not made. "
+            )
+            error.advice = (
+                f"{not_made if count else ''}A smaller {stage}.lr may hold the model: start over "
                 "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
             )
         case LogitsError():
-            return "Where it was trained until here, a smaller learning rate may hold it"
-        case _:
-            return None
-
-
-def _not_made(updates: int) -> str:
-    """Return a sentence on the preceding updates that were not made; an empty text for none."""
-    if updates == 0:
-        return ""
-    last, were = ("update", "was") if updates == 1 else (f"{updates} updates", "were")
-    return (
-        f"The last {last} before it had a loss or gradient that is not finite, and {were} not "
-        "made. "
-    )
+            error.advice = "Where it was trained until here, a smaller learning rate may hold it"
+    if isinstance(error, NotFiniteError) and error.batch is not None:
+        error.advice = f"{error.advice}. {error.batch}"
+    return error
 
 
 THREADS = torch.get_num_threads()
@@ -133,7 +122,7 @@ THREADS = torch.get_num_threads()
 
 
 def fit(settings: Settings) -> Path:
-    """Train a stage over its whole schedule and hand its model over; return the path of `final/`.
+    """Run a stage to its end in its locked folder; return the path of `final/`.
 
     To be called in each of the processes that torchrun or srun started.
     Raises TrainingError where the model has diverged, or where no update was made.
@@ -142,9 +131,10 @@ def fit(settings: Settings) -> Path:
         if begun is None:
             return folder_of(settings) / FINAL
         stage, run = begun
-        module, data, callbacks = stage.build(run)
+        if not stage.trains:
+            return measure(stage, run)
+        module, data, callbacks = build(stage, run)
         steps, replicas = len(data.schedule), run.replicas
-        check_final(run.settings, steps)
         if run.checkpoint is not None:
             check_state(run.checkpoint, module, data)
         preflight(run, module, data, resumed=run.checkpoint is not None)
@@ -185,17 +175,47 @@ def fit(settings: Settings) -> Path:
         return stage.finish(run, module, metrics | print_compute(run.folder))
 
 
-def measure(settings: Settings) -> Path:
+def measure(stage: Stage, run: Run) -> Path:
     """Run a stage that does not train; return the path of `final/`."""
-    with started(settings) as begun:
-        if begun is None:
-            return folder_of(settings) / FINAL
-        stage, run = begun
-        final = stage.measure(run)
-        is_folder = isinstance(final, Path) and final.is_dir()
-        require(is_folder, f"what `measure` of stage={stage.name} returned", final,
-                "the path of the folder that it wrote")  # fmt: skip
-        return final
+    final = stage.measure(run)
+    is_folder = isinstance(final, Path) and final.is_dir()
+    require(is_folder, f"what `measure` of stage={stage.name} returned", final,
+            "the path of the folder that it wrote")  # fmt: skip
+    return final
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
+    """Within the block, run a stage in its locked folder, in one of several processes if need be.
+
+    Yields the stage and its run; None for a run that has finished and is to be resumed, whose page
+    is written where a kill came before it.
+    """
+    check_processes(settings, world())
+    is_alone = world().size == 1
+    replicas = ONE if is_alone else join(settings)
+    lock = held(settings, folder_of(settings)) if replicas.is_first else nullcontext()
+    with nullcontext() if is_alone else errors_of_all(replicas), lock:
+        start = replicas.first(lambda: decide(settings))
+        if start is None:
+            replicas.first(lambda: complete(settings))
+            yield None
+            return
+        resume, overwrite, checkpoint = start
+        settings = replace(settings, resume=resume, overwrite=overwrite)
+        with entered(settings, checkpoint=checkpoint) as entry:
+            yield entry
+
+
+def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
+    """Return the module of a stage before its first step, its data, and its callbacks.
+
+    What the configuration alone tells of the step that becomes `final/` is checked first.
+    """
+    check_final(run.settings, getattr(run.settings.config, "iterations", None))
+    module, data, callbacks = stage.build(run)
+    check_final(run.settings, len(data.schedule))
+    return module, data, callbacks
 
 
 def check(settings: Settings) -> None:
@@ -206,8 +226,7 @@ def check(settings: Settings) -> None:
     """
     require_trained(settings.definition, "checked")
     with entered(settings) as (stage, run):
-        module, data, _ = stage.build(run)
-        check_final(settings, len(data.schedule))
+        module, data, _ = build(stage, run)
         preflight(run, module, data)
 
 
@@ -239,47 +258,13 @@ def require_trained(stage: Stage, done: str) -> None:
         )
 
 
-@contextmanager
-def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
-    """Within the block, run a stage in its locked folder, in one of several processes if need be.
-
-    Yields the stage and its run; None where the run has finished and is to be resumed.
-    """
-    check_processes(settings, world())
-    is_alone = world().size == 1
-    replicas = ONE if is_alone else join(settings)
-    lock = held(settings, folder_of(settings)) if replicas.is_first else nullcontext()
-    with nullcontext() if is_alone else errors_of_all(replicas), lock:
-        decided = replicas.first(lambda: begin(settings))
-        if decided is None:
-            yield None
-            return
-        resume, overwrite, checkpoint = decided
-        settings = replace(settings, resume=resume, overwrite=overwrite)
-        with entered(settings, checkpoint=checkpoint) as entry:
-            yield entry
-
-
-def begin(settings: Settings) -> tuple[bool | str, bool, Path | None] | None:
-    """Return `resume`, `overwrite` and the checkpoint with which a run starts or resumes.
-
-    None where it has finished. Raises an RLHFError where its folder or checkpoint does not allow
-    it.
-    """
-    if settings.resume == AUTO:
-        if (decided := decide(settings)) is None:
-            complete(settings)
-            return None
-        return decided.resume, decided.overwrite, resume_point(decided)
-    if (checkpoint := resume_point(settings)) is not None:
-        check_resumable(checkpoint, settings)
-    return settings.resume, settings.overwrite, checkpoint
-
-
 def complete(settings: Settings) -> None:
     """Write the page of a finished run that was killed before it had one, and delete what is left
     half written."""
-    if not is_complete(folder := folder_of(settings)):
+    folder = folder_of(settings)
+    page, final = folder / PAGE, folder / FINAL
+    is_written = page.is_file() and page.stat().st_mtime_ns >= final.stat().st_mtime_ns
+    if not is_written or (folder / FAILED).exists():
         delete_unfinished(folder)
         leave_report(folder, settings.definition)
 

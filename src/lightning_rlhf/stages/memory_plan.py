@@ -32,7 +32,7 @@ from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.models.roles import copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.parents import reward_role
 from lightning_rlhf.runs.stage import Settings, reward_key
 
 PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)

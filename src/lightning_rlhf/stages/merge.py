@@ -15,14 +15,12 @@ from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, load_head, whole_weights
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
-from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.runs.folders import FINAL
+from lightning_rlhf.runs.parents import trained_as
 from lightning_rlhf.runs.stage import find_stage
-from lightning_rlhf.runs.trained import trained_as
-from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
+from lightning_rlhf.stages.model_card import license_of, write_model
 
 
 @torch.no_grad()
@@ -44,8 +42,6 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
     chat = ChatFormat(tokenizer, template_kwargs)
     if is_reward:
         roles.heads[REWARD] = load_head(final, REWARD, roles.hidden_size)
-        tokenizer = with_padding(tokenizer, chat.end_token_ids)
-    end_generation(roles, chat)
     stored = getattr(torch, dtype)
     for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
         parameter.copy_(parameter.to(stored))
@@ -55,19 +51,15 @@ def write_merged(final: Final, out: Path, dtype: DType) -> Path:
         for name, source in final.manifest.parents.items()
     }
     manifest = replace(final.manifest, parents=parents)
-    card = model_card(
-        out, f"{manifest.stage}, merged", manifest,
-        "prompts" if (stage := find_stage(manifest.stage)) is None else stage.data, chat,
-        is_adapter=False,
-        reward_bias=score_bias(roles.heads[REWARD]) if is_reward else None,
+    write_model(
+        out, roles, role, tokenizer, chat, manifest, f"{manifest.stage}, merged",
+        "prompts" if (stage := find_stage(manifest.stage)) is None else stage.data,
+        head=REWARD if is_reward else None,
         license=license_of(final.path),
         run=final.path.parent if final.path.name == FINAL else None,
+        below=fingerprint(final, "below"),
+        dtype=stored,
     )  # fmt: skip
-    with Working(f"writing {out}"):
-        write_final(
-            out, roles, role, tokenizer, manifest, REWARD if is_reward else None,
-            fingerprint(final, "below"), card=card, dtype=stored,
-        )  # fmt: skip
     print_line(f"merged, {dtype}: {out}")
     return out
 

@@ -15,6 +15,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
@@ -38,12 +39,10 @@ from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.runs.changes import read_ending
-from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.folders import read_ending, run_name
 from lightning_rlhf.runs.measured import with_intervals
 from lightning_rlhf.runs.run import Run
 
-CARD = "README.md"
 LONGEST = 200
 """Number of characters of a cell of a table, at most."""
 OPTIONS = {
@@ -53,30 +52,91 @@ OPTIONS = {
 """Kind of quantised weights -> code of the argument with which transformers makes them."""
 
 
-def model_card(
-    folder: Path,
-    title: str,
-    manifest: Manifest,
-    kind: Kind,
-    chat: ChatFormat,
-    *,
-    is_adapter: bool,
-    reward_bias: float | None,
-    license: Mapping[str, Any],
-    run: Path | None,
-) -> str:
-    """Return the model card of a `final/` folder as Markdown with its metadata.
+def hand_over(
+    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *, head: str | None,
+    reward: tuple[float, float] | None = None, below: torch.Tensor | None = None,
+    more: Path | None = None, verdicts: Mapping[str, Verdict] | None = None,
+) -> Path:  # fmt: skip
+    """Write `final/`, or the folder of an export, and return its path.
 
-    folder: what the code that loads the model names.
-    manifest: manifest in the same folder.
+    reward: mean and standard deviation of a reward model's scores of SFT samples.
+    below, more: as for `write_final`; verdicts: as in `Manifest`.
+    """
+    settings, export, folder = run.settings, run.export, run.final
+    ending = read_ending(run.folder) if export is None else export.ending
+    sft, base = run.parents.get(SFT), settings.model.name_or_path
+    inherited = sft.manifest if sft is not None and sft.is_adapter else None
+    manifest = Manifest(
+        stage=settings.stage,
+        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
+        base_seed=inherited.base_seed if inherited else settings.seed,
+        parents={
+            name: portable(final.path, folder, settings.outputs)
+            for name, final in run.parents.items()
+        },
+        tokenizer_hash=tokenizer_hash(run.tokenizer),
+        chat_template=str(run.tokenizer.chat_template),
+        reward_mean=reward[0] if reward else None,
+        reward_std=reward[1] if reward else None,
+        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - run.started},
+        config=settings.tree,
+        versions=versions(),
+        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        chosen={} if ending is None else asdict(ending),
+    )
+    loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
+    write_model(
+        folder, roles, role, run.tokenizer, run.chat, manifest, run_name(settings),
+        settings.definition.data, head=head, below=below, more=more,
+        license=license_of(sft.path if sft else None, Path(loaded) if loaded else None),
+        run=run.folder if export is None else None,
+    )  # fmt: skip
+    file = folder / ADAPTER
+    if file.is_file() and json_object(file)["base_model_name_or_path"] == FROM_CONFIG:
+        print_line(
+            f"{folder} is an adapter on random weights (model.from_config): the stages here make "
+            "them again, other programs cannot; sft.finetune=full writes whole weights"
+        )
+    if export is None:
+        leave_report(run.folder, settings.definition)
+    print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    return folder
+
+
+def portable(path: Path, folder: Path, outputs: Path) -> str:
+    """Return the path of a model as the manifest in `folder` names it.
+
+    It is relative to `folder` where both are in `outputs`, which may be moved, else absolute.
+    """
+    path, folder, outputs = path.resolve(), folder.resolve(), outputs.resolve()
+    inside = path.is_relative_to(outputs) and folder.is_relative_to(outputs)
+    return os.path.relpath(path, folder) if inside else str(path)
+
+
+def write_model(
+    folder: Path, roles: Roles, role: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat,
+    manifest: Manifest, title: str, kind: Kind, *, head: str | None, license: Mapping[str, Any],
+    run: Path | None, below: torch.Tensor | None, more: Path | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:  # fmt: skip
+    """Write a model as `write_final` does, with a README.md of that title.
+
+    `generate` of the saved model stops where the responses were taught to stop.
     kind: section of `data` that the stage was trained on.
-    is_adapter: True if the folder holds an adapter, False if it holds whole weights.
-    reward_bias: constant by which the reward is larger than the classifier's score; None for a
-        policy.
     license: keys of the base's license in the metadata of a card; {} where it is not known.
     run: folder of the run with its samples, of which metrics have intervals; None for none.
     """
-    config, is_reward, hub = manifest.config, reward_bias is not None, hub_id(manifest.base)
+    if (generation := roles.causal_lm.generation_config) is not None:
+        generation.eos_token_id = list(chat.end_token_ids)
+        generation.pad_token_id = chat.pad_token_id
+    is_reward, bias = head == REWARD, 0.0
+    if is_reward:
+        tokenizer, bias = (
+            with_padding(tokenizer, chat.end_token_ids),
+            score_bias(roles.heads[REWARD]),
+        )
+    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    config, hub, chosen = manifest.config, hub_id(manifest.base), manifest.chosen
     node = (config.get("data") or {}).get(kind) or {}
     found = {split: node.get(split) for split in ("train", "val")}
     sources = {split: source for split, source in found.items() if isinstance(source, str)}
@@ -89,23 +149,20 @@ def model_card(
         **license,
     )
     is_random = manifest.base == FROM_CONFIG
-    seed, chosen = f"random weights of seed {manifest.base_seed}", manifest.chosen
+    seed = f"random weights of seed {manifest.base_seed}"
     origin = {
         "base": seed if is_random else hub or Path(manifest.base).name,
         "license of the base": license.get("license", "not stated with its weights"),
-        **{f"from: {role}": source for role, source in manifest.parents.items()},
+        **{f"from: {name}": source for name, source in manifest.parents.items()},
         **{f"{kind}, {s}": x if hub_id(x) else Path(x).name for s, x in sources.items()},
         **({"step": "{step} of {last_step} (final={final})".format(**chosen)} if chosen else {}),
         "seed": str(config.get("seed")),
     }
-    model, quantization = config.get("model") or {}, ""
-    if is_adapter and model.get("quantization", "none") != "none":
-        option = OPTIONS[model["quantization"]]
-        quantization = f",\n    dtype={model['dtype']!r},\n    quantization_config={option},\n"
+    kept = (config.get("model") or {}).get("quantization") if is_adapter else None
     jinja = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True,
         keep_trailing_newline=True)  # fmt: skip
-    return jinja.get_template("card.md.jinja").render(
+    card = jinja.get_template("card.md.jinja").render(
         version=lightning_rlhf.__version__,
         name="path/to/final" if folder.is_absolute() else folder.as_posix(),  # it may be moved
         title=title,
@@ -116,13 +173,15 @@ def model_card(
         is_reward=is_reward,
         is_adapter=is_adapter,
         is_alone=is_adapter and is_random and SFT not in manifest.parents,
-        quantization=quantization,
+        quantization=None if kept is None else OPTIONS.get(kept),
         kwargs="".join(f", {key}={value!r}" for key, value in chat.template_kwargs.items()),
         max_tokens=config.get("data", {}).get("max_response_tokens", 64),
         end=chat.end_token_id,
-        mean=repr((manifest.reward_mean or 0.0) - (reward_bias or 0.0)),
+        mean=repr((manifest.reward_mean or 0.0) - bias),
         std=repr(manifest.reward_std or 1.0),
     )
+    with Working(f"writing {folder}"):
+        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card, dtype)
 
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
@@ -152,114 +211,13 @@ def license_of(*folders: Path | None) -> dict[str, Any]:
 
     Returns: the keys license, license_name and license_link that are there; {} without any.
     """
-    for folder in folders:
-        if folder is None:
-            continue
-        try:
-            stated = metadata_load(folder / CARD) or {}
-        except (OSError, ValueError, yaml.YAMLError):
-            stated = {}
+    for folder in filter(None, folders):
+        stated = {}
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            stated = metadata_load(folder / "README.md") or {}
         if not isinstance(stated.get("license"), str) and (folder / "config.json").is_file():
             stated = json_object(folder / "config.json")
         if isinstance(stated.get("license"), str):
             keys = ("license", "license_name", "license_link")
             return {key: str(stated[key]) for key in keys if key in stated}
     return {}
-
-
-def hand_over(
-    ready: Run,
-    roles: Roles,
-    role: str,
-    metrics: Mapping[str, float],
-    *,
-    head: str | None,
-    reward: tuple[float, float] | None = None,
-    below: torch.Tensor | None = None,
-    more: Path | None = None,
-    verdicts: Mapping[str, Verdict] | None = None,
-) -> Path:
-    """Write `final/` and return its path.
-
-    below, more: as for `write_final`; verdicts: as in `Manifest`.
-    """
-    settings, export = ready.settings, ready.export
-    folder = ready.folder / FINAL if export is None else export.folder
-    sft = ready.parents.get(SFT)
-    manifest = manifest_of(ready, folder, metrics, reward, verdicts)
-    end_generation(roles, ready.chat)
-    tokenizer = ready.tokenizer
-    if head == REWARD:
-        tokenizer = with_padding(tokenizer, ready.chat.end_token_ids)
-    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
-    base = roles.causal_lm.name_or_path  # empty for weights of a seed
-    card = model_card(
-        folder, run_name(settings), manifest, settings.definition.data, ready.chat,
-        is_adapter=is_adapter,
-        reward_bias=score_bias(roles.heads[REWARD]) if head == REWARD else None,
-        license=license_of(sft.path if sft else None, Path(base) if base else None),
-        run=ready.folder if export is None else None,
-    )  # fmt: skip
-    with Working(f"writing {folder}"):
-        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card=card)
-    file = folder / ADAPTER
-    if file.is_file() and json_object(file)["base_model_name_or_path"] == FROM_CONFIG:
-        print_line(
-            f"{folder} is an adapter on random weights (model.from_config): the stages here make "
-            "them again, other programs cannot; sft.finetune=full writes whole weights"
-        )
-    if export is None:
-        leave_report(ready.folder, settings.definition)
-    print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
-    return folder
-
-
-def manifest_of(
-    ready: Run,
-    folder: Path,
-    metrics: Mapping[str, float],
-    reward: tuple[float, float] | None,
-    verdicts: Mapping[str, Verdict] | None,
-) -> Manifest:
-    """Return the manifest of the model that is written to `folder`."""
-    settings, export = ready.settings, ready.export
-    ending = read_ending(ready.folder) if export is None else export.ending
-    sft = ready.parents.get(SFT)
-    inherited = sft.manifest if sft is not None and sft.is_adapter else None
-    base = settings.model.name_or_path
-    return Manifest(
-        stage=settings.stage,
-        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
-        base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={
-            name: portable(final.path, folder, settings.outputs)
-            for name, final in ready.parents.items()
-        },
-        tokenizer_hash=tokenizer_hash(ready.tokenizer),
-        chat_template=str(ready.tokenizer.chat_template),
-        reward_mean=reward[0] if reward else None,
-        reward_std=reward[1] if reward else None,
-        metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - ready.started},
-        config=settings.tree,
-        versions=versions(),
-        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
-        chosen={} if ending is None else asdict(ending),
-    )
-
-
-def portable(path: Path, folder: Path, outputs: Path) -> str:
-    """Return the path of a model as the manifest in `folder` names it.
-
-    It is relative to `folder` where both are in `outputs`, which may be moved, else absolute.
-    """
-    path, folder, outputs = path.resolve(), folder.resolve(), outputs.resolve()
-    inside = path.is_relative_to(outputs) and folder.is_relative_to(outputs)
-    return os.path.relpath(path, folder) if inside else str(path)
-
-
-def end_generation(roles: Roles, chat: ChatFormat) -> None:
-    """Let `generate` of the saved model stop where the responses were taught to stop."""
-    generation = roles.causal_lm.generation_config
-    if generation is not None:
-        generation.eos_token_id = list(chat.end_token_ids)
-        generation.pad_token_id = chat.pad_token_id

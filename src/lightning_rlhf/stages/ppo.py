@@ -39,9 +39,8 @@ from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import OURS, load_sampler
-from lightning_rlhf.runs.changes import read_ending
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.folders import METRICS, run_name
+from lightning_rlhf.runs.folders import METRICS, read_ending, run_name
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over

@@ -28,7 +28,6 @@ from lightning_rlhf.evaluation.evaluate_reward import (
     write_fitness,
 )
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.config import REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
@@ -40,10 +39,10 @@ from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.weighted import LearnedReward
 from lightning_rlhf.rollout.collector import reward_moments, sample_rewards
 from lightning_rlhf.runs.console import print_problems
-from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.folders import run_name
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.model_card import hand_over
-from lightning_rlhf.stages.supervised import LONGEST, Supervised
+from lightning_rlhf.stages.supervised import Supervised
 
 
 class RM(Supervised):
@@ -57,6 +56,7 @@ class RM(Supervised):
     goal = (("eval/accuracy", "max"), ("eval/rm_loss", "min"))
     headlines = ("update/rm_loss", "update/accuracy", "eval/accuracy")
     summary = ("eval/rm_loss", "eval/accuracy")
+    module_class = RewardModule
     role = REWARD
     fitness: TemporaryDirectory[str] | None = None
     """Folder with the files of the fitness report; None for a model without one."""
@@ -69,10 +69,9 @@ class RM(Supervised):
         with Working("looking through the pairs"):
             self.problems = find_problems(rows.val, rows.train)
         print_problems(self.problems)
-        train, data = self.read(run, rows)
-        roles = self.load(run)
-        check_positions(roles, max(e.length for e in train.examples), LONGEST[self.data])
-        prompts = [e.prompt for e in train.examples]
+        data, callbacks = self.read(run, rows)
+        roles = self.load(run, data)
+        prompts = [e.prompt for e in data.train]
         roles.to(run.device)
         self.below = roles.probe(REFERENCE)  # the SFT model before it is trained
         print_line(
@@ -80,23 +79,18 @@ class RM(Supervised):
             f"({self.name}.calibration_samples), for the scale of the reward"
         )
         self.samples = sft_samples(run, roles, prompts, config.calibration_samples, config)
-        return self.make_module(run, roles), data, self.callbacks(run, rows, train, data)
+        return self.make_module(run, roles), data, callbacks
 
     def restore(self, run: Run) -> RewardModule:
         """Return the module; the pairs are read again, for the scale and the fitness report."""
         return self.build(run)[0]
 
     def make_module(self, run: Run, roles: Roles) -> RewardModule:
-        settings = run.settings
-        generator = torch.Generator().manual_seed(settings.seed)
-        roles.heads[REWARD] = RewardHeads.random(
-            roles.hidden_size, settings.config.heads, generator
-        )
-        if settings.config.finetune == "lora":
-            roles.add_adapter(REWARD, settings.model.lora, settings.seed)
-        else:
-            roles.assign(REWARD)
-        return RewardModule(roles, settings.config, seed=settings.seed, replicas=run.replicas)
+        config, seed = run.settings.config, run.settings.seed
+        generator = torch.Generator().manual_seed(seed)
+        roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
+        self.add_roles(run, roles)
+        return self.module_class(roles, config, seed=seed, replicas=run.replicas)
 
     def report(self, run: Run, module: Any, loggers: Sequence[Logger], step: int) -> None:
         """Write the fitness report and the pairs of the format check, also to the loggers."""
@@ -125,7 +119,7 @@ class RM(Supervised):
         for logger in loggers:
             logger.log_metrics(report.metrics, step=step)
         write_fitness(report, folder, loggers, step)
-        print_line(f"fitness report: {run.folder / FINAL / FITNESS_PAGE}")
+        print_line(f"fitness report: {run.final / FITNESS_PAGE}")
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         """Measure the scale on the samples and write `final/`."""
