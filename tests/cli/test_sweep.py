@@ -5,35 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.arguments import VisibleFormatter
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import (
+    BASIC,
+    Job,
     JobResult,
-    SweepHook,
+    Jobs,
     adapt,
     job_name,
     job_place,
     jobs_table,
     result_of,
-    show_ended,
 )
-from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages import compare
 from lightning_rlhf.stages.console import CONF
 from lightning_rlhf.stages.folder.folders import folder_of
@@ -116,7 +112,7 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
 def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> None:
     record = logging.LogRecord("hydra", logging.INFO, "", 0, "\t#%d : run=\x1b[31m", (3,), None)
     assert VisibleFormatter("%(message)s").format(record) == "        #3 : run=\\x1b[31m"
-    trial = '#6 : ppo.kl_coef=0.1 callbacks.trial.storage="/a b" callbacks.trial.number=6'
+    trial = "#6 : ppo.kl_coef=0.1 job='kl_coef=0.1' callbacks.trial.storage=/a"
     record = logging.LogRecord("hydra", logging.INFO, "", 0, trial, (), None)
     assert VisibleFormatter("%(message)s").format(record) == "#6 : ppo.kl_coef=0.1"
 
@@ -271,80 +267,85 @@ def own_config(*overrides: str) -> DictConfig:
         return compose("config", [*mini, *overrides, path])
 
 
-def hook(folder: Path, *results: JobResult) -> SweepHook:
-    """A sweep of this process with these results."""
-    made = SweepHook()
-    made.open(folder)
-    for number, result in enumerate(results):
-        made.write(number, result)
-    return made
+def jobs_of(place: Workplace, *words: str) -> Jobs:
+    """The sweep of these words, whose launcher has not been called."""
+    config = OmegaConf.create(
+        {"hydra": {"sweep": {"dir": str(place.folder)}, "launcher": {"_target_": BASIC}}}
+    )
+    context = SimpleNamespace(config_loader=None)
+    sweeper: Any = SimpleNamespace(launcher=None, config=config, hydra_context=context)
+    return Jobs(sweeper, words, {})
 
 
-def end() -> object:
-    """The exit status of the sweep of this process."""
+def end(jobs: Jobs, *results: JobResult) -> object:
+    """The exit status of a sweep with these results."""
     try:
-        show_ended()
+        jobs.run(lambda: jobs.results.extend(results))
     except SystemExit as stop:
         return stop.code
-    finally:
-        SweepHook.finish()
     return 0
-
-
-@pytest.mark.parametrize("error", [ValueError("a fault"), CheckpointError("a damaged file")])
-def test_a_page_that_is_not_written_is_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(compare, "compare_runs", fail)
-    run = tmp_path / "ppo"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    hook(tmp_path, JobResult(overrides=["seed=1"], status="done", folder=str(run), stage="ppo"))
-    assert end() == 1
-    assert "error: no comparison: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("results", "status", "said"),
-    [
-        ({"status": "stopped", "failure": "stopped"}, 128 + signal.SIGTERM, "the same command"),
-        ({"status": "running"}, 1, "it ended without a result"),
-        ({"status": "done"}, 0, "done"),
-    ],
-)
-def test_the_exit_status_of_a_sweep(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    results: dict[str, Any],
-    status: int,
-    said: str,
-) -> None:
-    """As `scancel` ends one job of a cluster, a job is killed with its process, or all is well."""
-    hook(tmp_path, JobResult(overrides=["seed=1"], **results), DONE)
-    assert end() == status
-    assert said in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
 
 
 DONE = JobResult(overrides=["seed=2"], status="done")
 
 
-def test_results_of_a_sweep_that_was_killed_are_deleted(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    host = socket.gethostname()
-    names = [f".sweep-{host}-{ended.pid}-a", f".sweep-{host}-{os.getpid()}-b", ".sweep-other-1-c"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    hook(tmp_path)
-    SweepHook.finish()
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
+def test_a_page_that_is_not_written_is_an_error(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(compare, "compare_runs", fail)
+    run = workplace.folder / "ppo"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    result = JobResult(overrides=["seed=1"], status="done", folder=str(run), stage="ppo")
+    assert end(jobs_of(workplace), result) == 1
+    assert "error: no comparison: ValueError: a fault" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "said"),
+    [
+        ({"status": "stopped", "failure": "stopped"}, 128 + signal.SIGTERM, "the same command"),
+        ({"status": "failed", "failure": "no memory"}, 1, "failed: seed=1: no memory"),
+        ({"status": "done"}, 0, "done"),
+    ],
+)
+def test_the_exit_status_of_a_sweep(
+    workplace: Workplace,
+    capsys: pytest.CaptureFixture[str],
+    result: dict[str, Any],
+    status: int,
+    said: str,
+) -> None:
+    """As `scancel` ends one job of a cluster, a job has failed, or all is well."""
+    assert end(jobs_of(workplace), JobResult(overrides=["seed=1"], **result), DONE) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_launcher_that_gives_up_leaves_what_the_folders_tell(
+    finished: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job has finished, one has failed with a reason, and one was killed."""
+
+    def give_up(*args: object, **kwargs: object) -> None:
+        raise MemoryError("a worker was killed")
+
+    with contextlib.chdir(finished.folder):
+        sweep = jobs_of(finished)
+        sweep.launcher = SimpleNamespace(launch=give_up)
+        jobs = []
+        for words in (["stage=ppo"], ["stage=ppo", "run=two"], ["stage=ppo", "run=three"]):
+            jobs.append(Job(overrides=words, words=words, cfg=own_config(*words)))
+        failed = finished.stage("ppo", "two") / "failed.txt"
+        failed.parent.mkdir(parents=True)
+        failed.write_text("no memory\n")
+        with pytest.raises(MemoryError, match="a worker was killed"):
+            sweep.run(lambda: sweep.launch(jobs))
+    told = [(result.status, result.failure) for result in sweep.results]
+    assert told == [("done", None), ("failed", "no memory"), ("failed", "it has no result")]
+    assert "failed: stage=ppo run=two: no memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -369,14 +370,13 @@ def test_a_recipe_is_judged_by_its_last_step(
 
 def test_a_job_without_a_folder_keeps_its_reason() -> None:
     cfg = OmegaConf.create({"outputs": None, "stage": "ppo"})
-    found = JobReturn(overrides=["outputs=null"], cfg=cfg, status=JobStatus.COMPLETED)
-    found.return_value = "outputs is None; allowed: a folder"
-    result = result_of(found)
+    job = Job(overrides=["outputs=null"], words=[], cfg=cfg)
+    result = result_of(job, "outputs is None; allowed: a folder")
     assert (result.status, result.failure) == ("failed", "outputs is None; allowed: a folder")
 
 
 def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Off a terminal no line of the table is broken, however long."""
     results = [
@@ -386,8 +386,9 @@ def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
         )
         for number, (status, loss) in enumerate([("done", 2.0), ("pruned", 0.5), ("done", 1.0)])
     ]  # fmt: skip
-    hook(tmp_path, *results).goal = "eval/loss", "min"
-    assert end() == 0
+    sweep = jobs_of(workplace)
+    sweep.goal = "eval/loss", "min"
+    assert end(sweep, *results) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "seed=" in line]
     assert [line.split("seed=")[1][0] for line in lines] == ["2", "0", "1"]
 

@@ -54,8 +54,6 @@ GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantag
 """Groups of conf/ from which one file each is chosen."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
-TRIAL = "callbacks.trial"
-"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
     "`defaults: [config, _self_]`"
@@ -293,12 +291,14 @@ def _not_chosen(error: Exception, given: Namespace) -> str | None:
 class VisibleFormatter(logging.Formatter):
     """Formatter that escapes control characters in the overrides that Hydra logs in a sweep.
 
-    Tabs, with which Hydra indents its lines, become spaces. The overrides with which a trial
-    reports to its study, the last ones of its job, are left out.
+    Tabs, with which Hydra indents its lines, become spaces. The name of a job's folder, and the
+    overrides with which a trial reports to its study, come last and are left out.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record).expandtabs().partition(f" {TRIAL}.")[0])
+        return visible(
+            re.split(r" job='| callbacks\.trial\.", super().format(record))[0].expandtabs()
+        )
 
 
 def address_at(word: str) -> int | None:

@@ -40,7 +40,7 @@ from lightning_rlhf.cli.recipe import (
     run_program,
     run_recipe,
 )
-from lightning_rlhf.cli.sweep import job_place, mark_failed
+from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_failed, stopped_by
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
@@ -55,7 +55,7 @@ from lightning_rlhf.stages.folder.folders import (
     refuse_foreign_files,
     state_of,
 )
-from lightning_rlhf.stages.process import IN_RECIPE, IN_SWEEP, run_command
+from lightning_rlhf.stages.process import IN_RECIPE, IN_SWEEP, STOPPED, run_command
 from lightning_rlhf.stages.settings import folder_names, plain, read_settings
 from lightning_rlhf.stages.stage import AUTO, STAGES, Settings, stage_names
 
@@ -198,23 +198,28 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
 def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """Run the job of a sweep in a process of its own, which may crash without ending the others.
 
-    Return why it failed, else None. Its output goes to `<stage>.log` beside its folder, as jobs may
-    run at the same time.
-
-    Raises Stopped after a signal, when the job has written its checkpoint.
+    Return why it failed, or STOPPED after a signal to the command or this process; else None. Its
+    output goes to `<stage>.log` beside its folder, as jobs may run at the same time.
     """
+    if stopped_by() is not None:
+        return STOPPED
     _, folder = job_place(cfg)
     refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
     written.unlink(missing_ok=True)
-    words = [word for word in overrides if key_of(word) != "job"]
-    words += [] if cfg.job is None else [f'job="{cfg.job}"']
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words]
-    with log.open("ab") as output, checkpoint_before_requeue():
-        status = run_command(command, {IN_SWEEP: "1"}, output)
+    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
+    try:
+        with log.open("ab") as output, checkpoint_before_requeue():
+            status = run_command(command, {IN_SWEEP: "1"}, output, stopped_by)
+    except Stopped as stop:
+        if is_sweeper():  # a signal to another process ends its job alone
+            end_early(stop.signum)
+        return STOPPED
     if status == 0:
         return None
+    if stopped_by() is not None:
+        return STOPPED
     if status > 0 and written.is_file():
         return f"{written.read_text().strip()}; its output is in {log}"
     why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"

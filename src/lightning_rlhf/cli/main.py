@@ -24,7 +24,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import sweep
 from lightning_rlhf.cli.arguments import (
     COMMANDS,
     WITHOUT_RUN,
@@ -39,7 +38,7 @@ from lightning_rlhf.cli.arguments import (
     without_secrets,
 )
 from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint, run_job
-from lightning_rlhf.cli.sweep import SweepHook
+from lightning_rlhf.cli.sweep import BASIC, ignore_presets, is_sweeper, mark_failed
 from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
 from lightning_rlhf.data.sources import ENDINGS
 from lightning_rlhf.io.console import visible
@@ -48,7 +47,7 @@ from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.stages import console
 from lightning_rlhf.stages.console import print_error
-from lightning_rlhf.stages.process import IN_RECIPE, STOPPED, end_with, is_job
+from lightning_rlhf.stages.process import IN_RECIPE, end_with, is_job
 
 
 def main() -> None:
@@ -81,7 +80,7 @@ def main() -> None:
             sys.exit(1)
         return
     register_resolvers()
-    sweep.ignore_presets()
+    ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
         given = parse_arguments(words)
@@ -97,13 +96,8 @@ def main() -> None:
         if "debug=true" in words and not is_ours:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
         message = str(error) if is_ours else composition_error(error, given)
-        sweep.show_ended(message)
         print_error(message)
         sys.exit(1)
-    else:
-        sweep.show_ended()
-    finally:
-        SweepHook.finish()
 
 
 @contextlib.contextmanager
@@ -142,15 +136,13 @@ def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
     register_resolvers()  # a launcher may have started this process
-    from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    hydra_config = HydraConfig.get()
+    from_sweep = hydra_config.mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
-    hook = SweepHook.current if from_sweep else None
-    is_apart = hook is not None and hook.is_apart  # the sweep prints how its job ended
-    if in_sweep:
-        if from_sweep:
-            varied = hook.varied if hook is not None else ()
-            sweep.adapt(cfg, HydraConfig.get().overrides.task, varied)
-        sweep.set_group(cfg)
+    # The command prints how such a job ended; Ctrl-C is for the command, which passes it on.
+    is_apart = from_sweep and hydra_config.launcher._target_ != BASIC
+    if is_apart and not is_sweeper():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     secrets = secrets_of(OmegaConf.to_container(cfg))
     with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
         secrets |= secrets_of(OmegaConf.to_container(cfg, resolve=True))
@@ -159,19 +151,14 @@ def compose(cfg: DictConfig) -> str | None:
         return visible(without_secrets(text, secrets=secrets))
 
     try:
-        if hook is not None and is_apart:
-            is_stopped = hook.stopped_by is not None
-            return STOPPED if is_stopped else run_job(cfg, given_overrides())
+        if is_apart:
+            return run_job(cfg, given_overrides())
         with full_disk_told():
             execute(cfg, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
-        if IN_RECIPE not in os.environ and not is_apart:
+        if IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if hook is not None and is_apart:
-            if hook.process == os.getpid():  # a signal to another ends its job alone
-                hook.end_early(signum)
-            return STOPPED
         sys.exit(128 + signum)
     except Exception as error:
         is_ours = isinstance(error, RLHFError)
@@ -184,7 +171,7 @@ def compose(cfg: DictConfig) -> str | None:
             hint = resume_hint(cfg, in_sweep) if is_cut_off else []
             print_error("; ".join([message, *hint]))
         if in_sweep:
-            message = sweep.mark_failed(cfg, message)
+            message = mark_failed(cfg, message)
         if not from_sweep:
             sys.exit(1)
         return message
