@@ -34,7 +34,7 @@ COMMANDS = {
     "compare": "lightning_rlhf.cli.commands:compare",
     "dashboard": "lightning_rlhf.cli.commands:dashboard",
     "diminishing": "lightning_rlhf.cli.commands:diminishing",
-    "export": "lightning_rlhf.cli.export:export",
+    "export": "lightning_rlhf.cli.export:export_model",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.commands:report",
     "serve-reward": "lightning_rlhf.cli.serve:serve_reward",

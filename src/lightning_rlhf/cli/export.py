@@ -9,44 +9,94 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
+from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models.adapter import attention_of_the_hub, check_weights, is_folder
-from lightning_rlhf.models.checkpoint import find
+from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, load_head, whole_weights
+from lightning_rlhf.models.checkpoint import MANIFEST, Final, find
+from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
+from lightning_rlhf.models.export import write_final
+from lightning_rlhf.models.heads import score_bias, with_padding
+from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.console import quiet_libraries
 from lightning_rlhf.stages.folder.changes import read_config
-from lightning_rlhf.stages.folder.folders import CONFIG, check_kinds, exported, is_stale, run_folder
+from lightning_rlhf.stages.folder.folders import (
+    CONFIG,
+    FINAL,
+    check_kinds,
+    exported,
+    is_stale,
+    run_folder,
+)
 from lightning_rlhf.stages.folder.resume import saved
-from lightning_rlhf.stages.merge import write_merged
+from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
 from lightning_rlhf.stages.select import export_of
 from lightning_rlhf.stages.settings import read_tree
-from lightning_rlhf.stages.stage import Settings, TrainerConfig, stage_names
+from lightning_rlhf.stages.stage import Settings, TrainerConfig, find_stage, stage_names
+from lightning_rlhf.stages.trained import trained_as
 
 
-def export(arguments: Sequence[str]) -> None:
+def export_model(arguments: Sequence[str]) -> None:
     """Export a checkpoint, or merge a model."""
-    given = parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf export",
+        description="Write the model of a kept checkpoint of a run as a folder like final/, with "
+        "its tokenizer and manifest; or that of a final/ folder as whole weights, adapters merged.",
+    )
+    parser.add_argument(
+        "run", metavar="FOLDER",
+        help="with --step the folder of the run, as outputs/<run>/<model>/ppo; with --merge a "
+        "final/ folder or hub id",
+    )  # fmt: skip
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--step", type=int, metavar="N", help="which: an iteration of PPO, or an optimizer step"
+    )
+    what.add_argument(
+        "--merge", action="store_true",
+        help="merge the adapter into the weights that it is applied to",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=get_args(DType), help="data type of merged weights (float32)"
+    )
+    parser.add_argument(
+        "--out", metavar="DIR",
+        help="folder to write (final_<step> in the folder of the run; <name>_merged beside final/)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--code", action="append", default=[], metavar="FILE.py:NAME",
+        help="stage or sampler of your own that the run used; what its folder names is not run",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust-remote-code", action="store_true",
+        help="run code that comes with the model where the folder's configuration asks for it; "
+        "without this such a folder is refused",
+    )  # fmt: skip
+    given = parser.parse_args(arguments)
     out = None if given.out is None else Path(given.out)
-    if given.step is None and not given.merge:
-        raise ConfigError(
-            "export is told no model; allowed: --step N for that of a kept checkpoint of a run, or "
-            "--merge for that of a final/ folder as whole weights"
-        )
+    require(given.merge or given.step is not None, "export", None, "--step N for the model of a kept "
+            "checkpoint of a run, or --merge for that of a final/ folder as whole weights")  # fmt: skip
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:
-            merge_final(given.run, out, given.dtype, given.trust_remote_code)
+            merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
         else:
             check_value("--step", given.step, PositiveInt)
             export_run(Path(given.run), given.step, out, given.trust_remote_code)
 
 
-def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> Path:
-    """Write the model of a step of the run in `folder`, and return the path.
+def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> None:
+    """Write the model of a step of the run in `folder`.
 
     out: folder to write; None is `final_<step>` in the folder of the run.
 
@@ -67,8 +117,7 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
         raise CheckpointError(
             f"{folder} cannot be exported: the models that it was started from are others now"
         )
-
-    return fit.export(settings, export_of(folder, settings, kept[step], step, out))
+    fit.export(settings, export_of(folder, settings, kept[step], step, out))
 
 
 @code_of_command()
@@ -119,47 +168,35 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    for key, value in [*trusting(tree), *attention_of_the_hub(tree)]:
+
+    def trusting(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+        for key, value in tree.items():
+            if isinstance(value, Mapping):
+                yield from trusting(value, f"{prefix}{key}.")
+            elif key == "trust_remote_code" and value is not False:
+                yield f"{prefix}{key}", value
+
+    for key, value in [*trusting(tree, ""), *attention_of_the_hub(tree)]:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"
         )
 
 
-def trusting(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of each trust_remote_code, nested ones included, that is not false."""
-    for key, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from trusting(value, f"{prefix}{key}.")
-        elif key == "trust_remote_code" and value is not False:
-            yield f"{prefix}{key}", value
+def checked_final(source: str, *, trusted: bool) -> Final:
+    """Return a model that a stage has written, in a `final/` folder or as a hub id.
 
+    trusted: whether code that comes with the model may run.
 
-def merge_final(source: str, out: Path | None, dtype: DType | None, trusted: bool) -> Path:
-    """Write the model of a `final/` folder or hub id as whole weights, and return the path.
-
-    out: folder to write; None is `<name>_merged` beside the folder.
-    dtype: data type of the written weights; None is float32, in which they are merged.
-    trusted: True if code that comes with the model may run.
-
-    Raises:
-        ConfigError: the folder holds no model of a stage, or `out` exists.
-        CheckpointError: it is damaged, or its base weights are others now.
+    Raises CheckpointError where it is damaged or not of a stage, ConfigError for untrusted code.
     """
     final = find(source, "FINAL")
     check_weights(final.adapter)
     if final.manifest is None:
-        raise ConfigError(f"{final.path} has no manifest.json; allowed: the final/ of a run")
+        raise CheckpointError(f"{final.path} has no {MANIFEST}; allowed: the final/ of a run")
     if not trusted:
-        refuse_code(final.manifest.config, final.path / "manifest.json")
-    if out is None:
-        require(is_folder(source), "--out", None, "a folder to write, for a model of the hub")
-        here = final.path if final.path.name not in ("", "..") else final.path.resolve()
-        out = here.with_name(f"{here.name}_merged")
-    refuse_existing(out)
-
-    quiet_libraries()
-    return write_merged(final, out, dtype or "float32")
+        refuse_code(final.manifest.config, final.path / MANIFEST)
+    return final
 
 
 def refuse_existing(out: Path) -> None:
@@ -168,40 +205,92 @@ def refuse_existing(out: Path) -> None:
         raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(
-        prog="lightning-rlhf export",
-        description="Write the model of a kept checkpoint of a run as a folder like final/, with "
-        "its tokenizer and manifest; or that of a final/ folder as whole weights, adapters merged.",
+@torch.no_grad()
+def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> None:
+    """Write the model of a `final/` folder or hub id as whole weights, without adapters.
+
+    Adapters are merged in float32. A multimodal base is written as its language model.
+
+    out: folder to write; None is `<name>_merged` beside the folder.
+    dtype: data type of the written weights.
+    trusted: True if code that comes with the model may run.
+
+    Raises ConfigError where `out` exists, and CheckpointError where the folder holds no model of a
+    stage, or other weights than the stage wrote.
+    """
+    final = checked_final(source, trusted=trusted)
+    if out is None:
+        require(is_folder(source), "--out", None, "a folder to write, for a model of the hub")
+        here = final.path if final.path.name not in ("", "..") else final.path.resolve()
+        out = here.with_name(f"{here.name}_merged")
+    refuse_existing(out)
+    quiet_libraries()
+    trained, template_kwargs = trained_as(final)
+    assert final.manifest is not None
+    is_reward = final.manifest.stage == "rm"
+    with Working("loading the model"):
+        roles = merged(final, trained)
+    role = REWARD if is_reward else POLICY
+    roles.assign(role)
+    tokenizer = load_tokenizer(trained, final.path)
+    chat = ChatFormat(tokenizer, template_kwargs)
+    if is_reward:
+        roles.heads[REWARD] = load_head(final, REWARD, roles.hidden_size)
+        tokenizer = with_padding(tokenizer, chat.end_token_ids)
+    end_generation(roles, chat)
+    stored = getattr(torch, dtype)
+    for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
+        parameter.copy_(parameter.to(stored))
+    beside = out.resolve().parent == final.path.resolve().parent
+    parents = {
+        name: source if beside else str((final.path / source).resolve())
+        for name, source in final.manifest.parents.items()
+    }
+    manifest = replace(final.manifest, parents=parents)
+    card = model_card(
+        out, f"{manifest.stage}, merged", manifest,
+        "prompts" if (stage := find_stage(manifest.stage)) is None else stage.data, chat,
+        is_adapter=False,
+        reward_bias=score_bias(roles.heads[REWARD]) if is_reward else None,
+        license=license_of(final.path),
+        run=final.path.parent if final.path.name == FINAL else None,
+    )  # fmt: skip
+    with Working(f"writing {out}"):
+        write_final(
+            out, roles, role, tokenizer, manifest, REWARD if is_reward else None,
+            fingerprint(final, "below"), card=card, dtype=stored,
+        )  # fmt: skip
+    print_line(f"merged, {dtype}: {out}")
+
+
+def merged(final: Final, trained: ModelConfig) -> Roles:
+    """Return the model of `final` in float32 with its adapters merged into plain weights.
+
+    Quantised weights are those values to which they were rounded in training.
+
+    Raises CheckpointError where its logits are not those in the fingerprint of `final`.
+    """
+    assert final.manifest is not None
+    quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
+    config = replace(
+        trained, dtype=trained.dtype if quantised else "float32", kernels="plain",
+        gradient_checkpointing=False,
+    )  # fmt: skip
+    sft: Final | None = final
+    reward: Final | None = None
+    if final.manifest.stage == "rm":
+        parent, reward = final.parent(SFT), final
+        sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    model = whole_weights(config, sft, reward, final.manifest.base_seed)
+    roles = Roles(model.requires_grad_(False), "plain")
+    expected = fingerprint(final, "self")
+    layers = model.config.get_text_config().num_hidden_layers
+    limit = max(
+        rounding_of(getattr(torch, trained.dtype), layers), REROUNDED.get(trained.quantization, 0)
     )
-    parser.add_argument(
-        "run", metavar="FOLDER",
-        help="with --step the folder of the run, as outputs/<run>/<model>/ppo; with --merge a "
-        "final/ folder or hub id",
-    )  # fmt: skip
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument(
-        "--step", type=int, metavar="N", help="which: an iteration of PPO, or an optimizer step"
-    )
-    what.add_argument(
-        "--merge", action="store_true",
-        help="merge the adapter into the weights that it is applied to",
-    )  # fmt: skip
-    parser.add_argument(
-        "--dtype", choices=get_args(DType), help="data type of merged weights (float32)"
-    )
-    parser.add_argument(
-        "--out", metavar="DIR",
-        help="folder to write (final_<step> in the folder of the run; <name>_merged beside final/)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--code", action="append", default=[], metavar="FILE.py:NAME",
-        help="stage or sampler of your own that the run used; what its folder names is not run",
-    )  # fmt: skip
-    parser.add_argument(
-        "--trust-remote-code", action="store_true",
-        help="run code that comes with the model where the folder's configuration asks for it; "
-        "without this such a folder is refused",
-    )  # fmt: skip
-    return parser
+    if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
+        raise CheckpointError(
+            f"{final.path} cannot be merged: with the base weights that are here it gives other "
+            "logits than it gave"
+        )
+    return roles
