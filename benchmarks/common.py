@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core.records import Prompts
-from lightning_rlhf.stages.accelerator import keep_large_blocks
+from lightning_rlhf.runs.accelerator import keep_large_blocks
 
 ROOT = Path(__file__).parents[1]
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # imported later, it reports a lack

@@ -26,7 +26,7 @@ from common import ROOT, markdown_table
 from gpu_rows import ROWS
 from gpu_runs import DTYPE, CheckError, Place, Row
 from gpu_worker import Outcome, Worker
-from lightning_rlhf.stages.accelerator import build_of_torch
+from lightning_rlhf.runs.accelerator import build_of_torch
 from machine import circumstances
 
 NEEDED = "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes"

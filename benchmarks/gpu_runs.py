@@ -19,7 +19,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.kernels.patch import rounding_of
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages.preflight.memory_plan import by_role, of_parameters
+from lightning_rlhf.stages.memory_plan import by_role, of_parameters
 from true_shape import DATA
 
 TINY, TRUE = "tiny", "0.8b"

@@ -43,8 +43,8 @@ import torch
 
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.stages import evaluate_policy, run
-from lightning_rlhf.stages.reward import build_rewards
+from lightning_rlhf.evaluation import build_rewards, evaluate_policy
+from lightning_rlhf.runs import run
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
 LOADED = (run, build_rewards)

@@ -16,8 +16,8 @@ from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 from common import markdown_table
 from lightning_rlhf.library import configuration
 from lightning_rlhf.models.loading import empty_model
-from lightning_rlhf.stages.preflight.memory_plan import MemoryPlan, plan_run
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.stage import Settings
+from lightning_rlhf.stages.memory_plan import MemoryPlan, plan_run
 from machine import options, write
 from true_shape import SHAPE
 

@@ -38,6 +38,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Demonstrations, Preferences
 from lightning_rlhf.data.lengths import PromptTokens
+from lightning_rlhf.evaluation.evaluate_policy import GREEDY, Scorer, Task, answer, sample_responses
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
@@ -47,14 +48,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.accelerator import strategy
-from lightning_rlhf.stages.evaluate_policy import (
-    GREEDY,
-    Scorer,
-    Task,
-    answer,
-    sample_responses,
-)
+from lightning_rlhf.runs.accelerator import strategy
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
 

@@ -81,7 +81,7 @@ class Phases(L.Callback):
         forget_peak()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from lightning_rlhf.stages.preflight.memory_plan import by_role, of_parameters
+        from lightning_rlhf.stages.memory_plan import by_role, of_parameters
 
         for role, parameters in by_role(pl_module).items():
             own = of_parameters(parameters, 2)

@@ -17,7 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.utils import JobRuntime
 from omegaconf import DictConfig
 
-from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.runs.console import CONF
 
 PRESETS = Path(__file__).parent / "cli" / "presets"
 UNCHANGED = {str(CONF), f"file://{CONF}", str(PRESETS), f"file://{PRESETS}"}

@@ -30,10 +30,10 @@ from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHE
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.stages.console import CONF, RECIPES
-from lightning_rlhf.stages.settings import REWARDS as REWARD_KINDS
-from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import STAGES, SUM
+from lightning_rlhf.runs.console import CONF, RECIPES
+from lightning_rlhf.runs.settings import REWARDS as REWARD_KINDS
+from lightning_rlhf.runs.settings import read_settings
+from lightning_rlhf.runs.stage import STAGES, SUM
 
 from .composing import parsed_files as parsed_files
 

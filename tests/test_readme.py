@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.metrics import METRICS as DEFINED
-from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.runs.console import CONF
 
 README = Path(__file__).parents[1] / "README.md"
 METRICS = README.parent / "docs" / "metrics.md"

@@ -18,13 +18,13 @@ from lightning_rlhf.cli.arguments import composition_error, parse_arguments, ref
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
-from lightning_rlhf.stages.accelerator import check_accelerator
-from lightning_rlhf.stages.console import CONF, quiet_libraries
+from lightning_rlhf.runs.accelerator import check_accelerator
+from lightning_rlhf.runs.console import CONF, quiet_libraries
+from lightning_rlhf.runs.resume import resume_point
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.settings import read_settings
+from lightning_rlhf.runs.stage import Settings, Stage, stage_names
 from lightning_rlhf.stages.fit import require_trained
-from lightning_rlhf.stages.folder.resume import resume_point
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import Settings, Stage, stage_names
 
 
 def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> Settings:

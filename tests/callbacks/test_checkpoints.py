@@ -43,8 +43,8 @@ from lightning_rlhf.core.errors import (
     StorageError,
 )
 from lightning_rlhf.core.metrics import MACHINE
+from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
-from lightning_rlhf.stages.stage import find_stage
 
 from .conftest import FakePPO, Fit
 

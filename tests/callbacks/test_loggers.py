@@ -16,10 +16,7 @@ from wandb.errors import AuthenticationError
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
 from lightning_rlhf.callbacks.evaluation import Samples
-from lightning_rlhf.callbacks.logger_config import (
-    logger_config,
-    wandb_mode,
-)
+from lightning_rlhf.callbacks.logger_config import logger_config, wandb_mode
 from lightning_rlhf.callbacks.loggers import (
     RunIdentity,
     RunTensorBoard,

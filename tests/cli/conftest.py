@@ -35,7 +35,7 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints, trained
 from lightning_rlhf.cli import main as entry
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.stages.console import CONF, HOME, RECIPES
+from lightning_rlhf.runs.console import CONF, HOME, RECIPES
 
 from ..composing import PRESETS
 from ..composing import compositions as compositions

@@ -19,13 +19,13 @@ import lightning_rlhf
 from lightning_rlhf.core import metrics as names
 from lightning_rlhf.core.losses import PolicyOutputs
 from lightning_rlhf.core.metrics import check_names
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
 
 from .conftest import PRESETS, Workplace, given, rows, weights
 
 PAGE = (HOME / "docs" / "extending.md").read_text()
 FLOORS = re.findall(
-    r"^\| (\d) \| \[`(\w+)`\]", (HOME / "docs" / "architecture.md").read_text(), re.MULTILINE
+    r"^\| (\d+) \| \[`(\w+)`\]", (HOME / "docs" / "architecture.md").read_text(), re.MULTILINE
 )
 
 

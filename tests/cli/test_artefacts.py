@@ -22,12 +22,12 @@ from transformers import (
     pipeline as make_pipeline,
 )
 
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
+from lightning_rlhf.runs.trained import trained_as
 from lightning_rlhf.stages.model_card import license_of
-from lightning_rlhf.stages.reward.build_rewards import text_scorer
-from lightning_rlhf.stages.trained import trained_as
 
 from .conftest import Workplace
 

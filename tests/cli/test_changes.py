@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lightning_rlhf.stages.folder.changes import abridged, changes
+from lightning_rlhf.runs.changes import abridged, changes
+from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
-from lightning_rlhf.stages.stage import find_stage
 
 
 def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
 from lightning_rlhf.rewards.config import HTTPConfig
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.settings import REWARDS, read_settings
-from lightning_rlhf.stages.stage import SUM, PolicySource, Settings, TrainerConfig
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.settings import REWARDS, read_settings
+from lightning_rlhf.runs.stage import SUM, PolicySource, Settings, TrainerConfig
 
 CONF = console.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent

@@ -13,8 +13,8 @@ import pytest
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.console import print_lengths
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.console import print_lengths
 
 from .conftest import ROWS, Workplace
 
@@ -50,7 +50,7 @@ def test_rows_left_out_or_cut_are_counted(
     def enough(*args: Any, **kwargs: Any) -> None:
         raise RLHFError("enough")
 
-    monkeypatch.setattr("lightning_rlhf.stages.run.start_from", enough)
+    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", enough)
     with (workplace.folder / "data" / f"{data}_{part}.jsonl").open("a") as file:
         file.write(line + "\n")
     parents = {"sft": [], "rm": ["policy.checkpoint=base"],

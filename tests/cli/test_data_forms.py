@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from lightning_rlhf.stages.folder.folders import CONFIG
+from lightning_rlhf.runs.folders import CONFIG
 
 from .conftest import Workplace
 

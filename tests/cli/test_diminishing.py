@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.stages.diminishing import paired_stop, print_diminishing
+from lightning_rlhf.evaluation.diminishing import paired_stop, print_diminishing
 
 from .conftest import Workplace
 

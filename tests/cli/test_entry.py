@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.cli.main import main
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.stages.console import HOME, PACKAGE, RECIPES
+from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given, weights
 

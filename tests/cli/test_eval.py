@@ -169,7 +169,7 @@ def test_a_report_is_there_whole_or_not_at_all(
         raise PowerCut
 
     with monkeypatch.context() as patch:
-        patch.setattr("lightning_rlhf.stages.evaluate_reward.shutil.copytree", one_file)
+        patch.setattr("lightning_rlhf.evaluation.evaluate_reward.shutil.copytree", one_file)
         assert place.mini(*command).status == 1
     final = place.stage("eval_reward", "cut") / "final"
     assert not final.exists()

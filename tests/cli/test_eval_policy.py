@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.stages.policies import short_names
+from lightning_rlhf.evaluation.policies import short_names
 
 from ..report.pages import check
 from .conftest import Workplace, given, rows, tree
@@ -231,7 +231,7 @@ def edited(file: Path, **changes: Any) -> None:
 def damaged(place: Workplace, kind: str) -> list[str]:
     """Overrides that name a policy which cannot be compared; what it takes is in the workplace."""
     ppo = place.folder / kind / "ppo"
-    shutil.copytree(place.stage("ppo"), ppo)
+    shutil.copytree(place.stage("ppo"), ppo, symlinks=True)
     final, checkpoint = ppo / "final", ppo / "checkpoints" / "000003.ckpt"
     match kind:
         case "base":

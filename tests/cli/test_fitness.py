@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.evaluation.evaluate_reward import format_advice, shortened
 from lightning_rlhf.rewards.format_check import FormatResult
-from lightning_rlhf.stages.evaluate_reward import format_advice, shortened
 
 CHAT: Any = SimpleNamespace(
     response_tokens=lambda text: [*text.split(), "end"],

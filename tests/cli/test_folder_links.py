@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.cli.sweep import whole_name
+from lightning_rlhf.io.storage import WRITTEN
 
 from .conftest import MINI, Workplace, tree, weights
 
@@ -54,6 +55,12 @@ def test_overwrite_replaces_what_a_link_points_to(
         assert inside in finished.mini("stage=sft", "overwrite=true").error
         assert weights(stage) == before
         (stage / inside).unlink()
+    (stage / "checkpoints" / ".DS_Store").touch()
+    (stage / "final" / "manifest.json").write_text("{")
+    known = (stage / "final" / WRITTEN).rename(stage / "known")  # then nobody knows what is ours
+    assert "final/manifest.json" in finished.mini("stage=sft", "overwrite=true").error
+    assert weights(stage) == before
+    known.rename(stage / "final" / WRITTEN)
     finished.mini("stage=sft", "overwrite=true").succeeded  # noqa: B018
     assert links[which].is_symlink()
     assert links[which].resolve() == target

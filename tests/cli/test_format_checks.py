@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForSequenceClassification
 
-from lightning_rlhf.stages.console import RECIPES
+from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import SHIPPED, Outcome, Workplace, given, tree
 from .others import TEMPLATE, save_classifier

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, P
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import POLICY, LoRASettings, ModelConfig
-from lightning_rlhf.stages.console import RECIPES
+from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import Workplace, tree
 

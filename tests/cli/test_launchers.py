@@ -24,8 +24,8 @@ from lightning_rlhf.cli.execute import given_overrides, run_job
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import end_early, ignore_presets, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.process import STOPPED
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.process import STOPPED
 
 from .conftest import Workplace
 

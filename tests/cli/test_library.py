@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Callback
 import lightning_rlhf
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, DataError
 from lightning_rlhf.core.ppo_config import PPOConfig
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
 
 from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, rows, weights
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_rlhf.stages import accelerator as memory
+from lightning_rlhf.runs import accelerator as memory
 
 
 def allows_huge_pages() -> bool:
@@ -22,7 +22,7 @@ def allows_huge_pages() -> bool:
 
 PROGRAM = """
 import resource, sys, torch
-from lightning_rlhf.stages.accelerator import keep_large_blocks
+from lightning_rlhf.runs.accelerator import keep_large_blocks
 if sys.argv[1] == "kept":
     keep_large_blocks()
 torch.set_num_threads(1)
@@ -54,7 +54,7 @@ HUGE = """
 import re, resource, sys, torch
 if sys.argv[1] == "limited":
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.RLIM_INFINITY))
-from lightning_rlhf.stages.accelerator import keep_large_blocks
+from lightning_rlhf.runs.accelerator import keep_large_blocks
 
 def size(name):
     text = open("/proc/self/status").read() + open("/proc/self/smaps_rollup").read()
@@ -96,7 +96,7 @@ def test_nothing_is_reserved_under_a_limit_that_counts_it() -> None:
 
 SHAPES = """
 import re, torch
-from lightning_rlhf.stages import accelerator
+from lightning_rlhf.runs import accelerator
 
 def resident():
     return int(re.search(r"VmRSS:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) // 1024
@@ -136,7 +136,7 @@ def test_products_of_many_shapes_take_bounded_memory(
 
 DENORMALS = """
 import torch
-from lightning_rlhf.stages.accelerator import denormals_flushed
+from lightning_rlhf.runs.accelerator import denormals_flushed
 x = torch.full((64,), 1e-39)
 assert (x * 0.5 > 0).all()
 with denormals_flushed():

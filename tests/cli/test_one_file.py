@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 
 import lightning_rlhf
 from lightning_rlhf.core.results import RESULT, IterationResult
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
 
 from .conftest import Workplace
 

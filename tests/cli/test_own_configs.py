@@ -11,7 +11,7 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_rlhf.stages.console import CONF
+from lightning_rlhf.runs.console import CONF
 
 from .conftest import Workplace
 

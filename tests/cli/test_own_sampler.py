@@ -46,7 +46,7 @@ def test_what_is_no_sampler_is_refused_before_a_model_loads(
     def loading(*args: object, **kwargs: object) -> None:
         raise AssertionError("a model is loaded")
 
-    monkeypatch.setattr("lightning_rlhf.stages.run.start_from", loading)
+    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", loading)
     outcome = finished.mini("stage=ppo", "run=own", f"ppo.rollout={rollout}", *given(finished))
     assert "ppo.rollout is" in outcome.error
     assert (error or "ppo.rollout") in outcome.error

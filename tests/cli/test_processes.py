@@ -24,9 +24,10 @@ from lightning_rlhf.cli.execute import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
-from lightning_rlhf.stages import console, fit
-from lightning_rlhf.stages.accelerator import check_processes
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.accelerator import check_processes
+from lightning_rlhf.runs.stage import Settings
+from lightning_rlhf.stages import fit
 
 from ..processes import SRUN, forked
 from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights

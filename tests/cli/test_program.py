@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from lightning_rlhf.stages import console
+from lightning_rlhf.runs import console
 
 from .conftest import Workplace
 

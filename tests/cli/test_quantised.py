@@ -26,7 +26,7 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, SFT, V
 from lightning_rlhf.models.quantized_layers import use_exact_layers
 from lightning_rlhf.models.roles import Roles, probe_tokens
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.stages.preflight.preflight import ratio, sample
+from lightning_rlhf.stages.preflight import ratio, sample
 
 from .conftest import PRESETS, Outcome, Workplace, given, make_workplace, rows, weights
 

@@ -22,10 +22,10 @@ from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.diminishing import FEWEST_POINTS
 from lightning_rlhf.rewards.config import FunctionConfig
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.folder.folders import LOCK
-from lightning_rlhf.stages.process import run_command
-from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.folders import LOCK
+from lightning_rlhf.runs.process import run_command
+from lightning_rlhf.runs.settings import read_settings
 
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, weights
 
@@ -121,7 +121,7 @@ def first_call(
 @pytest.fixture
 def done(kitchen: Kitchen, first_call: tuple[Kitchen, list[str], str]) -> Kitchen:
     """After a first call."""
-    shutil.copytree(first_call[0].place.outputs, kitchen.place.outputs)
+    shutil.copytree(first_call[0].place.outputs, kitchen.place.outputs, symlinks=True)
     return kitchen
 
 
@@ -326,8 +326,8 @@ def test_a_broken_promise_is_told_with_its_numbers(
 def test_a_promise_is_judged_by_the_interval(
     bound: str, value: float, interval: tuple[float, float] | None, verdict: str
 ) -> None:
-    from lightning_rlhf.stages.measured import Measured
-    from lightning_rlhf.stages.promises import Promise
+    from lightning_rlhf.evaluation.promises import Promise
+    from lightning_rlhf.runs.measured import Measured
 
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
     assert promise.verdict(Measured(value, interval)) == verdict

@@ -22,7 +22,7 @@ from lightning_rlhf.cli.recipe import (
 )
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.stages.console import RECIPES
+from lightning_rlhf.runs.console import RECIPES
 
 STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")
 

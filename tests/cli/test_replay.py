@@ -33,7 +33,7 @@ from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
-from lightning_rlhf.stages.console import HOME
+from lightning_rlhf.runs.console import HOME
 
 from .conftest import Outcome, Workplace, given, rows, tree, weights
 
@@ -66,7 +66,7 @@ def place(pipeline: Workplace, experiences: list[Experience]) -> Workplace:
 def run(tmp_path: Path, place: Workplace) -> Path:
     """A copy of the recorded run."""
     folder = tmp_path / "outputs" / "recorded" / "mini" / "ppo"
-    shutil.copytree(place.stage("ppo", "recorded"), folder)
+    shutil.copytree(place.stage("ppo", "recorded"), folder, symlinks=True)
     return folder
 
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.stages.compare import runs_of, write_report, write_steps
-from lightning_rlhf.stages.folder.folders import CONFIG, METRICS
+from lightning_rlhf.evaluation.compare import runs_of, write_report, write_steps
+from lightning_rlhf.runs.folders import CONFIG, METRICS
 from lightning_rlhf.stages.sft import sample_held_out
 
 from ..report.pages import check

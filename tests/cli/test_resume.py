@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from lightning_rlhf.callbacks.checkpoint_files import numbered, read_run
-from lightning_rlhf.stages.folder.folders import DELETED
+from lightning_rlhf.runs.folders import DELETED
 
 from .conftest import MINI, MODULE, Workplace, make_workplace, rows, weights
 from .test_pipeline import samples, start, wait_for
@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
 
 PARENT = """
 import sys
-from lightning_rlhf.stages.process import run_command
+from lightning_rlhf.runs.process import run_command
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 run_command([sys.executable, "-c", CHILD], {})
 """

@@ -92,7 +92,7 @@ def test_what_is_refused_is_left_as_it_is(
             path.write_bytes(b"")
         words, told = ["stage=sft"], "000006.ckpt cannot be read"
     if left == "other models":
-        shutil.copytree(finished.stage("rm"), folder.with_name("sft"), dirs_exist_ok=True)
+        shutil.copytree(finished.stage("rm"), folder.with_name("sft"), True, dirs_exist_ok=True)
         words, told = ["stage=sft"], "cannot be resumed: "
     before = tree(finished.outputs)
     assert told in finished.mini(*words, "resume=auto").error

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
-from lightning_rlhf.stages import run
+from lightning_rlhf.runs import run
 
 from .conftest import Workplace, given
 

@@ -30,10 +30,10 @@ from lightning_rlhf.cli.sweep import (
     jobs_table,
     result_of,
 )
-from lightning_rlhf.stages import compare
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.folder.folders import folder_of
-from lightning_rlhf.stages.settings import read_settings
+from lightning_rlhf.evaluation import compare
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.folders import folder_of
+from lightning_rlhf.runs.settings import read_settings
 
 from .conftest import MINI, Outcome, Workplace, tree, weights
 
@@ -151,8 +151,8 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that is no user's."""
+    from lightning_rlhf.runs.run import Run
     from lightning_rlhf.stages import ppo
-    from lightning_rlhf.stages.run import Run
 
     original = ppo.hand_over
 

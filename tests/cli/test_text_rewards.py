@@ -14,11 +14,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_rlhf.evaluation.build_rewards import text_reward
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.rewards.config import TextModelConfig
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.reward.build_rewards import text_reward
-from lightning_rlhf.stages.settings import read_reward
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.settings import read_reward
 
 from .conftest import MODULE, Workplace
 from .others import classifier_scores, own_scores, samples

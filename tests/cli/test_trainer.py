@@ -18,18 +18,12 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.execute import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.stages import accelerator, settings
-from lightning_rlhf.stages.accelerator import check_accelerator, check_devices, print_device
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks
-from lightning_rlhf.stages.settings import (
-    OWNED,
-    PASSED,
-    read_settings,
-    read_trainer,
-    resolve_auto,
-)
-from lightning_rlhf.stages.stage import Settings, TrainerConfig
+from lightning_rlhf.runs import accelerator, settings
+from lightning_rlhf.runs.accelerator import check_accelerator, check_devices, print_device
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.objects import check_trainer, own_arguments, own_callbacks
+from lightning_rlhf.runs.settings import OWNED, PASSED, read_settings, read_trainer, resolve_auto
+from lightning_rlhf.runs.stage import Settings, TrainerConfig
 
 from .conftest import Workplace, rows
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.evaluation import build_rewards
+from lightning_rlhf.evaluation.compare import read_package_run
+from lightning_rlhf.evaluation.run_report import stage_report
 from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
-from lightning_rlhf.stages.compare import read_package_run
-from lightning_rlhf.stages.reward import build_rewards
-from lightning_rlhf.stages.run_report import stage_report
 
 from .conftest import Workplace, given, make_workplace
 
@@ -91,7 +91,7 @@ def test_an_unfit_reward_is_refused_before_a_model_loads(
     def loads(*_: Any, **__: Any) -> None:
         raise AssertionError("a model loads")
 
-    monkeypatch.setattr("lightning_rlhf.stages.run.start_from", loads)
+    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", loads)
     final = backwards.stage("rm") / "final"
     written = find(str(final), "").require_manifest("rm").verdicts["rm"]
     assert written["is_unfit"] is True
@@ -174,9 +174,7 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
 ) -> None:
     judged(finished, UNFIT)
     folder = finished.stage("rm") / "final"
-    monkeypatch.setattr(
-        "lightning_rlhf.stages.reward.build_rewards.local_folder", lambda *_: folder
-    )
+    monkeypatch.setattr("lightning_rlhf.evaluation.build_rewards.local_folder", lambda *_: folder)
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

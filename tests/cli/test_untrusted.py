@@ -221,7 +221,7 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     if key:
         assert re.search(f"{key} is 'evil.*--code FILE.py:S", found.error)
     other = place.stage("ppo", "other")
-    shutil.copytree(recorded, other)
+    shutil.copytree(recorded, other, symlinks=True)
     for command, refusal in (
         (("report", str(recorded)), ""),
         (("replay", str(recorded)), ""),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import resource
@@ -23,6 +22,7 @@ from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.io.storage import (
+    WRITTEN,
     Kind,
     There,
     decide,
@@ -47,21 +47,22 @@ def test_a_folder_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
     target = tmp_path / "a"
     target.mkdir()
     (target / "stale").touch()
-    (target / "manifest.json").write_text(MANIFEST)
+    (target / WRITTEN).write_text(f"stale\n{WRITTEN}")
     with written_whole(target, kind="folder") as beside:
         (beside / "inner").mkdir()
         (beside / "inner" / "file").write_text("after")
     assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))] == [
-        "a", "a/inner", "a/inner/file",
+        "a", f"a/{WRITTEN}", "a/inner", "a/inner/file",
     ]  # fmt: skip
+    assert (target / WRITTEN).read_text().splitlines() == ["inner", WRITTEN]
 
 
 def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
-    """Of what is in it, only the names of its manifest are replaced or deleted."""
-    target, files = tmp_path / "a", ["manifest.json", "model", "stale"]
+    """Of what is in it, only the names of its list are replaced or deleted."""
+    target, files = tmp_path / "a", [WRITTEN, "model", "stale"]
     (target / "notes" / "inner").mkdir(parents=True)
     (target / "notes" / "inner" / "link").symlink_to("nowhere")
-    (target / "manifest.json").write_text(json.dumps({"stage": "sft", "files": files}))
+    (target / WRITTEN).write_text("\n".join(files))
     for name in ("stale", "model", "new"):
         (target / name).write_text("before")
     with written_whole(target, kind="folder") as beside:
@@ -69,6 +70,7 @@ def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
             (beside / name).write_text("written")
     assert {p.name: p.read_text() for p in target.iterdir() if p.is_file()} == {
         "model": "written", "new": "written", "new.orig": "before",
+        WRITTEN: f"model\nnew\n{WRITTEN}",
     }  # fmt: skip
     assert os.readlink(target / "notes" / "inner" / "link") == "nowhere"
     assert list(tmp_path.iterdir()) == [target]
@@ -79,7 +81,7 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_a
     """Before the first and before the second of its renames; the next writing repairs it."""
     target, renames, replace = tmp_path / "a", [], os.replace
     target.mkdir()
-    (target / "manifest.json").write_text('{"stage": "sft", "files": ["manifest.json"]}')
+    (target / WRITTEN).write_text(WRITTEN)
     (target / "notes").write_text("mine")
 
     def killed(*paths: Path) -> None:
@@ -97,22 +99,18 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_a
     with written_whole(target, kind="folder") as beside:
         (beside / "model").write_text("new")
     assert {path.name: path.read_text() for path in target.iterdir()} == {
-        "model": "new", "notes": "mine",
+        "model": "new", "notes": "mine", WRITTEN: f"model\n{WRITTEN}",
     }  # fmt: skip
 
 
 PAGE = '<!doctype html>\n<html lang="en">\n<meta name="generator" content="lightning-rlhf">'
-MANIFEST = '{"stage": "sft"}'
 STANDING: dict[There, Callable[[Path], object]] = {
     "nothing": lambda path: None,
     "link": lambda path: path.symlink_to(path.parent / "other"),
     "file": lambda path: path.write_text("mine"),
     "lightning-rlhf page": lambda path: path.write_text(PAGE),
     "folder": lambda path: (path.mkdir(), (path / "config.json").write_text('{"model": "gpt2"}')),
-    "lightning-rlhf folder": lambda path: (
-        path.mkdir(),
-        (path / "config.json").write_text('{"stage": ""}'),
-    ),
+    "lightning-rlhf folder": lambda path: (path.mkdir(), (path / WRITTEN).touch()),
     "special file": os.mkfifo,
 }
 """What may stand at a path -> a function that makes it."""
@@ -199,7 +197,7 @@ def test_modes_follow_the_umask(tmp_path: Path, umask: int, file: int, folder: i
     finally:
         os.umask(before)
     modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "a").iterdir()}
-    assert modes == {"page": file, "weights.safetensors": file}
+    assert modes == {"page": file, "weights.safetensors": file, WRITTEN: file}
     assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == folder
     assert stat.S_IMODE((tmp_path / "b").stat().st_mode) == file
 
@@ -242,7 +240,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(
     monkeypatch.setattr(os, "replace", note_replace)
     with written_whole(tmp_path / "a", kind="folder") as beside:
         (beside / "file").touch()
-    assert order == ["file", beside.name, "replace", tmp_path.name]
+    assert {*order[:2]} == {"file", WRITTEN}
+    assert order[2:] == [beside.name, "replace", tmp_path.name]
 
 
 def test_which_errors_are_a_full_disk() -> None:

@@ -8,7 +8,6 @@ import shutil
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from lightning_rlhf.models.build_roles import (
     random_reward,
     start_from,
 )
-from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
+from lightning_rlhf.models.checkpoint import Final, find, tokenizer_hash
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHead
@@ -38,18 +37,14 @@ Make = Callable[..., Any]
 # i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
 PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
 TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-COMMON_FILES = TOKENIZER_FILES | {"manifest.json", "roles", "roles/fingerprint.safetensors"}
+COMMON_FILES = TOKENIZER_FILES | {
+    ".lightning-rlhf.files", "manifest.json", "roles", "roles/fingerprint.safetensors"
+}  # fmt: skip
 
 
 def copy(final: Final, to: Path) -> Final:
     shutil.copytree(final.path, to)
     return find(str(to), "reward.checkpoint")
-
-
-def origin(final: Final) -> Manifest:
-    """The manifest without the list of files, which writing adds."""
-    assert final.manifest is not None
-    return replace(final.manifest, files=[])
 
 
 def with_manifest(final: Final, **changes: Any) -> Final:
@@ -93,9 +88,8 @@ def test_the_folder_holds_what_its_docstring_lists(lineage: Any) -> None:
 
 
 def test_the_manifest_comes_back_as_it_was_written(lineage: Any, make_manifest: Make) -> None:
-    assert origin(lineage.sft) == make_manifest("sft")
-    assert origin(lineage.rm) == make_manifest("rm", tokenizer_hash=lineage.hash)
-    assert {*lineage.sft.manifest.files} == {f.name for f in lineage.sft.path.iterdir()}
+    assert lineage.sft.manifest == make_manifest("sft")
+    assert lineage.rm.manifest == make_manifest("rm", tokenizer_hash=lineage.hash)
     assert lineage.rm.require_manifest("rm") is lineage.rm.manifest
 
 
@@ -204,10 +198,10 @@ def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
         patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
             write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
-    assert origin(find(str(folder), "policy.checkpoint")) == make_manifest("sft")
+    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft")
 
     write_final(folder, roles, SFT, tokenizer, make_manifest("sft", base="other"), None)
-    assert origin(find(str(folder), "policy.checkpoint")) == make_manifest("sft", base="other")
+    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft", base="other")
     assert (folder / "notes.txt").read_text() == "of the user"
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
 

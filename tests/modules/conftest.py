@@ -36,7 +36,7 @@ from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.stages.accelerator import strategy
+from lightning_rlhf.runs.accelerator import strategy
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "llama", "qwen3_5")

@@ -26,13 +26,8 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.preflight.memory_plan import (
-    Bytes,
-    MemoryPlan,
-    activation_numbers,
-    plan_of,
-)
-from lightning_rlhf.stages.preflight.preflight import of_memory
+from lightning_rlhf.stages.memory_plan import Bytes, MemoryPlan, activation_numbers, plan_of
+from lightning_rlhf.stages.preflight import of_memory
 
 from .conftest import (
     CHAT,
@@ -177,7 +172,7 @@ def test_processes_of_a_machine_divide_its_memory(
     """4 processes, 1000 models of free memory and a model loaded in each that is running."""
     module = SFTModule(sft_roles("qwen3"), sft_config())
     loaded = sum(p.nbytes for p in module.parameters())
-    where = "lightning_rlhf.stages.preflight.memory_plan.available_memory"
+    where = "lightning_rlhf.stages.memory_plan.available_memory"
     monkeypatch.setattr(where, lambda _: 1000 * loaded)
     module.replicas = SimpleNamespace(size=running)  # type: ignore[assignment]
     rows = data(DemonstrationTokens([1], [2]))

@@ -9,12 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.modules.optim import (
-    backward,
-    build_optimizer,
-    lr_factor,
-    trainable_state,
-)
+from lightning_rlhf.modules.optim import backward, build_optimizer, lr_factor, trainable_state
 from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import close, parameters, sft_config, sft_roles, within_fit

@@ -24,14 +24,8 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.preflight import preflight
-from lightning_rlhf.stages.preflight.preflight import (
-    at_most,
-    examine,
-    of_models,
-    relative,
-    trainable,
-)
+from lightning_rlhf.stages import preflight
+from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
 
 from .conftest import (
     VOCABULARY,

@@ -27,7 +27,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.stages.advice import advise
+from lightning_rlhf.stages.fit import advise
 
 from .conftest import (
     Outputs,

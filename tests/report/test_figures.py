@@ -9,7 +9,7 @@ from matplotlib.image import imread
 from lightning_rlhf.core.metrics import FAN, GOLD, METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, plots_of, ppo_panels
 from lightning_rlhf.report.figures import draw, draw_curves, read_curves
-from lightning_rlhf.stages.stage import STAGES, Stage, find_stage
+from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
 TRAINED = [stage for stage in map(find_stage, STAGES) if stage is not None and stage.trains]
 

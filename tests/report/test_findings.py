@@ -31,12 +31,7 @@ from lightning_rlhf.report.checks import (
     for_ppo,
     judgement,
 )
-from lightning_rlhf.report.fitness import (
-    Fitness,
-    ProbeResult,
-    ScoredProbe,
-    measure_probes,
-)
+from lightning_rlhf.report.fitness import Fitness, ProbeResult, ScoredProbe, measure_probes
 from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated

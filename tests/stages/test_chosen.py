@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_rlhf.callbacks.checkpoint_files import OUTLINE, RUN, Origin, outline, stamp
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.stages.select import load_weights
+from lightning_rlhf.evaluation.select import load_weights
 
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.stages import evaluate_reward
+from lightning_rlhf.evaluation import evaluate_reward
 
 
 def test_loggers_are_closed_as_failed_where_one_of_them_fails(

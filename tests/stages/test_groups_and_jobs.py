@@ -6,8 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from lightning_rlhf.stages.compare import grouped
-from lightning_rlhf.stages.folder.folders import earlier
+from lightning_rlhf.evaluation.compare import grouped
+from lightning_rlhf.runs.folders import earlier
 
 
 def test_a_second_run_of_a_seed_is_not_counted_as_another_seed() -> None:

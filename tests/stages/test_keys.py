@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.evaluation.policies import other_decoding, other_sft
+from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.models.checkpoint import Final
-from lightning_rlhf.stages.policies import other_decoding, other_sft
-from lightning_rlhf.stages.select import metric_of
-from lightning_rlhf.stages.stage import find_stage
+from lightning_rlhf.runs.stage import find_stage
 
 
 def of_reward(*components: str) -> Any:

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.stages.folder.changes import Ending, write_ending
-from lightning_rlhf.stages.measured import (
+from lightning_rlhf.runs.changes import Ending, write_ending
+from lightning_rlhf.runs.measured import (
     Measured,
     StageResult,
     by_prompt,

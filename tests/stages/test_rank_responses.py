@@ -8,7 +8,7 @@ import pytest
 
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.data.ranked import RankedRows
-from lightning_rlhf.stages.rank_responses import shortage
+from lightning_rlhf.evaluation.rank_responses import shortage
 
 CONFIG = RankConfig(
     policy=None, samples_per_prompt=2, temperature=1.0, max_response_tokens=48, stop_strings=(),

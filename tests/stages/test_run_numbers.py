@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.report.conclusion import Evaluated
-from lightning_rlhf.stages.measured import RunFiles
-from lightning_rlhf.stages.rank import Rank
-from lightning_rlhf.stages.run_report import (
+from lightning_rlhf.evaluation.rank_responses import Rank
+from lightning_rlhf.evaluation.run_report import (
     amount,
     leave_report,
     results,
     reward_verdicts,
     single_numbers,
 )
+from lightning_rlhf.report.conclusion import Evaluated
+from lightning_rlhf.runs.measured import RunFiles
 from lightning_rlhf.stages.sft import SFT
 
 

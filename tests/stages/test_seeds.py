@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_rlhf.stages.compare import at_kl, common_kls, mean_curve, over_seeds
+from lightning_rlhf.evaluation.compare import at_kl, common_kls, mean_curve, over_seeds
 
 
 def test_the_interval_of_three_seeds() -> None:

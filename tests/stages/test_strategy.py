@@ -10,7 +10,7 @@ import torch
 
 from lightning_rlhf.core.errors import ProcessEndedError
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.stages.accelerator import strategy
+from lightning_rlhf.runs.accelerator import strategy
 
 from ..processes import replicated
 

@@ -12,7 +12,7 @@ import torch
 from lightning_rlhf.library import configuration
 from lightning_rlhf.models.loading import empty_model
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.stages.preflight.memory_plan import Bytes, plan_run
+from lightning_rlhf.stages.memory_plan import Bytes, plan_run
 
 SHAPE = {
     "model_type": "qwen3", "vocab_size": 1792, "hidden_size": 32, "intermediate_size": 64,

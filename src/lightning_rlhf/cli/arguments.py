@@ -26,8 +26,8 @@ from lightning_rlhf.core.errors import ConfigError, unknown_key
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import HIDDEN, redacted
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.stage import STAGES
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.stage import STAGES
 
 COMMANDS = {
     "chat": "lightning_rlhf.cli.chat:chat",

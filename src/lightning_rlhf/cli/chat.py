@@ -34,6 +34,7 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
 from lightning_rlhf.models.adapter import ADAPTER, json_object
@@ -46,10 +47,9 @@ from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import predict
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.folders import FINAL
-from lightning_rlhf.stages.reward.build_rewards import text_scorer
-from lightning_rlhf.stages.trained import reward_of, sampled_as, short_names, trained_as
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import FINAL
+from lightning_rlhf.runs.trained import reward_of, sampled_as, short_names, trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.server import Score

@@ -14,10 +14,10 @@ from lightning_rlhf.callbacks.loggers import AXIS
 from lightning_rlhf.core.config import Stage
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import HEADLINES, KL, METRICS, REWARD, Phase
+from lightning_rlhf.evaluation.compare import compare_runs, write_report
+from lightning_rlhf.evaluation.diminishing import again
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
-from lightning_rlhf.stages.compare import compare_runs, write_report
-from lightning_rlhf.stages.diminishing import again
 
 if TYPE_CHECKING:
     from wandb_workspaces.reports.v2 import LinePlot, ParallelCoordinatesPlot, ScatterPlot

@@ -44,8 +44,8 @@ from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_fail
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
     FAILED,
     FINAL,
@@ -55,9 +55,9 @@ from lightning_rlhf.stages.folder.folders import (
     refuse_foreign_files,
     state_of,
 )
-from lightning_rlhf.stages.process import IN_RECIPE, IN_SWEEP, STOPPED, run_command
-from lightning_rlhf.stages.settings import folder_names, plain, read_settings
-from lightning_rlhf.stages.stage import AUTO, STAGES, Settings, stage_names
+from lightning_rlhf.runs.process import IN_RECIPE, IN_SWEEP, STOPPED, run_command
+from lightning_rlhf.runs.settings import folder_names, plain, read_settings
+from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -89,7 +89,7 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
             "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_rlhf "
             f"{shlex.join([*own_configs(), *overrides])}, or srun (docs/scaling.md)"
         )
-    from lightning_rlhf.stages.accelerator import check_devices  # which imports torch
+    from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
     check_devices(settings)
     words = [word for word in overrides if key_of(word) not in DECIDED]

@@ -16,6 +16,7 @@ from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
@@ -27,10 +28,9 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.stages import fit
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.changes import read_config
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs.changes import read_config
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import (
     CONFIG,
     FINAL,
     check_kinds,
@@ -38,12 +38,12 @@ from lightning_rlhf.stages.folder.folders import (
     is_stale,
     run_folder,
 )
-from lightning_rlhf.stages.folder.resume import saved
+from lightning_rlhf.runs.resume import saved
+from lightning_rlhf.runs.settings import read_tree
+from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
+from lightning_rlhf.runs.trained import trained_as
+from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
-from lightning_rlhf.stages.select import export_of
-from lightning_rlhf.stages.settings import read_tree
-from lightning_rlhf.stages.stage import Settings, TrainerConfig, find_stage, stage_names
-from lightning_rlhf.stages.trained import trained_as
 
 
 def export_model(arguments: Sequence[str]) -> None:
@@ -84,8 +84,8 @@ def export_model(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     given = parser.parse_args(arguments)
     out = None if given.out is None else Path(given.out)
-    require(given.merge or given.step is not None, "export", None, "--step N for the model of a kept "
-            "checkpoint of a run, or --merge for that of a final/ folder as whole weights")  # fmt: skip
+    what_for = "--step N for the model of a checkpoint, or --merge for that of a final/ folder"
+    require(given.merge or given.step is not None, "export", None, what_for)
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:

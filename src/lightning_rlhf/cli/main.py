@@ -45,9 +45,9 @@ from lightning_rlhf.io.console import visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
-from lightning_rlhf.stages import console
-from lightning_rlhf.stages.console import print_error
-from lightning_rlhf.stages.process import IN_RECIPE, end_with, is_job
+from lightning_rlhf.runs import console
+from lightning_rlhf.runs.console import print_error
+from lightning_rlhf.runs.process import IN_RECIPE, end_with, is_job
 
 
 def main() -> None:

@@ -31,11 +31,12 @@ from lightning_rlhf.cli.arguments import (
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule, section
 from lightning_rlhf.data.readers import load
+from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.checkpoint import MANIFEST
 from lightning_rlhf.report.tables import side_by_side
-from lightning_rlhf.stages.folder.changes import differing_keys
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs.changes import differing_keys
+from lightning_rlhf.runs.folders import (
     FINAL,
     State,
     check_writable,
@@ -44,11 +45,10 @@ from lightning_rlhf.stages.folder.folders import (
     run_folder,
     state_of,
 )
-from lightning_rlhf.stages.folder.resume import held
-from lightning_rlhf.stages.process import IN_RECIPE, run_command
-from lightning_rlhf.stages.promises import ANY, Promise, are_made, check_promises, promise_rows
-from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import STAGES, Settings
+from lightning_rlhf.runs.process import IN_RECIPE, run_command
+from lightning_rlhf.runs.resume import held
+from lightning_rlhf.runs.settings import read_settings
+from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
 HOW: Mapping[State, tuple[str, ...]] = {
@@ -150,8 +150,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, overrides: Sequence[str]) -> Non
     with held(first, folder):
         ran = run_stages(stages, commands, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
-    from lightning_rlhf.stages.compare import write_promises, write_report, write_steps
-    from lightning_rlhf.stages.measured import StageResult
+    from lightning_rlhf.evaluation.compare import write_promises, write_report, write_steps
+    from lightning_rlhf.runs.measured import StageResult
 
     metrics = summarise(stages, ran)
     if cfg.job is None:
@@ -305,9 +305,9 @@ def summarise(stages: Mapping[str, Settings], ran: Sequence[str]) -> dict[str, M
     ran: stages that were run in this call, whose results are already printed.
     """
     from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
-    from lightning_rlhf.stages.diminishing import repeat_conclusion
+    from lightning_rlhf.evaluation.diminishing import repeat_conclusion
+    from lightning_rlhf.runs.measured import evaluation_files, metrics_of
     from lightning_rlhf.stages.fit import complete
-    from lightning_rlhf.stages.measured import evaluation_files, metrics_of
 
     folders = {stage: folder_of(settings) for stage, settings in stages.items()}
     metrics = {

@@ -22,7 +22,7 @@ from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.run_page import environment
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, colour, marked, scale, signed
-from lightning_rlhf.stages.folder.folders import check_kinds
+from lightning_rlhf.runs.folders import check_kinds
 
 Row = Mapping[str, Any]
 """A recorded response, as `data.rollouts.read_recorded` returns it."""

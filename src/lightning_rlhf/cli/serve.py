@@ -13,7 +13,7 @@ from pydantic import Field
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import check_value
 from lightning_rlhf.rewards.config import token_in
-from lightning_rlhf.stages.console import quiet_libraries
+from lightning_rlhf.runs.console import quiet_libraries
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import RewardServer, Score
@@ -60,7 +60,7 @@ def make_server(given: argparse.Namespace) -> RewardServer:
 def load_scorer(final: str, overrides: Sequence[str]) -> Score:
     """Return the score function of a folder or hub id."""
     quiet_libraries()
-    from lightning_rlhf.stages.reward.build_rewards import text_scorer  # with libraries that log
+    from lightning_rlhf.evaluation.build_rewards import text_scorer  # with libraries that log
 
     return text_scorer(final, overrides)
 

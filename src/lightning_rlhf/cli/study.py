@@ -42,12 +42,12 @@ from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.metrics import METRICS, require_metrics
 from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
+from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
-from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.select import metric_of
-from lightning_rlhf.stages.stage import find_stage
+from lightning_rlhf.runs.changes import flatten
+from lightning_rlhf.runs.process import STOPPED
+from lightning_rlhf.runs.stage import find_stage
 
 KEY = "hydra.sweeper"
 Direction = Literal["maximize", "minimize"]

@@ -35,9 +35,9 @@ from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import WIDEST, SweepRow, Table, shared_overrides, sweep_table
-from lightning_rlhf.stages.console import RECIPES, print_error
-from lightning_rlhf.stages.folder.changes import changes
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs.changes import changes
+from lightning_rlhf.runs.console import RECIPES, print_error
+from lightning_rlhf.runs.folders import (
     CONFIG,
     FAILED,
     FINAL,
@@ -46,9 +46,9 @@ from lightning_rlhf.stages.folder.folders import (
     leave_failed,
     run_folder,
 )
-from lightning_rlhf.stages.process import STOPPED
-from lightning_rlhf.stages.settings import read_settings
-from lightning_rlhf.stages.stage import Settings, chosen_stage, find_stage
+from lightning_rlhf.runs.process import STOPPED
+from lightning_rlhf.runs.settings import read_settings
+from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
 
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
 """Keys that do not change the results of a job."""
@@ -208,7 +208,7 @@ def result_of(job: Job, failure: str | None, *, is_known: bool = True) -> JobRes
             written = folder / FAILED
             failure = written.read_text().strip() if written.is_file() else "it has no result"
         if failure is None:
-            from lightning_rlhf.stages.measured import metrics_of  # which imports torch
+            from lightning_rlhf.runs.measured import metrics_of  # which imports torch
 
             is_program = cfg.stage is None and not (folder / FINAL).is_dir()  # it leaves no final/
             metrics = {} if is_program else dict(metrics_of(folder / FINAL, stage))
@@ -363,7 +363,7 @@ class Jobs:
         names = ["compare.html", *([f"compare_{self.name}.html"] if self.name else [])]
         try:
             if begun:
-                from lightning_rlhf.stages.compare import compare_runs  # which imports torch
+                from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
 
                 stage = "ppo" if "ppo" in [r.stage for r in begun] else str(begun[0].stage)
                 found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)

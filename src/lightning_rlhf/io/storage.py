@@ -12,6 +12,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -26,6 +27,10 @@ UNFINISHED = ".lightning-rlhf.tmp"
 """End of the temporary name of a file or folder until it is complete; random digits precede it."""
 OLD = ".lightning-rlhf.old"
 """End of the name of a folder while another one takes its place."""
+WRITTEN = ".lightning-rlhf.files"
+"""Name of the list, in a folder written whole, of the names that were written with it."""
+SYSTEM = (".DS_Store", ".nfs*", "Thumbs.db", "desktop.ini")
+"""Patterns of the names that file managers and file systems leave in any folder."""
 MARK = b'<meta name="generator" content="lightning-rlhf">'
 """Text in the first bytes of each HTML page of this program."""
 Kind = Literal["file", "new file", "page", "folder"]
@@ -56,7 +61,7 @@ def standing(path: Path) -> There:
     if os.path.islink(path):
         return "link"
     if os.path.isdir(path):
-        return "lightning-rlhf folder" if is_marked(path) else "folder"
+        return "lightning-rlhf folder" if (path / WRITTEN).is_file() else "folder"
     if os.path.isfile(path):
         with suppress(OSError), path.open("rb") as file:
             if MARK in file.read(500):
@@ -65,22 +70,20 @@ def standing(path: Path) -> There:
     return "special file" if os.path.lexists(path) else "nothing"
 
 
-def is_marked(folder: Path) -> bool:
-    """Return whether a config.json or manifest.json in a folder names a stage, as ours do."""
-    for name in ("config.json", "manifest.json"):
-        with suppress(OSError, ValueError, RecursionError):
-            tree = json.loads((folder / name).read_text(encoding="utf-8"))
-            if isinstance(tree, dict) and isinstance(tree.get("stage"), str):
-                return True
-    return False
-
-
 def foreign_names(folder: Path) -> list[str]:
-    """Return the names in a folder of ours that its manifest does not list, as a user's notes."""
-    with suppress(OSError, ValueError, RecursionError, KeyError, TypeError):
-        tree = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        return sorted(set(os.listdir(folder)) - set(tree["files"]))
-    return []
+    """Return the names in a folder written whole that were not written with it, as a user's notes.
+
+    Where the list of those is missing or cannot be read, all names are foreign.
+    """
+    ours: list[str] = []
+    with suppress(OSError, ValueError):
+        ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
+    return [name for name in sorted(os.listdir(folder)) if name not in ours and not is_system(name)]
+
+
+def is_system(name: str) -> bool:
+    """Return whether a name is one of SYSTEM, which is nobody's."""
+    return any(fnmatch(name, pattern) for pattern in SYSTEM)
 
 
 def replace_folder(beside: Path, target: Path) -> None:
@@ -139,6 +142,8 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
         else:
             beside.touch(exist_ok=False)
         yield beside
+        if kind == "folder":
+            (beside / WRITTEN).write_text("\n".join([*sorted(os.listdir(beside)), WRITTEN]))
         apply_umask(beside)
         flush(beside)
         refuse_foreign(target, kind)  # what stands there now

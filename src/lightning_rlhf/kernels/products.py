@@ -77,7 +77,7 @@ def compiles_by_shape(x: Tensor) -> bool:
     """Return whether oneDNN computes products with x, which it compiles for each shape.
 
     It takes 0.4 to 1 ms for each shape that it has not met, and keeps what it compiled: 0.6 to 0.75
-    MB a shape, of up to 1,024 shapes; in a run, of those of `stages/accelerator.py`.
+    MB a shape, of up to 1,024 shapes; in a run, of those of `runs/accelerator.py`.
     """
     if x.device.type != "cpu":
         return False

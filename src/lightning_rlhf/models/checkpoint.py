@@ -7,6 +7,7 @@ The `final/` folder: the model that a stage writes for later stages and for othe
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
 manifest.json                origin of the model and its final metrics
+.lightning-rlhf.files        names of these files and folders
 roles/                       what only the stages here read
     reward_head.safetensors | value_head.safetensors
     fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
@@ -112,14 +113,12 @@ class Manifest:
     chosen: dict[str, Any] = field(default_factory=dict)
     """Step of the run that this model is, the rule that chose it, and the metrics there and at the
     last step; {} for a model that was saved without them."""
-    files: list[str] = field(default_factory=list)
-    """Names in the folder that were written with it; others in it are a user's, and are kept."""
 
     def __post_init__(self) -> None:
         """Raise TypeError where a value has the wrong type, as in a file of another program."""
         for key, kind in typing.get_type_hints(type(self)).items():
             origin = typing.get_origin(kind)
-            kind = origin if origin in (dict, list) else kind
+            kind = dict if origin is dict else kind
             if not isinstance(getattr(self, key), kind):
                 raise TypeError(f"{key} is {getattr(self, key)!r}")
         if not 0 <= self.base_seed < 2**32:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -78,7 +77,6 @@ def write_final(
         save_file(fingerprints, own / FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
-        manifest = dataclasses.replace(manifest, files=sorted([*os.listdir(beside), MANIFEST]))
         (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
 
 

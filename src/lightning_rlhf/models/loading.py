@@ -39,10 +39,7 @@ from lightning_rlhf.models.adapter import (
 )
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import restore_padding
-from lightning_rlhf.models.quantization import (
-    quantization_config,
-    quantization_of,
-)
+from lightning_rlhf.models.quantization import quantization_config, quantization_of
 
 RoleContext = Callable[[], AbstractContextManager[None]]
 

@@ -38,13 +38,7 @@ from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits
 from lightning_rlhf.models.adapter import check_adapter, check_weights
-from lightning_rlhf.models.config import (
-    BASE,
-    REFERENCE,
-    REWARD,
-    SFT,
-    LoRASettings,
-)
+from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.language_model import LanguageModel, linear_layers
 from lightning_rlhf.models.loading import checkpoint_layers, naming
 

@@ -12,11 +12,7 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import DPOScores, DPOStep
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.optim import (
-    backward,
-    halving_microbatches,
-    zero_gradients,
-)
+from lightning_rlhf.modules.optim import backward, halving_microbatches, zero_gradients
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 

@@ -14,11 +14,7 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import PairScores, RewardStep
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.optim import (
-    backward,
-    halving_microbatches,
-    zero_gradients,
-)
+from lightning_rlhf.modules.optim import backward, halving_microbatches, zero_gradients
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 

@@ -1,1 +1,1 @@
-"""Stages: what each reads, builds, fits and hands over, and the folder of its run."""
+"""Stages: what each reads, builds, checks before its first update, and fits."""

@@ -20,7 +20,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, trained
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
-from lightning_rlhf.callbacks.contract import CheckMonitors, position
+from lightning_rlhf.callbacks.contract import CheckMonitors, divergence_advice, position
 from lightning_rlhf.callbacks.loggers import close_loggers, read_rows
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import Progress
@@ -30,17 +30,29 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,
     ConfigError,
+    LogitsError,
+    NotFiniteError,
+    PolicyLogitsError,
     TrainingError,
     counted,
     naming_own_keys,
     require,
+)
+from lightning_rlhf.evaluation.run_report import leave_report
+from lightning_rlhf.evaluation.select import (
+    check_final,
+    check_learned,
+    choose,
+    goal_of,
+    load_weights,
+    stop_metric,
 )
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
-from lightning_rlhf.stages.accelerator import (
+from lightning_rlhf.runs.accelerator import (
     check_accelerator,
     check_processes,
     denormals_flushed,
@@ -50,10 +62,9 @@ from lightning_rlhf.stages.accelerator import (
     linear_attention_line,
     print_device,
 )
-from lightning_rlhf.stages.advice import advise
-from lightning_rlhf.stages.console import quiet_libraries
-from lightning_rlhf.stages.folder.changes import Export
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs.changes import Export
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
     FINAL,
     METRICS,
@@ -62,27 +73,60 @@ from lightning_rlhf.stages.folder.folders import (
     is_complete,
     run_name,
 )
-from lightning_rlhf.stages.folder.resume import (
-    check_resumable,
-    decide,
-    held,
-    origin,
-    resume_point,
-)
-from lightning_rlhf.stages.objects import build_trainer, misconfigured
-from lightning_rlhf.stages.preflight.memory_plan import print_plan
-from lightning_rlhf.stages.preflight.preflight import preflight
-from lightning_rlhf.stages.run import Run, check_trained_weights
-from lightning_rlhf.stages.run_report import leave_report
-from lightning_rlhf.stages.select import (
-    check_final,
-    check_learned,
-    choose,
-    goal_of,
-    load_weights,
-    stop_metric,
-)
-from lightning_rlhf.stages.stage import AUTO, Settings, Stage
+from lightning_rlhf.runs.objects import build_trainer, misconfigured
+from lightning_rlhf.runs.resume import check_resumable, decide, held, origin, resume_point
+from lightning_rlhf.runs.run import Run, check_trained_weights
+from lightning_rlhf.runs.stage import AUTO, Settings, Stage
+from lightning_rlhf.stages.memory_plan import print_plan
+from lightning_rlhf.stages.preflight import preflight
+
+
+def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
+    """Return the error with advice from its facts; existing advice is kept.
+
+    stage: name of the section whose keys the advice names.
+    """
+    if error.advice is None:
+        error.advice = advice(error, stage)
+        if isinstance(error, NotFiniteError) and error.batch is not None:
+            error.advice = f"{error.advice}. {error.batch}"
+    return error
+
+
+def advice(error: TrainingError, stage: str = "ppo") -> str | None:
+    """Return what to do about an error; None where its message already states it."""
+    match error:
+        case NotFiniteError(rewards_overflow=True):
+            return (
+                "The rewards were infinite, or their squares were, before the first update of the "
+                f"iteration: the reward is too large. {stage}.score_clip bounds it, and so does "
+                "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
+            )
+        case NotFiniteError():
+            return divergence_advice(error.stage, error.made)
+        case PolicyLogitsError(iterations=0):
+            return "No update was made yet: so is the model that the run starts from"
+        case PolicyLogitsError():
+            return (
+                f"{_not_made(error.nonfinite)}A smaller {stage}.lr may hold the model: start over "
+                "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
+            )
+        case LogitsError():
+            return "Where it was trained until here, a smaller learning rate may hold it"
+        case _:
+            return None
+
+
+def _not_made(updates: int) -> str:
+    """Return a sentence on the preceding updates that were not made; an empty text for none."""
+    if updates == 0:
+        return ""
+    last, were = ("update", "was") if updates == 1 else (f"{updates} updates", "were")
+    return (
+        f"The last {last} before it had a loss or gradient that is not finite, and {were} not "
+        "made. "
+    )
+
 
 THREADS = torch.get_num_threads()
 """Torch's default number of threads, before any run of this process changed it."""

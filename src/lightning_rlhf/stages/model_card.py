@@ -20,6 +20,7 @@ import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.formats import Kind
+from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.adapter import is_folder, json_object
 from lightning_rlhf.models.checkpoint import (
@@ -36,11 +37,10 @@ from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.stages.folder.changes import read_ending
-from lightning_rlhf.stages.folder.folders import FINAL, run_name
-from lightning_rlhf.stages.measured import StageResult
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.run_report import leave_report
+from lightning_rlhf.runs.changes import read_ending
+from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.measured import StageResult
+from lightning_rlhf.runs.run import Run
 
 CARD = "README.md"
 LONGEST = 200

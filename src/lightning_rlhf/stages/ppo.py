@@ -20,6 +20,15 @@ from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, 
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
+from lightning_rlhf.evaluation.build_rewards import (
+    build_critic,
+    build_reward,
+    hub_rewards,
+    light_sources,
+)
+from lightning_rlhf.evaluation.diminishing import print_diminishing
+from lightning_rlhf.evaluation.evaluate_reward import check_formats
+from lightning_rlhf.evaluation.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.build_roles import add_policy, check_positions, check_room
 from lightning_rlhf.models.checkpoint import Verdict
@@ -31,21 +40,12 @@ from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
-from lightning_rlhf.stages.console import print_lengths
-from lightning_rlhf.stages.diminishing import print_diminishing
-from lightning_rlhf.stages.evaluate_reward import check_formats
-from lightning_rlhf.stages.folder.changes import read_ending
-from lightning_rlhf.stages.folder.folders import METRICS, run_name
+from lightning_rlhf.runs.changes import read_ending
+from lightning_rlhf.runs.console import print_lengths
+from lightning_rlhf.runs.folders import METRICS, run_name
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over
-from lightning_rlhf.stages.reward.build_rewards import (
-    build_critic,
-    build_reward,
-    hub_rewards,
-    light_sources,
-)
-from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.stage import Stage
 
 
 class PPO(Stage):

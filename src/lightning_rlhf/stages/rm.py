@@ -23,6 +23,13 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.evaluation.evaluate_reward import (
+    check_lengths,
+    fitting_pairs,
+    report_on,
+    sft_samples,
+    tell_fitness,
+)
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
@@ -35,17 +42,10 @@ from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
 from lightning_rlhf.rollout.build_sampler import reward_moments, sample_rewards
-from lightning_rlhf.stages.console import print_problems
-from lightning_rlhf.stages.evaluate_reward import (
-    check_lengths,
-    fitting_pairs,
-    report_on,
-    sft_samples,
-    tell_fitness,
-)
-from lightning_rlhf.stages.folder.folders import FINAL, run_name
+from lightning_rlhf.runs.console import print_problems
+from lightning_rlhf.runs.folders import FINAL, run_name
+from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.model_card import hand_over
-from lightning_rlhf.stages.run import Run
 from lightning_rlhf.stages.supervised import LONGEST, Supervised
 
 

@@ -24,7 +24,7 @@ from lightning_rlhf.report.curves import SFT_PANELS
 from lightning_rlhf.report.tables import spread
 from lightning_rlhf.rollout.build_sampler import deal, sample_reference
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.stages.run import Run
+from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.supervised import Supervised
 
 RESPONSES, LONGEST = 5, 128

@@ -22,9 +22,9 @@ from lightning_rlhf.data.readers import TrainVal
 from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.stage import Stage
 
 COLLATE: Mapping[str, Callable[..., Record]] = {
     "demonstrations": collate_demonstrations,

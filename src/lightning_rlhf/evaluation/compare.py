@@ -17,17 +17,17 @@ from scipy.special import stdtrit
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
+from lightning_rlhf.evaluation.run_report import PROMISES, write
 from lightning_rlhf.io.storage import read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.report.estimates import interval_text
 from lightning_rlhf.report.run_page import PromiseRow, environment
 from lightning_rlhf.report.tables import ABSENT, Table
-from lightning_rlhf.stages.folder.changes import differing_keys, flatten, read_config, volatile
-from lightning_rlhf.stages.folder.folders import CONFIG, METRICS, check_kinds
-from lightning_rlhf.stages.measured import RunFiles, damage_named, read_run
-from lightning_rlhf.stages.run_report import PROMISES, write
-from lightning_rlhf.stages.stage import STAGES, find_stage
+from lightning_rlhf.runs.changes import differing_keys, flatten, read_config, volatile
+from lightning_rlhf.runs.folders import CONFIG, METRICS, check_kinds
+from lightning_rlhf.runs.measured import RunFiles, damage_named, read_run
+from lightning_rlhf.runs.stage import STAGES, find_stage
 
 STEPS = "steps.json"
 """Name of the file that lists the folders of a recipe's steps."""

@@ -33,9 +33,9 @@ from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, re
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages.accelerator import strategy
-from lightning_rlhf.stages.folder.folders import check_writable
-from lightning_rlhf.stages.stage import Settings, TrainerConfig
+from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.folders import check_writable
+from lightning_rlhf.runs.stage import Settings, TrainerConfig
 
 _CHECKPOINTS = (
     "a run writes checkpoints from which it resumes exactly; checkpoint_every, checkpoint_minutes "

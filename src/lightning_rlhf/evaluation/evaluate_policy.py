@@ -1,7 +1,4 @@
-"""The run of stage=eval_policy; sampling from policies and scoring, which stage=rank does too.
-
-One model is in memory at a time; the reward is loaded with the last, the SFT model.
-"""
+"""stage=eval_policy: policies against each other and against the SFT model, on held-out prompts."""
 
 from __future__ import annotations
 
@@ -29,12 +26,26 @@ from lightning_rlhf.core.config import PolicyEvalConfig, ResponsesConfig
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.kl import best_of_kl_bound
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.core.records import Prompts, Rollout
 from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
 from lightning_rlhf.data.readers import Rows, load, sample
+from lightning_rlhf.evaluation.build_rewards import build_reward, hub_rewards, light_sources
+from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
+from lightning_rlhf.evaluation.policies import (
+    Kept,
+    Source,
+    check_policies,
+    find_policies,
+    other_decoding,
+    other_sft,
+    policy_folders,
+)
+from lightning_rlhf.evaluation.select import load_weights
+from lightning_rlhf.evaluation.unfit import print_verdicts, verdicts_on
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import (
     check_positions,
@@ -42,7 +53,7 @@ from lightning_rlhf.models.build_roles import (
     check_vocabulary,
     start_from,
 )
-from lightning_rlhf.models.checkpoint import Verdict
+from lightning_rlhf.models.checkpoint import Final, Verdict
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import (
@@ -62,21 +73,10 @@ from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
-from lightning_rlhf.stages.console import note_on_few
-from lightning_rlhf.stages.evaluate_reward import check_formats, leave_final
-from lightning_rlhf.stages.folder.folders import run_name
-from lightning_rlhf.stages.policies import (
-    Kept,
-    Source,
-    check_policies,
-    find_policies,
-    other_decoding,
-    other_sft,
-)
-from lightning_rlhf.stages.reward.build_rewards import build_reward, hub_rewards, light_sources
-from lightning_rlhf.stages.reward.unfit import print_verdicts, verdicts_on
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.select import load_weights
+from lightning_rlhf.runs.console import note_on_few
+from lightning_rlhf.runs.folders import run_name
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.stage import Settings, Stage
 
 Part = tuple[Int[Tensor, " B"], Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
@@ -435,3 +435,25 @@ def policy_report(
         numbers=numbers,
         comparisons=compare_all(policies, prompts, settings.seed),
     )
+
+
+class EvalPolicy(Stage):
+    """Tables of sampled and scored responses of all policies."""
+
+    name = "eval_policy"
+    title = "Evaluation of policies"
+    config = PolicyEvalConfig
+    data = "prompts"
+    also_reads = ("demonstrations",)
+    reads_reward = True
+    reads_judge = True
+    summary = (HELD_OUT, "eval/reward_gain", "eval/win_rate", "eval/kl", "eval/perplexity")
+    hands_over = "report"
+    numbers = "evaluation.json"
+    divides = True
+
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        return policy_folders(settings)
+
+    def measure(self, run: Run) -> Path:
+        return run_eval_policy(run)

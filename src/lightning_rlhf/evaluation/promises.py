@@ -14,11 +14,12 @@ from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.validation import STRICT, rule
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.report.run_page import Kept, PromiseRow
-from lightning_rlhf.stages.folder.changes import VOLATILE, differing_keys, volatile
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.changes import VOLATILE, differing_keys, volatile
+from lightning_rlhf.runs.stage import Settings
 
-if TYPE_CHECKING:  # with torch and Lightning, which reading a recipe does not need
-    from lightning_rlhf.stages.measured import Measured, StageResult
+if TYPE_CHECKING:
+    from lightning_rlhf.runs.measured import Measured, StageResult
+
 
 STYLES: dict[Kept, str] = {"kept": "green", "within noise": "yellow", "broken": "red"}
 ANY = ("seed", *VOLATILE)

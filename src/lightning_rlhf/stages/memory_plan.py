@@ -34,8 +34,8 @@ from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.models.roles import check_settings
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.stage import Settings, reward_key
 
 PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)
 """Configurations of the stages that have a plan."""

@@ -14,17 +14,10 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
 from lightning_rlhf.models.config import SFT, LoRASettings
-from lightning_rlhf.stages.folder.changes import read_config
-from lightning_rlhf.stages.folder.folders import (
-    CHECKPOINTS,
-    CONFIG,
-    FINAL,
-    PARENTS,
-    earlier,
-    folder_of,
-)
-from lightning_rlhf.stages.folder.resume import run_id
-from lightning_rlhf.stages.stage import Settings, section
+from lightning_rlhf.runs.changes import read_config
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, earlier, folder_of
+from lightning_rlhf.runs.resume import run_id
+from lightning_rlhf.runs.stage import Settings, section
 
 TRAINED = ("ppo", "dpo")
 """Names of the stages that train a policy from the SFT model."""

@@ -1,4 +1,4 @@
-"""The run of stage=eval_reward, and its report on whether a reward is fit to be maximised."""
+"""stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.readers import Rows, load, sample
 from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
+from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.build_roles import (
-    check_positions,
-    check_room,
-)
+from lightning_rlhf.models.build_roles import check_positions, check_room
 from lightning_rlhf.models.checkpoint import PAGE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
@@ -55,12 +54,10 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_reference
 from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.stages.console import note_on_few, print_problems
-from lightning_rlhf.stages.folder.folders import FINAL, reward_role, run_name
-from lightning_rlhf.stages.reward.build_rewards import build_reward, light_sources
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.run_report import leave_report
-from lightning_rlhf.stages.stage import reward_key
+from lightning_rlhf.runs.console import note_on_few, print_problems
+from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.stage import Stage, reward_key
 
 PROBED = 64
 """Number of prompts for which every probe is scored."""
@@ -421,3 +418,19 @@ def labelled_pairs(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     some = sample(held_out, data.max_val_rows, ready.settings.seed)
     rows = fitting_pairs(some, ready.chat, data).rows[:COUNT]
     return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows]
+
+
+class EvalReward(Stage):
+    """The fitness report, from scores of held-out pairs, samples of the SFT model and probes."""
+
+    name = "eval_reward"
+    title = "Fitness of a reward"
+    config = EvalConfig
+    data = "preferences"
+    reads_reward = True
+    summary = ("fitness/accuracy", "fitness/length_gap", "fitness/flags")
+    hands_over = "report"
+    divides = True
+
+    def measure(self, run: Run) -> Path:
+        return run_eval(run)

@@ -25,7 +25,7 @@ from lightning_rlhf.io.storage import (
     UNFINISHED,
     delete,
     foreign_names,
-    is_marked,
+    is_system,
     make_folder,
     written_whole,
 )
@@ -33,8 +33,8 @@ from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missi
 from lightning_rlhf.models.checkpoint import Final, digest, find
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
-from lightning_rlhf.stages.folder.changes import ENDING, changes, listed, read_config
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.runs.changes import ENDING, changes, listed, read_config
+from lightning_rlhf.runs.stage import Settings, reward_key
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS = "config.json", "parents.json", "metrics.csv"
@@ -78,11 +78,19 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
         )
 
 
+def is_marked(folder: Path) -> bool:
+    """Return whether a config.json in a folder names a stage, as that of a run does."""
+    with suppress(OSError, ValueError, RecursionError):
+        tree = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return isinstance(tree, dict) and isinstance(tree.get("stage"), str)
+    return False
+
+
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
     begun = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
     there = set(os.listdir(folder)) - begun if os.path.isdir(folder) else set()
-    found = sorted(name for name in there if not name.endswith(UNFINISHED))
+    found = sorted(n for n in there if not n.endswith(UNFINISHED) and not is_system(n))
     if found and not is_marked(folder):
         raise ConfigError(
             f"{folder} holds {found[0]} and no config.json of a run; move that away, or give "
@@ -155,13 +163,16 @@ def clear(folder: Path) -> None:
 
 def foreign_inside(folder: Path, name: str) -> list[str]:
     """Return the names that no run wrote into its folder `name`, which lies in `folder`."""
-    patterns = [pattern for pattern in FILES if pattern.startswith(f"{name}/")]
-    if not patterns or not (folder / name).is_dir():
+    if not (folder / name).is_dir():
+        return []
+    if name.startswith(FINAL):
         return foreign_names(folder / name)
+    patterns = [pattern for pattern in FILES if pattern.startswith(f"{name}/")]
     return [
         inside
-        for inside in sorted(os.listdir(folder / name))
+        for inside in sorted(os.listdir(folder / name) if patterns else ())
         if not inside.endswith(UNFINISHED)
+        and not is_system(inside)
         and not any(fnmatch(f"{name}/{inside}", pattern) for pattern in patterns)
     ]
 

@@ -42,7 +42,7 @@ from lightning_rlhf.parallel.replicas import (
     message_left,
 )
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.stage import Settings
 
 if TYPE_CHECKING:
     from lightning_rlhf.models.roles import Roles

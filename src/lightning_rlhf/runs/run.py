@@ -27,12 +27,12 @@ from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
-from lightning_rlhf.stages.accelerator import device_of
-from lightning_rlhf.stages.console import print_lengths
-from lightning_rlhf.stages.folder.changes import Export
-from lightning_rlhf.stages.folder.folders import claim, find_parents, folder_of, run_name
-from lightning_rlhf.stages.objects import check_trainer, own_arguments, own_callbacks, own_loggers
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.accelerator import device_of
+from lightning_rlhf.runs.changes import Export
+from lightning_rlhf.runs.console import print_lengths
+from lightning_rlhf.runs.folders import claim, find_parents, folder_of, run_name
+from lightning_rlhf.runs.objects import check_trainer, own_arguments, own_callbacks, own_loggers
+from lightning_rlhf.runs.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 NOUNS: Mapping[Kind, str] = {

@@ -23,8 +23,8 @@ from lightning_rlhf.callbacks.logger_config import WANDB_ID, read_wandb_id
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
-from lightning_rlhf.stages.folder.changes import changes, listed
-from lightning_rlhf.stages.folder.folders import (
+from lightning_rlhf.runs.changes import changes, listed
+from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
     CONFIG,
     FINAL,
@@ -39,7 +39,7 @@ from lightning_rlhf.stages.folder.folders import (
     is_used,
     refuse_foreign_files,
 )
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.stage import Settings
 
 
 @contextmanager

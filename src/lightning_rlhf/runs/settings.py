@@ -31,7 +31,7 @@ from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards
 from lightning_rlhf.rewards.config import ComponentConfig, redacted
-from lightning_rlhf.stages.stage import (
+from lightning_rlhf.runs.stage import (
     AUTO,
     DEFINITION,
     SUM,

@@ -36,14 +36,8 @@ from lightning_rlhf.rollout.collector import decode_responses
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.score import policy_outputs, predict, response_hidden
-from lightning_rlhf.stages.preflight.memory_plan import (
-    PLANNED,
-    MemoryPlan,
-    by_role,
-    plan_of,
-    plan_shown,
-)
-from lightning_rlhf.stages.run import Run
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
 
 Verdict = Literal["passed", "warning", "failed", "not applicable"]
 STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}

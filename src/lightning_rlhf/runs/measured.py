@@ -22,9 +22,9 @@ from lightning_rlhf.report import evaluation_page
 from lightning_rlhf.report.comparison import REWARD, number_column
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
-from lightning_rlhf.stages.folder.changes import read_config, read_ending
-from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, METRICS
-from lightning_rlhf.stages.stage import Stage
+from lightning_rlhf.runs.changes import read_config, read_ending
+from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS
+from lightning_rlhf.runs.stage import Stage
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,8 +22,8 @@ from lightning_rlhf.report.diminishing import (
     measure_returns,
 )
 from lightning_rlhf.report.figures import DPI, STYLE
-from lightning_rlhf.stages.folder.folders import METRICS, check_kinds
-from lightning_rlhf.stages.measured import by_prompt, damage_named, read_metrics
+from lightning_rlhf.runs.folders import METRICS, check_kinds
+from lightning_rlhf.runs.measured import by_prompt, damage_named, read_metrics
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 

@@ -35,11 +35,12 @@ from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
-from lightning_rlhf.stages.console import CONF, print_evaluation
+from lightning_rlhf.runs.console import CONF, print_evaluation
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.formats import Kind
     from lightning_rlhf.models.checkpoint import Final
+
 
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
@@ -53,7 +54,7 @@ class Stage:
 
     A stage that trains has `build`, `restore` and `finish`, which `stages.fit` calls in a run, a
     check, an export and from the library. Another one has `measure` alone. `run` is a
-    `stages.run.Run` everywhere.
+    `runs.run.Run` everywhere.
     """
 
     name: ClassVar[str]
@@ -152,9 +153,9 @@ STAGES: Mapping[str, tuple[str, type]] = {
     "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
     "dpo": ("lightning_rlhf.stages.dpo:DPO", DPOConfig),
-    "rank": ("lightning_rlhf.stages.rank:Rank", RankConfig),
-    "eval_policy": ("lightning_rlhf.stages.eval_policy:EvalPolicy", PolicyEvalConfig),
-    "eval_reward": ("lightning_rlhf.stages.eval_reward:EvalReward", EvalConfig),
+    "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", RankConfig),
+    "eval_policy": ("lightning_rlhf.evaluation.evaluate_policy:EvalPolicy", PolicyEvalConfig),
+    "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", EvalConfig),
 }
 """Name -> class of a stage of this package, imported when it is chosen, and that of its section."""
 DEFINITION = "definition"

@@ -34,10 +34,10 @@ from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.stages.folder.changes import Ending, Export, Value, read_ending, write_ending
-from lightning_rlhf.stages.folder.folders import METRICS
-from lightning_rlhf.stages.folder.resume import origin
-from lightning_rlhf.stages.stage import Settings
+from lightning_rlhf.runs.changes import Ending, Export, Value, read_ending, write_ending
+from lightning_rlhf.runs.folders import METRICS
+from lightning_rlhf.runs.resume import origin
+from lightning_rlhf.runs.stage import Settings
 
 Goal = tuple[tuple[str, Mode], ...]
 

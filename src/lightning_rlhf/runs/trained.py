@@ -9,7 +9,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, Temperature, build, check_value
 from lightning_rlhf.models.checkpoint import MANIFEST, Final
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.stages.stage import section
+from lightning_rlhf.runs.stage import section
 
 
 def trained_as(final: Final) -> tuple[ModelConfig, Mapping[str, Any]]:

@@ -38,9 +38,9 @@ from lightning_rlhf.report.run_page import (
     write_page,
 )
 from lightning_rlhf.report.tables import Table, paired_samples, score_text
-from lightning_rlhf.stages.folder.changes import flatten
-from lightning_rlhf.stages.folder.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
-from lightning_rlhf.stages.measured import (
+from lightning_rlhf.runs.changes import flatten
+from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE
+from lightning_rlhf.runs.measured import (
     LOWEST,
     RunFiles,
     StageResult,
@@ -49,7 +49,7 @@ from lightning_rlhf.stages.measured import (
     optional_json,
     read_run,
 )
-from lightning_rlhf.stages.stage import Stage
+from lightning_rlhf.runs.stage import Stage
 
 
 def fitness_tables(run: RunFiles) -> list[Table]:

@@ -10,9 +10,9 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.adapter import json_object
 from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict
 from lightning_rlhf.rewards.config import LearnedConfig, RandomConfig
-from lightning_rlhf.stages.folder.changes import differing_keys, read_config
-from lightning_rlhf.stages.folder.folders import CONFIG, FINAL, folder_of, reward_role
-from lightning_rlhf.stages.stage import Settings, reward_key
+from lightning_rlhf.runs.changes import differing_keys, read_config
+from lightning_rlhf.runs.folders import CONFIG, FINAL, folder_of, reward_role
+from lightning_rlhf.runs.stage import Settings, reward_key
 
 RANDOM = Verdict(True, "Not fit: a random head means nothing, it only shows that all runs.", ())
 

@@ -1,4 +1,4 @@
-"""The run of stage=rank."""
+"""stage=rank: data from a policy's own responses, ranked by the reward."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
 from lightning_rlhf.data.ranked import RankedRows, rank
 from lightning_rlhf.data.readers import counts_text
+from lightning_rlhf.evaluation.evaluate_policy import Scorer, Task, sample_policy
+from lightning_rlhf.evaluation.evaluate_reward import leave_final
+from lightning_rlhf.evaluation.policies import RESPONDER, check_policy, responder
 from lightning_rlhf.io.console import json_line, print_line
-from lightning_rlhf.models.checkpoint import versions
+from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report.comparison import Sample
-from lightning_rlhf.stages.evaluate_policy import Scorer, Task, sample_policy
-from lightning_rlhf.stages.evaluate_reward import leave_final
-from lightning_rlhf.stages.folder.folders import PARENTS
-from lightning_rlhf.stages.policies import RESPONDER, check_policy, responder
-from lightning_rlhf.stages.run import Run
+from lightning_rlhf.runs.folders import PARENTS
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.stage import Settings, Stage
 
 
 def run_rank(ready: Run) -> Path:
@@ -155,3 +156,25 @@ def shortage(samples: Sequence[Sample], ranked: RankedRows, config: RankConfig) 
             "rank.max_response_tokens, or rank.stop_strings, lets them end"
         )
     return "; ".join(found)
+
+
+class Rank(Stage):
+    """Preference pairs and demonstrations, from sampled and scored responses."""
+
+    name = "rank"
+    title = "Ranked responses"
+    config = RankConfig
+    data = "prompts"
+    reads_reward = True
+    reads_judge = True
+    summary = ("rank/reward_mean", "rank/best_reward", "rank/pairs")
+    hands_over = "report"
+    numbers = "rank.json"
+    divides = True
+
+    def models(self, settings: Settings) -> Mapping[str, Final]:
+        policy = responder(settings)
+        return {"policy": policy} if isinstance(policy, Final) else {}
+
+    def measure(self, run: Run) -> Path:
+        return run_rank(run)

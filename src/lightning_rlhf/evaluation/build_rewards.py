@@ -46,12 +46,12 @@ from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rewards.learned import Features, LearnedReward, TextModel, TextReward
 from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.stages.console import CONF
-from lightning_rlhf.stages.folder.folders import reward_role
-from lightning_rlhf.stages.run import Run
-from lightning_rlhf.stages.settings import read_reward
-from lightning_rlhf.stages.stage import Settings, reward_key
-from lightning_rlhf.stages.trained import trained_as
+from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.run import Run
+from lightning_rlhf.runs.settings import read_reward
+from lightning_rlhf.runs.stage import Settings, reward_key
+from lightning_rlhf.runs.trained import trained_as
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import Columns, Messages, Score

@@ -1,0 +1,1 @@
+"""Runs: the checked settings of a run, its folder, resuming, accelerator and Trainer."""
