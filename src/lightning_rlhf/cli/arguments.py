@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from hydra._internal.utils import get_args_parser  # of @hydra.main; there is no public one
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -122,12 +121,6 @@ def stage_of(override: Override, stages: Collection[str]) -> str | None:
     key = override.package or READ_BY.get(override.key_or_group, override.key_or_group)
     section = key.partition(".")[0]
     return section if section in stages else None
-
-
-def search_path() -> list[str]:
-    """Return the overrides that name further configuration folders, as given."""
-    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
-    return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def completed_stages(given: Namespace) -> list[str]:

@@ -44,7 +44,6 @@ from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_fail
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER, world
-from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import (
     CHECKPOINTS,
     FAILED,
@@ -323,7 +322,7 @@ def execute(cfg: DictConfig, in_sweep: bool) -> None:
             raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
         refuse_processes("a recipe")
         folder_names(plain(cfg))
-        folder = recipe_folder(cfg.recipe, console.RECIPES)
+        folder = recipe_folder(cfg.recipe)
         recipe = read_recipe(folder)
         try:
             if recipe.program is None:

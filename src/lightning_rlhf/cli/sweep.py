@@ -36,7 +36,7 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import WIDEST, SweepRow, Table, shared_overrides, sweep_table
 from lightning_rlhf.runs.changes import changes
-from lightning_rlhf.runs.console import RECIPES, print_error
+from lightning_rlhf.runs.console import print_error
 from lightning_rlhf.runs.folders import (
     CONFIG,
     FAILED,
@@ -174,7 +174,7 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
-            steps = read_recipe(recipe_folder(recipe, RECIPES)).stages
+            steps = read_recipe(recipe_folder(recipe)).stages
             stage, inner = split_step(steps[-1]) if steps else (stage, None)
     job = "/".join(str(part) for part in (cfg.job, inner) if part is not None) or None
     return stage, run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
