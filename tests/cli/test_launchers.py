@@ -15,12 +15,12 @@ from types import FrameType
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli import arguments, execute
-from lightning_rlhf.cli.execute import given_overrides, run_job
+from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli import launch as launching
+from lightning_rlhf.cli.launch import run_job
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import end_early, ignore_presets, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
@@ -36,7 +36,7 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(execute, "own_configs", list)
+    monkeypatch.setattr(launching, "own_configs", list)
     cfg = OmegaConf.create(
         {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
     )
@@ -64,15 +64,6 @@ def test_a_job_that_dies_is_marked_in_its_folder(
     assert failure is not None
     assert failure.startswith(f"{why}; its output is in {tmp_path}/r/m/a=1/ppo.log")
     assert (folder / "failed.txt").read_text().startswith(why)
-
-
-def test_a_job_gets_its_overrides_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address with a password, read from the environment, is in no command line."""
-    monkeypatch.setenv("ADDRESS", "a secret")
-    words = ["callbacks.trial.storage=${oc.env:ADDRESS}"]
-    node = OmegaConf.create({"overrides": {"task": words}})
-    monkeypatch.setattr(HydraConfig, "get", lambda: node)
-    assert given_overrides() == words
 
 
 BUSY = """trap 'sleep 0.2; touch {0}/saved; exit 143' TERM
@@ -131,7 +122,7 @@ def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweeper: bool
 ) -> None:
     with stoppable(is_apart=False):
-        monkeypatch.setattr(execute, "is_sweeper", lambda: is_sweeper)
+        monkeypatch.setattr(launching, "is_sweeper", lambda: is_sweeper)
         send_when_begun(tmp_path, signal.SIGTERM)
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()

@@ -36,7 +36,7 @@ COMMANDS = {
     "export": "lightning_rlhf.cli.export:export_model",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.commands:report",
-    "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
+    "serve-reward": "lightning_rlhf.cli.export:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
 WITHOUT_RUN = {"check": "only", "plan": "plan"}

@@ -1,21 +1,27 @@
-"""lightning-rlhf export: a folder like `final/` from a kept checkpoint, or with whole weights."""
+"""What is done with a model that a stage has left: lightning-rlhf export, and serve-reward.
+
+`export` writes a folder like `final/` from a kept checkpoint, or one with whole weights.
+"""
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
+from pydantic import Field
 
 from lightning_rlhf.callbacks.checkpoint_files import step_named, step_of
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
@@ -28,6 +34,7 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rewards.config import token_in
 from lightning_rlhf.runs.changes import read_config
 from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.folders import (
@@ -44,6 +51,9 @@ from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage
 from lightning_rlhf.runs.trained import trained_as
 from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.model_card import end_generation, license_of, model_card
+
+if TYPE_CHECKING:  # its imports are in the extra "serve"
+    from lightning_rlhf.rewards.server import RewardServer
 
 
 def export_model(arguments: Sequence[str]) -> None:
@@ -294,3 +304,78 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
             "logits than it gave"
         )
     return roles
+
+
+def serve_reward(arguments: Sequence[str]) -> None:
+    """Serve a reward model behind HTTP until Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: an argument is wrong, or the libraries of the server are not installed.
+        CheckpointError: there is no such model.
+    """
+    parser = argparse.ArgumentParser(
+        prog="lightning-rlhf serve-reward",
+        description="Serve a reward model over HTTP, for stage=ppo reward=http elsewhere. It takes "
+        "the extra serve: pip install 'lightning-rlhf[serve]'.",
+        epilog='POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": '
+        '[...]} and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a '
+        "token too. The traffic is not encrypted.",
+    )
+    parser.add_argument(
+        "final", help="final/ folder of stage=rm or sequence classifier, or the hub id of one"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", default=[], metavar="reward.KEY=VALUE",
+        help="as for reward=model, e.g. reward.batch_size=64 reward.chat_template=pair",
+    )  # fmt: skip
+    parser.add_argument(
+        "--host", default="127.0.0.1",
+        help="address to listen at (%(default)s); 0.0.0.0 or :: lets other machines in",
+    )  # fmt: skip
+    parser.add_argument("--port", type=int, default=8000, help="%(default)s; 0 = any free one")
+    parser.add_argument(
+        "--token-env", metavar="NAME",
+        help="environment variable with a token, without which nobody gets scores; "
+        "reward.token_env is its like in the run that asks",
+    )  # fmt: skip
+    given = parser.parse_intermixed_args(arguments)
+    server = None
+    # uvicorn raises the signal that ended it once more.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        server = reward_server(given)
+        is_ipv6, token_env = ":" in server.host, given.token_env
+        url = f"'reward.url=\"{server.url}\"'" if is_ipv6 else f"reward.url={server.url}"
+        token = f" reward.token_env={token_env}" if token_env else ""
+        print(f"reward server: use it with reward=http {url}{token}; Ctrl-C ends it", flush=True)
+        if server.is_open:
+            who = (
+                "has the token"
+                if token_env
+                else "can reach the port, since there is no --token-env"
+            )
+            print(f"it listens at {server.host}, to other machines too: it answers whoever {who}",
+                  flush=True)  # fmt: skip
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("stopped", flush=True)
+    if server is not None and server.is_scoring:
+        os._exit(0)  # Python would wait for the thread, which may never return
+
+
+def reward_server(given: argparse.Namespace) -> RewardServer:
+    """Return the server of the command line, with its address bound and its model loaded."""
+    try:
+        from lightning_rlhf.rewards.server import RewardServer, listening_socket
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
+        ) from error
+    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
+    token = None if given.token_env is None else token_in(given.token_env, "--token-env")
+    address = listening_socket(given.host, given.port)
+    quiet_libraries()
+    return RewardServer(text_scorer(given.final, given.overrides), address, token=token)
