@@ -31,10 +31,10 @@ from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secret
 from lightning_rlhf.cli.recipe import quoted, read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
-from lightning_rlhf.core.metrics import signed
+from lightning_rlhf.core.metrics import short_name, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
-from lightning_rlhf.report.tables import WIDEST, SweepRow, Table, shared_overrides, sweep_table
+from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs.changes import changes
 from lightning_rlhf.runs.console import print_error
 from lightning_rlhf.runs.folders import (
@@ -103,15 +103,15 @@ def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) ->
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
     with open_dict(cfg), suppress(RLHFError, OmegaConfBaseException):  # the job itself reports it
-        cfg.job = whole_name(overrides)
+        cfg.job = whole = whole_name(overrides)
         if (folder_of(read_settings(cfg)) / CONFIG).is_file():
             return
-        cfg.job = job_name(overrides, varied)
+        cfg.job = job_name(overrides, varied) or whole
         settings = read_settings(cfg)
         file = folder_of(settings) / CONFIG
         is_there = file.is_file() and not cfg.overwrite
         if is_there and changes(settings.definition, settings.tree, file):
-            cfg.job = whole_name(overrides)
+            cfg.job = whole
 
 
 def job_settings(cfg: DictConfig) -> Settings | None:
@@ -122,16 +122,19 @@ def job_settings(cfg: DictConfig) -> Settings | None:
     return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
 
 
+def named(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides that change the results and are not part of the run's path."""
+    return [o.lstrip("+~") for o in overrides if key_of(o) not in NAMELESS]
+
+
 def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
-    """Return the name of a job's folder: the values of the keys that vary in the sweep.
+    """Return the name of a job's folder: the values of the keys that vary; None if none does.
 
     stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
-    are omitted; where nothing else varies, the name holds all overrides.
+    are omitted.
     """
-    values = dict(part.split("=", 1) for part in _named(overrides) if "=" in part)
+    values = dict(part.split("=", 1) for part in named(overrides) if "=" in part)
     keys = sorted(key for key in values if key in varied)
-    if not keys:
-        return whole_name(overrides)
     ends = Counter(key.rpartition(".")[2] for key in keys)
     parts = []
     for key in keys:
@@ -143,7 +146,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
 
 def whole_name(overrides: Sequence[str]) -> str | None:
     """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1."""
-    return folder_name(re.sub(ODD, "-", "+".join(sorted(_named(overrides)))), ODD)
+    return folder_name(re.sub(ODD, "-", "+".join(sorted(named(overrides)))), ODD)
 
 
 def folder_name(text: str, foreign: str) -> str | None:
@@ -157,11 +160,6 @@ def folder_name(text: str, foreign: str) -> str | None:
         start = name.encode()[:LONGEST].decode(errors="ignore")
         name = f"{start}-{zlib.crc32(text.encode()):08x}"
     return name or None
-
-
-def _named(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that change the results and are not part of the run's path."""
-    return [o.lstrip("+~") for o in overrides if key_of(o) not in NAMELESS]
 
 
 def job_place(cfg: DictConfig) -> tuple[str, Path]:
@@ -335,19 +333,12 @@ class Jobs:
         if stopped is None and any(r.status == STOPPED for r in self.results):
             stopped = signal.SIGTERM  # a signal to that job alone
         if self.goal is not None:
-            self.results.sort(key=partial(rank, self.goal), reverse=True)
+            self.results.sort(key=partial(merit, self.goal), reverse=True)
         if self.results:
             console = get_console()
-            if not console.is_terminal:
-                console = Console(width=WIDEST)
-            rows = [
-                SweepRow(
-                    overrides=tuple(r.overrides), status=r.status,
-                    metrics={name: r.metrics[name] for name in r.summary if name in r.metrics},
-                )
-                for r in self.results
-            ]  # fmt: skip
-            console.print(sweep_table(rows, console.width), crop=False)
+            if not console.is_terminal:  # where no cell is broken
+                console = Console(width=10_000)
+            console.print(jobs_table(self.results, None).console(), crop=False)
         is_compared = self.compare()
         failed = [result for result in self.results if result.status == "failed"]
         for result in failed:
@@ -382,30 +373,34 @@ class Jobs:
         return True
 
 
-def rank(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
+def merit(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
     """Return what is larger for the better job: pruned and failed ones are the last."""
     metric, mode = goal
     return result.status == "done", signed(result.metrics.get(metric, math.nan), mode)
 
 
 def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Table:
-    """Return the table of all jobs on the page, with the best one below.
+    """Return the table of all jobs, one per row; the overrides that all share are in the title.
 
-    goal: metric that tells which is the best, with its direction.
+    goal: metric of the best job, which is named below with why others failed; None for neither.
     """
-    jobs = [result.overrides for result in results]
-    shared = shared_overrides(jobs)
-    own = [" ".join(word for word in words if word not in shared) for words in jobs]
-    heading, rows = ["job", "status"], [[o, r.status] for o, r in zip(own, results, strict=True)]
-    if any(result.failure for result in results):
-        heading += ["why"]
-        rows = [[*cells, r.failure or ""] for cells, r in zip(rows, results, strict=True)]
-    note = ""
+    first = results[0].overrides if len(results) > 1 else ()
+    shared = [word for word in first if all(word in result.overrides for result in results)]
+    own = [" ".join(word for word in result.overrides if word not in shared) for result in results]
+    names = list(dict.fromkeys(n for r in results for n in r.summary if n in r.metrics))
+    rows = [
+        [words, r.status, *(f"{r.metrics[n]:z.3f}" if n in r.metrics else ABSENT for n in names)]
+        for words, r in zip(own, results, strict=True)
+    ]
+    columns, note = ["overrides", "status", *map(short_name, names)], ""
     if goal is not None:
+        if any(result.failure for result in results):
+            columns.append("why")
+            rows = [[*cells, r.failure or ""] for cells, r in zip(rows, results, strict=True)]
         metric, mode = goal
-        index = max(range(len(results)), key=lambda i: rank(goal, results[i]))
-        best, words = results[index], own[index] or " ".join(jobs[index])
+        best = max(results, key=partial(merit, goal))
         if best.status == "done" and metric in best.metrics:
             word = {"min": "Lowest", "max": "Highest"}[mode]
+            words = own[results.index(best)] or " ".join(best.overrides)
             note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}."
-    return Table(title="Jobs", columns=heading, rows=rows, note=note)
+    return Table(title=" ".join(["Sweep", *shared]), columns=columns, rows=rows, note=note)
