@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
-from lightning_rlhf.cli.recipe import own_configs, quoted
+from lightning_rlhf.cli.recipe import override_value, own_configs
 from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_failed, stopped_by
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER
@@ -59,7 +59,7 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     check_devices(settings)
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
-    words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
+    words += [] if settings.job is None else [f"job={override_value(settings.job)}"]
     trains, folder = settings.definition.trains, folder_of(settings)
     failures = launch(
         settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],

@@ -182,7 +182,7 @@ def step_overrides(
     for word in own:
         if FOLDER in word:
             key, _, value = word.partition("=")
-            tied.append(f"{key}={quoted(value.replace(FOLDER, str(folder)))}")
+            tied.append(f"{key}={override_value(value.replace(FOLDER, str(folder)))}")
     words: list[str] = []
     for more in (recipe.overrides, [w for w in own if FOLDER not in w], given, tied):
         more = [word for word in more if key_of(word) not in OWN]
@@ -191,7 +191,7 @@ def step_overrides(
     parsed = parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
     name = "/".join(str(part) for part in (job, inner) if part)
-    return (f"stage={stage}", *kept, *([f"job={quoted(name)}"] if name else []))
+    return (f"stage={stage}", *kept, *([f"job={override_value(name)}"] if name else []))
 
 
 def split_step(step: str) -> tuple[str, str | None]:
@@ -200,7 +200,7 @@ def split_step(step: str) -> tuple[str, str | None]:
     return stage, job or None
 
 
-def quoted(text: str) -> str:
+def override_value(text: str) -> str:
     """Return a text as a value in an override."""
     return "'{}'".format(text.replace("'", r"\'"))
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from lightning_rlhf.callbacks.stop import SIGNALS
 from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
-from lightning_rlhf.cli.recipe import quoted, read_recipe, recipe_folder, split_step
+from lightning_rlhf.cli.recipe import override_value, read_recipe, recipe_folder, split_step
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.metrics import short_name, signed
@@ -122,7 +122,7 @@ def job_settings(cfg: DictConfig) -> Settings | None:
     return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
 
 
-def named(overrides: Sequence[str]) -> list[str]:
+def naming(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change the results and are not part of the run's path."""
     return [o.lstrip("+~") for o in overrides if key_of(o) not in NAMELESS]
 
@@ -133,7 +133,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
     stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
     are omitted.
     """
-    values = dict(part.split("=", 1) for part in named(overrides) if "=" in part)
+    values = dict(part.split("=", 1) for part in naming(overrides) if "=" in part)
     keys = sorted(key for key in values if key in varied)
     ends = Counter(key.rpartition(".")[2] for key in keys)
     parts = []
@@ -146,7 +146,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
 
 def whole_name(overrides: Sequence[str]) -> str | None:
     """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1."""
-    return folder_name(re.sub(ODD, "-", "+".join(sorted(named(overrides)))), ODD)
+    return folder_name(re.sub(ODD, "-", "+".join(sorted(naming(overrides)))), ODD)
 
 
 def folder_name(text: str, foreign: str) -> str | None:
@@ -290,7 +290,7 @@ class Jobs:
         cfg = self.compose(overrides)
         adapt(cfg, overrides, self.varied)
         words = [word for word in overrides if key_of(word) != "job"]
-        words += [] if cfg.job is None else [f"job={quoted(cfg.job)}"]
+        words += [] if cfg.job is None else [f"job={override_value(cfg.job)}"]
         return Job(overrides=overrides, words=[*words, *more], cfg=cfg)
 
     def launch(self, jobs: Sequence[Job]) -> None:
