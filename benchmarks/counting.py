@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_rlhf.kernels import products
+from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.lora import ROWS
 
 PRODUCTS = {
@@ -115,7 +115,7 @@ def flop_counter() -> Iterator[FlopCounterMode]:
     custom = {torch.ops.aten.addmm_: added, PACKED.overloadpacket: packed,
               torch.ops.aten.convolution_backward: none}  # fmt: skip
     counter = FlopCounterMode(display=False, custom_mapping=custom)
-    with patch.object(products, "fp32_by_onednn", bool), counter:
+    with patch.object(layers, "fp32_by_onednn", bool), counter:
         yield counter
 
 

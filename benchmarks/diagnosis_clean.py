@@ -27,7 +27,7 @@ SHOWN = ("kl_divergence", "entropy", "update/ratio_max", "rollout/repetition")
 """Metrics of which the table shows the most extreme value."""
 
 
-def findings(rows: list[Row], config: PPOConfig) -> list[str]:
+def findings(rows: list[Row], config: PPOConfig, run_dir: Path) -> list[str]:
     """Return "rule at iteration" for each finding, in the order of a run."""
     found: dict[str, int] = {}
     for end in range(1, len(rows) + 1):
@@ -37,6 +37,7 @@ def findings(rows: list[Row], config: PPOConfig) -> list[str]:
             evaluations=[row for row in part if "eval/reward_mean" in row][-KEPT:],
             config=config,
             prompts_cut=0.0,
+            run_dir=run_dir,
         )
         for rule in RULES:
             if rule.name not in found and rule.find(history) is not None:
@@ -61,12 +62,13 @@ def main() -> None:
     by_seed = {settings_of(folder).seed: folder for folder in given.folders}
     for settings in runs:
         assert isinstance(settings.config, PPOConfig)
-        cells = read_rows(by_seed[settings.seed] / "metrics.csv")
+        folder = by_seed[settings.seed]
+        cells = read_rows(folder / "metrics.csv")
         rows: list[Row] = [
             {"step": float(step)} | {name: float(x) for name, x in row.items()}
             for step, row in cells.items()
         ]
-        found = findings(rows, settings.config)
+        found = findings(rows, settings.config, folder)
         total += len(found)
         trained = [row for row in rows if "reward_mean" in row]
         kl, entropy, ratio, repetition = ([row[name] for row in trained] for name in SHOWN)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from common import calm, commit, markdown_table, processor
-from lightning_rlhf.kernels.products import linear
+from lightning_rlhf.kernels.layers import linear
 from workloads import WORKLOADS, Workload
 
 LIBRARIES = ("torch", "transformers", "peft", "lightning")

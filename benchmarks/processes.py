@@ -27,11 +27,9 @@ from torch.utils.data import DataLoader
 import ours
 from common import ROOT, Setting, calm, markdown_table
 from lightning_rlhf.callbacks.metrics import (
-    DPOMetrics,
     PPOMetrics,
-    RewardMetrics,
-    SFTMetrics,
     SharedMetrics,
+    StepMetrics,
 )
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.masking import real_tokens
@@ -57,7 +55,7 @@ QUICK = Workload(vocabulary=512, hidden=64, layers=2, intermediate=160, episodes
 SETUPS = {"one process": (1, 1), "two processes": (2, 1), "two threads": (1, 2)}
 """Set-up -> number of processes, and of threads of each."""
 STAGES: dict[str, Callable[[], L.Callback]] = {
-    "sft": SFTMetrics, "sft, full weights": SFTMetrics, "rm": RewardMetrics, "dpo": DPOMetrics,
+    "sft": StepMetrics, "sft, full weights": StepMetrics, "rm": StepMetrics, "dpo": StepMetrics,
     "ppo": PPOMetrics,
 }  # fmt: skip
 """Stage -> callback that measures its steps, as a run has it."""

@@ -17,17 +17,17 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PretrainedConfig
 
 from common import markdown_table
 from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.records import Experience, Prompts
-from lightning_rlhf.kernels import attention, decoder, lora, products
+from lightning_rlhf.kernels import attention, decoder, lora
+from lightning_rlhf.kernels import layers as kernel_layers
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models import language_model
+from lightning_rlhf.models import roles as models_roles
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
@@ -143,7 +143,7 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """Return the groups of fast layers that are switched off, with the context that does it."""
     norms = partial(by_library, module, FusedRMSNorm)
     packed = partial(patch.object, Roles, "hidden_at", everywhere)
-    torch_products = partial(patch.object, products, "fp32_by_onednn", bool)
+    torch_products = partial(patch.object, kernel_layers, "fp32_by_onednn", bool)
     peft = partial(by_library, module, FusedLoRALinear)
     chunks = partial(by_library, module, ChunkedDeltaNet)
     sdpa = partial(patch.object, attention, "_is_slow", lambda query: False)
@@ -173,25 +173,16 @@ def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
             patch.object, lora, "can_be_packed", lambda weight: False
         ),
         "decoding step and merged adapters off": together(step, merged),
-        "preallocated cache off": partial(patch.object, native, "roomy_cache", library_cache),
         "all plain": partial(kernels, module, "plain"),
     }
-
-
-def library_cache(config: PretrainedConfig, length: int) -> DynamicCache:
-    """Return transformers' own cache, which grows with every token."""
-    return DynamicCache(config=config)
 
 
 def iteration_groups() -> dict[str, Callable[[], Any]]:
     """Return what depends on the lengths of responses, which differ in every iteration."""
     return {
         FAST: nullcontext,
-        "lengths not rounded up": together(
-            *(
-                partial(patch.object, user, "compiles_by_shape", lambda x: False)
-                for user in (native, score, language_model)
-            )
+        "lengths not rounded up": partial(
+            patch.object, models_roles, "compiles_by_shape", lambda x: False
         ),
     }
 

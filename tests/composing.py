@@ -6,8 +6,9 @@ import copy
 import os
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
@@ -15,10 +16,12 @@ import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.utils import JobRuntime
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.runs.console import CONF
 
+T = TypeVar("T")
 PRESETS = Path(__file__).parent / "cli" / "presets"
 UNCHANGED = {str(CONF), f"file://{CONF}", str(PRESETS), f"file://{PRESETS}"}
 """Folders of configurations in which no test writes."""
@@ -75,3 +78,19 @@ def compositions() -> Iterator[None]:
 
     with patch.object(ConfigLoaderImpl, "load_configuration", load_configuration):
         yield
+
+
+@cache
+def section_of(stage: str) -> dict[str, Any]:
+    """The values of a stage in conf/, with `advantage=gae` for PPO."""
+    files = [CONF / "stages" / f"{stage}.yaml"]
+    if stage == "ppo":
+        files.append(CONF / "advantage" / "gae.yaml")
+    tree = OmegaConf.merge({"final": "last"}, {stage: OmegaConf.merge(*map(OmegaConf.load, files))})
+    section: dict[str, Any] = OmegaConf.to_container(tree, resolve=True)[stage]
+    return {key: value for key, value in section.items() if key != "defaults"}
+
+
+def stage_config(stage: str, kind: type[T], **changes: Any) -> T:
+    """The configuration of a stage, as in conf/ but for what is changed."""
+    return build(kind, copy.deepcopy(section_of(stage)) | changes, stage)

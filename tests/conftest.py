@@ -66,13 +66,13 @@ def by_onednn(
     to_onednn: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, ...]]:
     """Every product that may go to oneDNN does, on any processor and however small."""
-    monkeypatch.setattr("lightning_rlhf.kernels.products.fp32_by_onednn", lambda: True)
-    monkeypatch.setattr("lightning_rlhf.kernels.products.WORTH", 0)
-    monkeypatch.setattr("lightning_rlhf.kernels.products.FEWEST", 0)
+    monkeypatch.setattr("lightning_rlhf.kernels.layers.fp32_by_onednn", lambda: True)
+    monkeypatch.setattr("lightning_rlhf.kernels.layers.WORTH", 0)
+    monkeypatch.setattr("lightning_rlhf.kernels.layers.FEWEST", 0)
     return to_onednn
 
 
 @pytest.fixture
 def by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """fp32 stays with torch, on any processor."""
-    monkeypatch.setattr("lightning_rlhf.kernels.products.fp32_by_onednn", lambda: False)
+    monkeypatch.setattr("lightning_rlhf.kernels.layers.fp32_by_onednn", lambda: False)

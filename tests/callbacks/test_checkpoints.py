@@ -50,6 +50,7 @@ from .conftest import FakePPO, Fit
 
 GOAL = PPO.goal
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
+STAMP = stamp(ORIGIN, 1)
 NEVER = 1000
 
 
@@ -122,16 +123,18 @@ def run(tmp_path: Path, fit: Fit) -> Run:
     return Run(tmp_path, fit)
 
 
-def test_the_last_ones_are_kept(run: Run) -> None:
-    """Of the steps 2, 4 and 6."""
-    run.train(checkpoint_every=2)
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000004.ckpt", "000006.ckpt"]
-    assert [step_of(path) for path in numbered(run.checkpoints)] == [4, 6]
-
-
-def test_the_last_step_and_what_comes_before_an_evaluation_are_saved(run: Run) -> None:
-    run.train(val_every=4, checkpoints_kept=9)
-    assert run.steps == [4, 6]
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        ({"checkpoint_every": 2}, [4, 6]),  # of the steps 2, 4 and 6 the last two
+        ({"val_every": 4, "checkpoints_kept": 9}, [4, 6]),  # before an evaluation, and at the end
+    ],
+)
+def test_when_checkpoints_are_saved_and_kept(
+    run: Run, changes: dict[str, Any], steps: list[int]
+) -> None:
+    run.train(**changes)
+    assert run.steps == [step_of(path) for path in numbered(run.checkpoints)] == steps
 
 
 def test_minutes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,10 +170,7 @@ def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
 
 
 def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: float) -> None:
-    """Let the evaluation after `step` give eval/NAME for each of `metrics`.
-
-    checking: it is the evaluation of all validation data before the first step.
-    """
+    """Let the evaluation after `step` give eval/NAME; checking: that before the first step."""
     (saver.folder / f"{step:06d}.ckpt").write_text(str(step))
     batches = SimpleNamespace(total=SimpleNamespace(processed=step))
     trainer: Any = SimpleNamespace(
@@ -187,15 +187,6 @@ def saver_of(stage: Any, folder: Path) -> Checkpoints:
     return Checkpoints(
         folder, config(), replace(ORIGIN, stage=stage), Stop(), find_stage(stage).goal
     )
-
-
-def test_for_sft_the_lowest_loss_is_best(tmp_path: Path) -> None:
-    saver = saver_of("sft", tmp_path)
-    for step, loss in enumerate((3.0, 2.0, 2.5, 2.0)):
-        evaluated(saver, step, loss=loss)
-    assert (saver.best, saver.best_step) == ((2.0,), 1)
-    assert saver.best_text() == "eval/loss 2.000 (lower is better)"
-    assert (tmp_path / "best.ckpt").read_text() == "1"
 
 
 def test_of_equally_accurate_reward_models_the_one_of_the_lower_loss_is_best(
@@ -243,16 +234,18 @@ def test_without_a_goal_no_evaluation_is_the_best(tmp_path: Path) -> None:
 
 
 class Remembers(Callback):
-    """Has `state` from the second step on."""
+    """Has a state: a value, or an error, after so many steps."""
 
-    def __init__(self, state: Any) -> None:
-        self.state, self.steps = state, 0
+    def __init__(self, state: Any, after: int = 0) -> None:
+        self.state, self.after, self.steps = state, after, 0
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps} | ({} if self.steps < 2 else {"rules": self.state})
+        if isinstance(self.state, Exception):
+            raise self.state
+        return {} if self.steps < self.after else {"rules": self.state}
 
 
 class Adds(Callback):
@@ -262,25 +255,44 @@ class Adds(Callback):
         checkpoint["mine"] = [Path("x")]
 
 
-def test_a_state_from_which_no_run_can_resume_is_refused_when_it_is_saved(run: Run) -> None:
-    told = r"^Remembers\.state_dict\(\) holds objects .*core\.config\.SFTConfig"
-    with pytest.raises(CheckpointError, match=told):
-        run.train(Remembers({"first": config()}), checkpoint_every=1)
-    assert run.steps == [1]
+class Optimised(FakePPO):
+    """The state of its optimizer holds an object beside a tensor."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        optimizer = super().configure_optimizers()
+        optimizer.state[self.weight] = {"momentum": torch.zeros(1), "plan": [Path("x")]}
+        return optimizer
 
 
-def test_what_a_callback_adds_to_a_checkpoint_is_checked_too(run: Run) -> None:
-    told = r"^checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;"
-    with pytest.raises(CheckpointError, match=told):
-        run.train(Adds())
-    assert run.steps == []
+@pytest.mark.parametrize(
+    ("own", "told", "iterations"),
+    [
+        (
+            Remembers({"first": config()}),
+            r"Remembers\.state_dict\(\) holds .*config\.SFTConfig",
+            0,
+        ),
+        (Remembers([config()], 2), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 2),
+        (Remembers(KeyError("x")), r"Remembers\.state_dict\(\) raises KeyError: 'x'; allowed", 1),
+        (Adds(), r"checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;", 1),
+        (Optimised(), r"checkpoint\['optimizer_states'\] holds .*: pathlib\.PosixPath;", 1),
+    ],
+)
+def test_what_no_run_can_resume_from_is_one_error_that_names_its_place(
+    run: Run, own: Callback | FakePPO, told: str, iterations: int
+) -> None:
+    """A state is refused before the first step if it is there, else at the first checkpoint."""
+    callbacks, module = ([], own) if isinstance(own, FakePPO) else ([own], FakePPO())
+    with pytest.raises(CheckpointError, match=f"^{told}"):
+        run.train(*callbacks, module=module, checkpoint_every=1)
+    assert module.iteration == iterations
+    assert run.steps == list(range(1, iterations))
 
 
 def test_a_state_of_tensors_numbers_and_texts_is_resumed_from(run: Run) -> None:
     state = {"a": torch.ones(2), "b": [1, 2.0, None, ("x", True)], 3: torch.float32}
     run.train(Remembers(state), checkpoint_every=3)
-    again = Remembers(state)
-    run.train(again, resume="000003", checkpoint_every=3)
+    run.train(Remembers(state), resume="000003", checkpoint_every=3)
     assert run.steps == [3, 6]
 
 
@@ -311,7 +323,6 @@ def left(folder: Path) -> dict[str, Any]:
         ("on_train_batch_end", 4, "000002"),  # in the middle of what follows the fourth iteration
         ("on_validation_start", 2, "000004"),
         ("on_validation_batch_end", 4, "000004"),  # of two batches each
-        ("on_train_batch_start", 5, "000004"),
     ],
 )
 def test_what_was_due_at_a_checkpoint_is_done_first(
@@ -331,46 +342,22 @@ def test_what_was_due_at_a_checkpoint_is_done_first(
     assert step_of(run.checkpoints / "best.ckpt") == 6
 
 
-@pytest.mark.usefixtures("powerless")
-def test_an_evaluation_that_was_done_is_not_done_again(run: Run) -> None:
-    with pytest.raises(Cut):
-        run.train(At("on_train_batch_start", 6, throw(Cut())), val_every=4, checkpoint_every=5)
-    written = run.folder / "samples" / "eval_000004.jsonl"
-    written.write_text("not again\n")
-    run.train(val_every=4, checkpoint_every=5, resume="000005")
-    assert written.read_text() == "not again\n"
+def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run, capsys: Any) -> None:
+    """Before rows and samples: or a run that is cut off would go on from what is later than them.
 
-
-def test_the_best_so_far_survives_a_resume(run: Run) -> None:
-    with pytest.raises(Cut):
-        run.train(At("on_train_batch_start", 6, throw(Cut())), module=Judged(), val_every=1)
-    saver = run.train(module=Judged(), val_every=1, resume="000005")
-    assert (saver.best, saver.best_step) == ((5.0,), 2)
-    assert step_of(run.checkpoints / "best.ckpt") == 2
-
-
-def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run) -> None:
-    """A best one that is later is gone; the best of those to come takes its place."""
+    A best one that is later is gone; the best of those to come takes its place.
+    """
     run.train(val_every=2, checkpoints_kept=9)
     (run.checkpoints / ".0123.lightning-rlhf.tmp").touch()
-    seen: list[list[str]] = []
-    look = At("on_train_batch_start", 1, lambda: seen.append(
-        sorted(path.name for path in run.checkpoints.iterdir())))  # fmt: skip
-    saver = run.train(look, val_every=2, checkpoints_kept=9, resume="000002")
-    assert seen == [["000002.ckpt", "best.ckpt"]]
-    assert run.steps == [2, 4, 6]
-    assert saver.best_step == 6
-
-
-def test_later_ones_go_before_rows_and_samples_do(run: Run, capsys: Any) -> None:
-    """Or a run that is cut off in between would go on from what is later than its rows."""
-    run.train(val_every=2, checkpoints_kept=9)
     with pytest.raises(Cut):
         run.train(At("on_train_start", 1, throw(Cut())), val_every=2, resume="000002")
-    assert run.steps == [2]
+    assert [path.name for path in run.checkpoints.iterdir()] == ["000002.ckpt"]
     assert len((run.folder / "metrics.csv").read_text().splitlines()) == 1 + 6
     said = "deleted, as later than step 2: 000004.ckpt, 000006.ckpt, best.ckpt"
     assert said in capsys.readouterr().out
+    saver = run.train(val_every=2, checkpoints_kept=9, resume="000002")
+    assert run.steps == [2, 4, 6]
+    assert saver.best_step == 6
 
 
 def test_a_best_one_that_cannot_be_read_is_in_nobodys_way(run: Run, capsys: Any) -> None:
@@ -386,12 +373,10 @@ def test_a_best_one_that_cannot_be_read_is_in_nobodys_way(run: Run, capsys: Any)
 
 def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
     """The one after 6 iterations was; on the second way every reward is lower than all before."""
-
-    class Bad(Judged):
-        rewards = (-1.0,) * 7
-
     run.train(val_every=2, checkpoints_kept=9)
-    saver = run.train(module=Bad(), val_every=2, resume="000004")
+    module = Judged()
+    module.rewards = (-1.0,) * 7
+    saver = run.train(module=module, val_every=2, resume="000004")
     assert (saver.best, saver.best_step) == ((-1.0,), 4)
     assert step_of(run.checkpoints / "best.ckpt") == 4
 
@@ -420,22 +405,15 @@ class Fails(FakePPO):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("error", [RewardError("away"), MemoryError()])
-def test_an_exception_before_the_update_saves_the_step_before(
-    run: Run, error: BaseException
+@pytest.mark.parametrize(("when", "steps"), [("rollout", [2]), ("update", [])])
+def test_an_exception_saves_the_step_before_unless_weights_have_changed(
+    run: Run, when: str, steps: list[int]
 ) -> None:
-    with pytest.raises(type(error)):
-        run.train(module=Fails("rollout", error))
-    assert run.steps == [2]
-    found = torch.load(run.checkpoints / "000002.ckpt", weights_only=True)
-    assert found["iteration"] == 2
-
-
-def test_an_exception_within_the_update_saves_nothing(run: Run) -> None:
-    """Some of the weights are of the third iteration."""
-    with pytest.raises(RewardError):
-        run.train(module=Fails("update", RewardError("away")))
-    assert run.steps == []
+    with pytest.raises(MemoryError):
+        run.train(module=Fails(when, MemoryError()))
+    assert run.steps == steps
+    for path in numbered(run.checkpoints):
+        assert torch.load(path, weights_only=True)["iteration"] == 2
 
 
 def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
@@ -524,13 +502,10 @@ def whole(run: Run) -> Path:
     return run.checkpoints / "000006.ckpt"
 
 
-def test_a_whole_checkpoint_is_read(whole: Path) -> None:
-    check_checkpoint(whole, ORIGIN)
-    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
-
-
 @pytest.mark.parametrize("size", [0, 1000])
 def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> None:
+    check_checkpoint(whole, ORIGIN)
+    assert read_run(whole) == asdict(ORIGIN) | {"step": 6}
     whole.write_bytes(whole.read_bytes()[:size])
     with pytest.raises(CheckpointError, match=r"000006.ckpt cannot be read: "):
         check_checkpoint(whole, ORIGIN)
@@ -539,9 +514,7 @@ def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> Non
 def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     """torch itself would read it."""
     path, tensor = tmp_path / "000001.ckpt", torch.full((64,), 1.2345)
-    WholeFiles().save_checkpoint(
-        {"state_dict": {"a": tensor}, "lightning_rlhf": stamp(ORIGIN, 1)}, path
-    )
+    WholeFiles().save_checkpoint({"state_dict": {"a": tensor}, "lightning_rlhf": STAMP}, path)
     check_checkpoint(path, ORIGIN)
     data = bytearray(path.read_bytes())
     data[data.index(tensor.numpy().tobytes()) + 5] ^= 1
@@ -551,26 +524,17 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
         check_checkpoint(path, ORIGIN)
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
+def test_another_runs_checkpoint_and_one_of_another_name_are_foreign(whole: Path) -> None:
+    for change, said in (
         ({"stage": "sft"}, "of stage ppo, not sft"),
         ({"version": "2"}, "of lightning-rlhf 1, not 2"),
         ({"run": "b"}, "of run a, not b"),
-    ],
-)
-def test_another_runs_checkpoint_is_foreign(whole: Path, change: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
-        check_checkpoint(whole, replace(ORIGIN, **change))
-
-
-def test_a_checkpoint_under_the_name_of_another_step_is_foreign(whole: Path) -> None:
+    ):
+        with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
+            check_checkpoint(whole, replace(ORIGIN, **change))
     other = whole.rename(whole.with_stem("000009"))
     with pytest.raises(CheckpointError, match=r"000009.ckpt is foreign: of step 6, whatever its"):
         check_checkpoint(other, ORIGIN)
-
-
-STAMP = stamp(ORIGIN, 1)
 
 
 @given(place=st.floats(0, 0.999), byte=st.integers(0, 255))

@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch import Callback
 
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
+from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
-from lightning_rlhf.callbacks.rules import RULES, kl_exploding, reward_against_gold, reward_constant
+from lightning_rlhf.callbacks.rules import kl_exploding, reward_against_gold, reward_constant
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
@@ -24,9 +25,9 @@ from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 from .conftest import FakePPO, Fit, make_experience
 from .test_metric_callbacks import SaveAt
 
+EVALUATES: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 CONSTANT = "warning: all responses of an iteration got the same reward, 3 iterations in a row"
-FAR = "warning: kl_divergence is "
 
 
 class Scored(FakePPO):
@@ -63,13 +64,16 @@ def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options:
     return diagnosis
 
 
+def findings() -> list[dict[str, Any]]:
+    """What the file in the run's folder holds."""
+    found: list[dict[str, Any]] = json.loads(Path(DIAGNOSIS).read_text())
+    return found
+
+
 SAME, OTHER = (0.1, 0.1), (0.1, 0.2)
 
 
 @pytest.mark.parametrize(("scores", "times"), [
-    ([SAME] * 2, 0),
-    ([SAME] * 3, 1),
-    ([SAME] * 9, 1),
     ([SAME, SAME, OTHER, SAME, SAME], 0),
     ([OTHER, (1.0, 1.0), (2.0, 2.0), (3.0, 3.0)], 1),
     ([SAME] * 3 + [OTHER] + [SAME] * 3, 1),
@@ -94,34 +98,6 @@ def test_what_is_paid_counts_where_it_is_not_what_is_reported(fit: Fit, capsys: 
     assert capsys.readouterr().out.count(CONSTANT) == 1
 
 
-@pytest.mark.parametrize(("bound", "told"), [(None, None), (50.0, "2"), (60.0, "3"), (61.0, None)])
-def test_a_large_kl_is_told_once(fit: Fit, capsys: Any, bound: float | None, told: str) -> None:
-    kl = [50.0, 50.5, 61.0, 99.0] if bound != 61.0 else [50.0, 50.5, 61.0, 61.0]
-    train(fit, Scored([OTHER] * 4, kl), bound)
-    out = capsys.readouterr().out
-    assert out.count(FAR) == (told is not None)
-    if told is not None:
-        assert f"nats a response in iteration {told}, above ppo.kl_warning={bound:g}: " in out
-
-
-@pytest.mark.parametrize("cut", [2, 4])
-def test_a_resumed_run_counts_on_and_says_nothing_again(
-    fit: Fit, tmp_path: Path, capsys: Any, cut: int
-) -> None:
-    """From before the warning of iteration 3, or from after it."""
-    path = tmp_path / "cut.ckpt"
-    train(fit, Scored([SAME] * 5), more=[SaveAt(cut, path)])
-    assert capsys.readouterr().out.count(CONSTANT) == 1
-    train(fit, Scored([SAME] * 5), ckpt_path=path)
-    assert capsys.readouterr().out.count(CONSTANT) == (1 if cut == 2 else 0)
-
-
-def findings() -> list[dict[str, Any]]:
-    """What the file in the run's folder holds."""
-    found: list[dict[str, Any]] = json.loads(Path(DIAGNOSIS).read_text())
-    return found
-
-
 def test_the_file_holds_each_finding_with_its_numbers(fit: Fit) -> None:
     train(fit, Scored([OTHER] * 2))
     assert findings() == []
@@ -133,11 +109,6 @@ def test_the_file_holds_each_finding_with_its_numbers(fit: Fit) -> None:
     ]
     assert "kl_divergence is 9.5 nats a response in iteration 2" in first["symptom"]
     assert (first["cause"], first["remedy"]) == (kl_exploding.cause, kl_exploding.remedy)
-
-
-def test_the_root_cause_is_the_first_finding_of_an_iteration(fit: Fit) -> None:
-    train(fit, Scored([SAME] * 3, [1.0, 1.0, 99.0]), 50.0, rules=RULES)
-    assert [f["rule"] for f in findings()][:2] == ["reward_constant", "kl_exploding"]
 
 
 @pytest.mark.parametrize("cut", [2, 4])
@@ -181,33 +152,16 @@ def test_every_evaluation_counts_once(fit: Fit) -> None:
         def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             step = pl_module.iteration
             publish(trainer, pl_module, {"eval/reward_mean": step, "eval/judge/gold": 1.0 - step})
+            rows = [{"index": index, "judge": {"gold": 1.0 - step}} for index in range(2)]
+            write_samples(eval_samples(Path(), step), rows)
 
     config: Any = SimpleNamespace(kl_warning=None)
     diagnosis = Diagnosis(config, Path(), rules=[reward_against_gold])
-    options: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
-    fit(FakePPO(), [Falls(), diagnosis], [], batches=3, **options)
+    fit(FakePPO(), [Falls(), diagnosis], [], batches=3, **EVALUATES)
     assert [row["step"] for row in diagnosis.evaluations] == [0, 1, 2, 3]
     [finding] = findings()
     assert (finding["rule"], finding["iteration"]) == ("reward_against_gold", 2)
     assert "fell from 1 to -1" in finding["symptom"]
-
-
-def test_a_rule_of_the_users_own_is_applied(fit: Fit) -> None:
-    Path("own.py").write_text(
-        "from lightning_rlhf.callbacks.rules import rule\n"
-        "@rule(when='always', cause='none', remedy='none')\n"
-        "def mine(history):\n"
-        "    return f'{len(history.rows)} rows' if len(history.rows) == 2 else None\n"
-    )
-    train(fit, Scored([OTHER] * 3), more=[OwnRule("own.py:mine")])
-    assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
-        ("mine", 2, "2 rows")
-    ]
-    with pytest.raises(ConfigError, match="has no rule 'other', it has"):
-        OwnRule("own.py:other")
-
-
-EVALUATES: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
 
 
 def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) -> None:
@@ -228,6 +182,8 @@ def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) 
     assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
         ("drift", 4, "7 tokens a response, 2 before")
     ]
+    with pytest.raises(ConfigError, match=r"has no rule 'other', it has \['drift'\]"):
+        OwnRule("drift.py:other")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from lightning.pytorch.loggers import Logger
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation, Samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
-from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.stages.ppo import PPO
 
@@ -109,7 +109,7 @@ def test_supervised_rows_are_too(tmp_path: Path, fit: Fit, monkeypatch: pytest.M
         tmp_path / "checkpoints", config(checkpoint_every=3), ORIGIN, Stop(), PPO.goal
     )
     fit(
-        FakeSFT(), [SFTMetrics(), saver], [MetricsFile(tmp_path)], batches=6, limit_val_batches=0,
+        FakeSFT(), [StepMetrics(), saver], [MetricsFile(tmp_path)], batches=6, limit_val_batches=0,
         log_every_n_steps=1, plugins=[WholeFiles()],
     )  # fmt: skip
     disk.check(3, 6)

@@ -1,5 +1,8 @@
+"""Samples of training and evaluations: what is shown, kept and measured of them."""
+
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -7,12 +10,69 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from lightning_rlhf.callbacks.evaluation import Evaluation, evaluation_metrics, load_judge
+from lightning_rlhf.callbacks.evaluation import (
+    Evaluation,
+    Samples,
+    console_table,
+    keep_until,
+    load_judge,
+    markdown,
+)
 from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.core.errors import ConfigError, RLHFError
 
 from .conftest import FakePPO, Fit
+
+SAMPLE = {
+    "iteration": 4, "prompt": "a [bold] | pipe\nline", "response": "x" * 30, "score": 1.234,
+    "kl": 0.5, "ended": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("characters", "tables"), [(50, 2), (None, 0)])
+def test_samples_are_printed_and_kept_every_few_iterations(
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    characters: int | None, tables: int,
+) -> None:  # fmt: skip
+    samples = Samples(every_n_iterations=2, count=1, characters=characters, run_dir=tmp_path)
+    fit(FakePPO(), [samples], [], batches=5)
+    lines = (tmp_path / "samples" / "train.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in lines] == [2, 4]
+    # The first response of the batch answers prompt 1, scores 2 + 2 and has a KL of 0.6 nats.
+    first = json.loads(lines[0])
+    assert first.pop("kl") == pytest.approx(0.6)
+    assert first == {
+        "iteration": 2, "prompt": "train question 1 [b]?", "response": "t1 t2 t3", "score": 4.0,
+        "ended": True,
+        "per_token": {
+            "text": ["t1", "t2", "t3"], "kl": [0.1, 0.2, 0.3], "advantage": [1.0, 0.0, -1.0],
+        },
+    }  # fmt: skip
+    assert capsys.readouterr().out.count("samples of iteration") == tables
+
+
+def test_text_is_cut_for_reading_and_never_taken_for_markup() -> None:
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(console_table([SAMPLE], characters=20))
+    shown = console.export_text()
+    assert "a [bold] | pipe" in shown
+    assert "x" * 19 + "…" in shown
+    assert "x" * 20 not in shown
+
+
+def test_markdown_keeps_one_row_a_sample() -> None:
+    lines = markdown([SAMPLE]).splitlines()
+    assert len(lines) == 3
+    assert lines[2].startswith(r"| 4 | a [bold] \| pipe line |")
+
+
+def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)) + '{"itera')
+    keep_until(path, 2)
+    assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
 
 
 def judge(row: Mapping[str, Any], response: str, ended: bool) -> dict[str, float | None]:
@@ -52,7 +112,8 @@ def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(
     fit: Fit, tmp_path: Path
 ) -> None:
     """Scores of iteration 0 raised in the file: the first of two responses no longer wins."""
-    fit(FakePPO(), [Evaluation(None, tmp_path)], [], batches=1, num_sanity_val_steps=-1)
+    first = Evaluation(None, tmp_path)
+    fit(FakePPO(), [first], [], batches=1, num_sanity_val_steps=-1)
     file = tmp_path / "samples" / "eval_000000.jsonl"
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     for line in lines[::2]:
@@ -60,9 +121,11 @@ def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     resumed, module = Evaluation(None, tmp_path), FakePPO()
     module.iteration = 1
+    resumed.load_state_dict(first.state_dict())
     fit(module, [resumed], [], batches=1)
     assert resumed.last is not None
     assert resumed.last["eval/win_rate"] == 0.5
+    assert resumed.first == first.first
 
 
 @pytest.mark.parametrize("rows", [None, '{"index": 7, "score": 1.0}\n'])
@@ -78,23 +141,6 @@ def test_without_sft_samples_of_the_same_prompts_there_is_no_win_rate(
     fit(module, [evaluation], [], batches=1)
     assert evaluation.last is not None
     assert "eval/win_rate" not in evaluation.last
-
-
-def test_the_first_evaluation_survives_a_resume(tmp_path: Path) -> None:
-    before, after = Evaluation(None, tmp_path), Evaluation(None, tmp_path)
-    before.first = before.last = {"eval/reward_mean": 1.0}
-    after.load_state_dict(before.state_dict())
-    assert after.first == {"eval/reward_mean": 1.0}
-
-
-def test_a_part_that_never_applies_has_no_mean() -> None:
-    sample = {
-        "score": 1.0, "kl": 0.0, "ref_logprob": 0.0, "tokens": 1, "ended": True, "response": "a",
-        "parts": {"head": 1.0},
-    }  # fmt: skip
-    metrics = evaluation_metrics([{**sample, "judge": {"gold": 1.0, "polite": None}}])
-    assert "eval/judge/gold" in metrics
-    assert "eval/judge/polite" not in metrics
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,27 @@
+"""The rows that callbacks log of training and evaluation, and their totals over resumes."""
+
 from __future__ import annotations
 
 import csv
 import math
+import resource
+import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rlhf.callbacks.contract import position
+from lightning_rlhf.callbacks.compute import CountedRows, compute_line, peak_memory, sum_of
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
-from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
+from lightning_rlhf.callbacks.progress import position
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.results import RESULT
 
@@ -88,7 +96,7 @@ def test_sft_metrics_are_exact_over_the_batches_since_the_last_row(
     # Batch k has k + 1 tokens of loss k. Batches 0 and 1: (0 + 2) / 3; batches 2 and 3: 18 / 7.
     # Validation: sums 0 and 2 over 1 and 2 tokens.
     loggers = [MetricsFile(tmp_path)]
-    fit(FakeSFT(), [SFTMetrics()], loggers, batches=4, log_every_n_steps=2, val_check_interval=2)
+    fit(FakeSFT(), [StepMetrics()], loggers, batches=4, log_every_n_steps=2, val_check_interval=2)
     assert column(tmp_path, "update/loss") == pytest.approx({2: 2 / 3, 4: 18 / 7})
     assert column(tmp_path, "eval/loss") == pytest.approx({2: 2 / 3, 4: 2 / 3})
     assert column(tmp_path, "eval/perplexity")[4] == pytest.approx(math.exp(2 / 3))
@@ -101,18 +109,12 @@ def test_the_last_row_covers_as_many_steps_as_the_others(
     # Batch k has k + 1 tokens of loss k. Row 5 has batches 3 and 4: (4 * 3 + 5 * 4) / 9, where
     # batch 4 alone says 4. So it has after a resume.
     options = {"batches": 5, "log_every_n_steps": 2, "limit_val_batches": 0}
-    callbacks = [SFTMetrics(), SaveAt(cut or 5, tmp_path / "cut.ckpt")]
+    callbacks = [StepMetrics(), SaveAt(cut or 5, tmp_path / "cut.ckpt")]
     fit(FakeSFT(), callbacks, [MetricsFile(tmp_path)], **options)
     if cut is not None:
         resumed = {"ckpt_path": tmp_path / "cut.ckpt", **options}
-        fit(FakeSFT(), [SFTMetrics()], [MetricsFile(tmp_path)], **resumed)
+        fit(FakeSFT(), [StepMetrics()], [MetricsFile(tmp_path)], **resumed)
     assert column(tmp_path, "update/loss") == pytest.approx({2: 2 / 3, 4: 18 / 7, 5: 32 / 9})
-
-
-def test_a_run_of_fewer_steps_than_a_row_covers_has_all_of_them(fit: Fit, tmp_path: Path) -> None:
-    # Batches 0, 1 and 2: (0 + 2 + 6) / 6.
-    fit(FakeSFT(), [SFTMetrics()], [MetricsFile(tmp_path)], batches=3, log_every_n_steps=50)
-    assert column(tmp_path, "update/loss") == pytest.approx({3: 8 / 6})
 
 
 class Spoiled(FakeSFT):
@@ -130,10 +132,10 @@ def test_updates_that_were_not_made_are_counted_and_in_no_mean(fit: Fit, tmp_pat
     # Batch k has k + 1 tokens of loss k. 0 of the first two, 3 of the last two count.
     for every in ("1", "2"):
         (tmp_path / every).mkdir()
-    fit(Spoiled(), [SFTMetrics()], [MetricsFile(tmp_path / "2")], batches=4, log_every_n_steps=2)
+    fit(Spoiled(), [StepMetrics()], [MetricsFile(tmp_path / "2")], batches=4, log_every_n_steps=2)
     assert column(tmp_path / "2", "update/loss") == {2: 0.0, 4: 3.0}
     assert column(tmp_path / "2", "update/nonfinite") == {2: 1.0, 4: 1.0}
-    fit(Spoiled(), [SFTMetrics()], [MetricsFile(tmp_path / "1")], batches=4, log_every_n_steps=1)
+    fit(Spoiled(), [StepMetrics()], [MetricsFile(tmp_path / "1")], batches=4, log_every_n_steps=1)
     losses = column(tmp_path / "1", "update/loss")
     assert [math.isnan(losses[k]) for k in (1, 2, 3, 4)] == [False, True, True, False]
     assert column(tmp_path / "1", "update/nonfinite") == {1: 0.0, 2: 1.0, 3: 1.0, 4: 0.0}
@@ -146,7 +148,7 @@ def test_what_was_counted_before_a_checkpoint_is_in_the_row_after_it(
     checkpoint, whole, resumed = tmp_path / "two.ckpt", tmp_path / "whole", tmp_path / "resumed"
     for folder, options in ((whole, {}), (resumed, {"ckpt_path": checkpoint})):
         folder.mkdir()
-        callbacks = [SFTMetrics(), SaveAt(2, checkpoint)]
+        callbacks = [StepMetrics(), SaveAt(2, checkpoint)]
         loggers = [MetricsFile(folder)]
         fit(Spoiled(), callbacks, loggers, batches=4, log_every_n_steps=4, **options)
         assert column(folder, "update/loss") == {4: pytest.approx(2.4)}
@@ -156,12 +158,12 @@ def test_what_was_counted_before_a_checkpoint_is_in_the_row_after_it(
 def test_accumulated_micro_batches_change_no_loss(fit: Fit, tmp_path: Path) -> None:
     loggers = [MetricsFile(tmp_path)]
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2}
-    fit(FakeSFT(), [SFTMetrics()], loggers, batches=4, **options)
+    fit(FakeSFT(), [StepMetrics()], loggers, batches=4, **options)
     assert column(tmp_path, "update/loss") == pytest.approx({1: 2 / 3, 2: 18 / 7})
 
 
 def test_reward_metrics(fit: Fit, tmp_path: Path) -> None:
-    fit(FakeReward(), [RewardMetrics()], [MetricsFile(tmp_path)], batches=2, log_every_n_steps=1)
+    fit(FakeReward(), [StepMetrics()], [MetricsFile(tmp_path)], batches=2, log_every_n_steps=1)
     assert column(tmp_path, "update/accuracy") == {1: 0.75, 2: 0.75}
     assert column(tmp_path, "update/grad_norm") == {1: 0.25, 2: 0.25}
     assert column(tmp_path, "eval/reward_margin") == {2: 1.0}
@@ -172,5 +174,77 @@ def test_a_sanity_check_counts_only_if_it_covers_the_validation_set(
     fit: Fit, tmp_path: Path, checked: int, rows: set[int]
 ) -> None:
     loggers = [MetricsFile(tmp_path)]
-    fit(FakeSFT(), [SFTMetrics()], loggers, batches=2, num_sanity_val_steps=checked)
+    fit(FakeSFT(), [StepMetrics()], loggers, batches=2, num_sanity_val_steps=checked)
     assert set(column(tmp_path, "eval/loss")) == rows
+
+
+def test_totals_add_up_and_memory_is_the_largest() -> None:
+    rows, more = CountedRows(), {"generated_tokens": 4, "scored_tokens": 12}
+    more |= {"trained_tokens": 6, "flops": 6e15, "device_s": 4.5}
+    rows.count(more, 7_000)
+    assert rows.count(more, 5_000) == {
+        "compute/generated_tokens": 8,
+        "compute/scored_tokens": 24,
+        "compute/trained_tokens": 12,
+        "compute/flops": 12e15,
+        "compute/device_s": 9.0,
+        "compute/peak_memory": 7_000,
+    }
+    assert compute_line(rows.totals) == (
+        "compute: tokens 8 generated, 24 scored, 12 trained; 12 PFLOP; 9.0 device seconds; "
+        "peak memory 7.0 kB"
+    )
+
+
+def test_the_totals_of_a_recipe_are_those_of_its_stages() -> None:
+    sft = {"compute/trained_tokens": 5.0, "compute/flops": 1e15, "compute/device_s": 2.0,
+           "compute/peak_memory": 9_000.0, "eval/loss": 1.0}  # fmt: skip
+    ppo = sft | {"compute/generated_tokens": 3.0, "compute/peak_memory": 7_000.0}
+    total = sum_of([sft, ppo])
+    assert compute_line(total, " of sft, ppo") == (
+        "compute of sft, ppo: tokens 3 generated, 10 trained; 2 PFLOP; 4.0 device seconds; "
+        "peak memory 9.0 kB"
+    )
+
+
+def test_a_supervised_run_counts_and_goes_on_with_its_totals(fit: Fit, tmp_path: Path) -> None:
+    """A row every second step; a step has 100 operations and 7 tokens, and takes half a second."""
+    checkpoint = tmp_path / "three.ckpt"
+    run = partial(fit, batches=6, log_every_n_steps=2)
+    run(FakeSFT(), [StepMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)])
+    whole = column(tmp_path, "compute/flops")
+    assert whole == {2: 200.0, 4: 400.0, 6: 600.0}
+    assert column(tmp_path, "compute/trained_tokens")[6] == 42.0
+    assert column(tmp_path, "compute/device_s")[6] == 3.0
+    assert column(tmp_path, "compute/peak_memory")[6] > 1e7
+    run(FakeSFT(), [StepMetrics()], [MetricsFile(tmp_path)], ckpt_path=checkpoint)
+    assert column(tmp_path, "compute/flops") == whole
+
+
+def test_the_peak_of_this_process_counts_a_large_tensor() -> None:
+    found = peak_memory(torch.device("cpu"))
+    held = torch.ones(max(found // 4, 1) + 2**22)  # larger than all that was, by 16 MB
+    assert peak_memory(torch.device("cpu")) >= found + 2**23
+    del held
+    assert peak_memory(torch.device("cpu")) >= found + 2**23
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="VmHWM is Linux's")
+def test_the_peak_is_not_that_of_the_process_which_started_this_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Which is what ru_maxrss of a process starts at."""
+    monkeypatch.setattr(resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=2**50))
+    assert 1e7 < peak_memory(torch.device("cpu")) < 2**50
+
+
+def test_a_resumed_run_goes_on_with_the_totals(fit: Fit, tmp_path: Path) -> None:
+    # An iteration of FakePPO: 10 + 20 + 30 operations, 4 tokens sampled, 2 + 1 + 1 seconds.
+    checkpoint = tmp_path / "three.ckpt"
+    fit(FakePPO(), [PPOMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)], batches=6)
+    whole = column(tmp_path, "compute/flops")
+    assert whole == {k: 60.0 * k for k in range(1, 7)}
+    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
+    assert column(tmp_path, "compute/flops") == whole
+    assert column(tmp_path, "compute/generated_tokens")[6] == 24.0
+    assert column(tmp_path, "compute/device_s")[6] == 24.0

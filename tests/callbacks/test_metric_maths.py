@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,22 +10,26 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_rlhf.callbacks.step_metrics import (
-    groups_alike,
+from lightning_rlhf.callbacks.metrics import (
     repetition_metrics,
     response_sums,
-    reward_metrics,
-    reward_sums,
     rollout_metrics,
-    sft_eval_sums,
-    sft_metrics,
-    sft_train_sums,
+    share_alike,
+    stacked,
+    step_metrics,
+    step_sums,
     time_metrics,
     update_metrics,
     update_rows,
 )
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.results import IterationSeconds, PairScores, SFTEvaluation, SFTStep
+from lightning_rlhf.core.results import (
+    DPOScores,
+    IterationSeconds,
+    PairScores,
+    SFTEvaluation,
+    SFTStep,
+)
 
 from .conftest import make_experience, make_updates
 
@@ -74,10 +79,10 @@ def test_quantiles_of_the_score_are_those_of_numpy() -> None:
 def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:
     sums = torch.zeros(6, 10)
     sums[:, 0] = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0])
-    assert groups_alike(sums, 2) == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
-    assert groups_alike(sums, 3) == 0.0  # 1 1 2 | 2 2 3
+    assert share_alike(sums, 2) == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
+    assert share_alike(sums, 3) == 0.0  # 1 1 2 | 2 2 3
     sums[:, 3] = torch.arange(6)  # another KL makes no difference
-    assert groups_alike(sums, 2) == pytest.approx(2 / 3)
+    assert share_alike(sums, 2) == pytest.approx(2 / 3)
 
 
 def test_repetition_metrics_by_hand() -> None:
@@ -168,44 +173,52 @@ def test_time_metrics_by_hand() -> None:
     }
 
 
+def means(*results: Any, phase: str = "eval") -> dict[str, float]:
+    """Metrics of the results of several batches."""
+    stacks = [stacked(step_sums(result)) for result in results]
+    return step_metrics(stacks[0][0], torch.stack([sums for _, sums in stacks]), phase)
+
+
 def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
     # 1 token of loss 4 and 3 tokens of loss 2: (4 + 6) / 4 = 2.5, where a mean of means says 3.
-    first = sft_train_sums(
-        SFTStep(
-            loss=torch.tensor(4.0),
-            tokens=torch.tensor(1),
-            grad_norm=torch.tensor(0.0),
-            is_made=True,
-        )
-    )
-    second = sft_eval_sums(SFTEvaluation(nll_sum=torch.tensor(6.0), tokens=torch.tensor(3)))
-    metrics = sft_metrics((first + second).tolist(), "eval")
-    assert metrics == pytest.approx({"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)})
+    number = torch.tensor
+    first = SFTStep(loss=number(4.0), tokens=number(1), grad_norm=number(0.0), is_made=True)
+    second = SFTEvaluation(nll_sum=number(6.0), tokens=number(3))
+    expected = {"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)}
+    assert means(first, second) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("loss", [800.0, math.inf])
-def test_perplexity_is_infinite_where_a_float_holds_no_more(loss: float) -> None:
+@pytest.mark.parametrize(("loss", "perplexity"), [(700.0, math.exp(700)), (800.0, math.inf)])
+def test_perplexity_is_infinite_where_a_float_holds_no_more(loss: float, perplexity: float) -> None:
     # e^709.78 is the largest float.
-    found = sft_metrics([2 * loss, 2.0], "update")
-    assert found == {"update/loss": loss, "update/perplexity": math.inf}
-    assert sft_metrics([709.0, 1.0], "update")["update/perplexity"] == math.exp(709)
+    batch = SFTEvaluation(nll_sum=torch.tensor(2 * loss), tokens=torch.tensor(2))
+    assert means(batch) == {"eval/loss": loss, "eval/perplexity": perplexity}
+    none = SFTEvaluation(nll_sum=torch.tensor(0.0), tokens=torch.tensor(0))
+    assert all(map(math.isnan, means(none).values()))
 
 
 def test_reward_metrics_count_a_tie_as_half_right() -> None:
     # Pairs right by 2, wrong by 1 and tied: losses log(1 + e^-2), log(1 + e), log 2.
-    outputs = PairScores(
-        chosen=torch.tensor([1.0, 0.0, 3.0]), rejected=torch.tensor([-1.0, 1.0, 3.0])
-    )
+    chosen, rejected = torch.tensor([1.0, 0.0, 3.0]), torch.tensor([-1.0, 1.0, 3.0])
     loss = (math.log1p(math.exp(-2)) + math.log1p(math.exp(1)) + math.log(2)) / 3
-    assert reward_metrics(reward_sums(outputs).tolist(), "update") == pytest.approx(
-        {
-            "update/rm_loss": loss,
-            "update/accuracy": 0.5,
-            "update/reward_chosen": 4 / 3,
-            "update/reward_rejected": 1.0,
-            "update/reward_margin": 1 / 3,
-        }
+    expected = {
+        "accuracy": 0.5,
+        "reward_chosen": 4 / 3,
+        "reward_rejected": 1.0,
+        "reward_margin": 1 / 3,
+    }
+    pairs = PairScores(chosen=chosen, rejected=rejected)
+    found = means(pairs, phase="update")
+    assert found == pytest.approx(
+        {f"update/{n}": x for n, x in (expected | {"rm_loss": loss}).items()}
     )
+    # Log-probabilities -1, -2, -6 over 9 tokens: 9 nats, 1 a token.
+    dpo = DPOScores(chosen=chosen, rejected=rejected, pair_losses=torch.tensor([0.5, 1.0, 0.0]),
+                    chosen_logprob=torch.tensor([-1.0, -2.0, -6.0]),
+                    rejected_logprob=torch.tensor([-4.0, -2.0, -3.0]),
+                    chosen_tokens=torch.tensor([2, 3, 4]))  # fmt: skip
+    expected |= {"dpo_loss": 0.5, "logps_chosen": -3.0, "logps_rejected": -3.0, "sft_loss": 1.0}
+    assert means(dpo) == pytest.approx({f"eval/{name}": x for name, x in expected.items()})
 
 
 def _random_experience(lengths: list[int], seed: int) -> Experience:

@@ -1,17 +1,21 @@
+"""The progress bar, and lines without a terminal: nothing is silent for more than ten seconds."""
+
 from __future__ import annotations
 
 import io
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import rich
 from rich.console import Console
 
-from lightning_rlhf.callbacks import progress
 from lightning_rlhf.callbacks.evaluation import Samples
-from lightning_rlhf.callbacks.metrics import PPOMetrics, SFTMetrics
-from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
+from lightning_rlhf.callbacks.progress import Progress, number_text
+from lightning_rlhf.io import console
+from lightning_rlhf.io.console import PERIOD_S, Working
 from lightning_rlhf.stages.ppo import PPO
 from lightning_rlhf.stages.sft import SFT
 
@@ -20,15 +24,11 @@ from .conftest import FakePPO, FakeSFT, Fit
 
 @pytest.mark.parametrize(
     ("number", "expected"),
-    [(0.25, "0.250"), (-40.5, "-40.500"), (0.0, "0.000"), (9999.0, "9999.000"),
-     (-1.23456e38, "-1.235e+38"), (2e-5, "2e-05"),
-     (math.nan, "nan"), (-math.inf, "-inf")],
+    [(-40.5, "-40.500"), (0.0, "0.000"), (9999.0, "9999.000"), (-1.23456e38, "-1.235e+38"),
+     (2e-5, "2e-05"), (math.nan, "nan")],
 )  # fmt: skip
 def test_a_metric_stays_short_whatever_its_size(number: float, expected: str) -> None:
-    assert (
-        progress.headline_text({"kl_divergence": number}, ("kl_divergence",))
-        == f"kl_divergence {expected}"
-    )
+    assert number_text(number) == expected
 
 
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(
@@ -48,13 +48,7 @@ def test_progress_counts_optimizer_steps_and_starts_where_a_resumed_run_starts(
     fit: Fit, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = {"log_every_n_steps": 1, "accumulate_grad_batches": 2, "enable_progress_bar": True}
-    fit(
-        FakeSFT(),
-        [SFTMetrics(), Progress("sft", SFT.headlines)],
-        [],
-        batches=6,
-        **options,
-    )
+    fit(FakeSFT(), [StepMetrics(), Progress("sft", SFT.headlines)], [], batches=6, **options)
     shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "sft" in line]
     assert shown == ["1/3", "2/3", "3/3"]
 
@@ -68,15 +62,82 @@ def test_progress_counts_optimizer_steps_and_starts_where_a_resumed_run_starts(
 def test_on_a_terminal_there_is_one_bar_that_survives_tables(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=140)
-    monkeypatch.setattr(rich, "_console", console)
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=140)
+    monkeypatch.setattr(rich, "_console", terminal)
     samples = Samples(every_n_iterations=2, count=1, characters=40, run_dir=tmp_path)
     callbacks = [PPOMetrics(), samples, Progress("ppo", PPO.headlines)]
     fit(FakePPO(), callbacks, [], batches=4, enable_progress_bar=True, val_check_interval=2)
-    assert isinstance(console.file, io.StringIO)
-    shown = console.file.getvalue()
+    assert isinstance(terminal.file, io.StringIO)
+    shown = terminal.file.getvalue()
     assert "4/4" in shown
     assert "ppo eval" in shown
     assert "samples of iteration 4" in shown
     assert "reward_mean 4.500" in shown
     assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
+
+
+def test_the_lines_come_by_themselves_and_end_with_the_block(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every ten seconds; a shorter block says nothing."""
+    assert PERIOD_S == 10
+    with Working("sampling", 64):
+        pass
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(console, "PERIOD_S", 0.01)
+    with Working("loading [bold]it[/bold]", 64) as loading:
+        loading.advance(8)
+        while "loading [bold]it[/bold] 8/64  0:00:00 elapsed\n" not in capsys.readouterr().out:
+            pass
+    assert loading._stopped.is_set()
+
+
+def test_items_count_once_the_next_is_asked_for() -> None:
+    sampling = Working("sampling", 6)
+    sampling.start()
+    lines = [sampling.line for _ in sampling.track(["ab", "abc", "a"], len)]
+    assert [line.split()[1] for line in lines] == ["0/6", "2/6", "5/6"]
+    assert sampling.line.split()[1] == "6/6"
+    sampling.stop()
+
+
+def test_on_a_terminal_a_known_total_is_a_bar_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
+    monkeypatch.setattr(rich, "_console", terminal)
+    with Working("sampling [from] it", 4) as sampling:
+        assert len(list(sampling.track(range(3)))) == 3
+        assert sampling._bar is not None
+        sampling._bar.refresh()
+    assert isinstance(terminal.file, io.StringIO)
+    shown = terminal.file.getvalue()
+    assert "sampling [from] it" in shown
+    assert "3/4" in shown
+    assert shown.endswith("\x1b[2K"), "its line is erased"
+
+
+def test_training_and_evaluations_without_a_bar_are_counted(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first step, within training, and of Trainer.validate alike; none goes on after."""
+    shown: list[str] = []
+    started: list[Working] = []
+
+    class Noted(Working):
+        def stop(self) -> None:
+            shown.append(self.line.partition("  ")[0])
+            super().stop()
+            started.remove(self)
+
+        def start(self) -> None:
+            started.append(self)
+            super().start()
+
+    monkeypatch.setattr("lightning_rlhf.callbacks.progress.Working", Noted)
+    options: dict[str, Any] = {"enable_progress_bar": True, "val_check_interval": 2}
+    fit(FakePPO(), [Progress("ppo", [])], [], batches=4, **options)
+    evaluated = "ppo evaluation, batches 2/2"
+    assert [line for line in shown if line != evaluated] == [
+        "ppo 2/4", "ppo 4/4", "ppo 4/4",
+    ]  # fmt: skip
+    assert evaluated in shown
+    assert started == []

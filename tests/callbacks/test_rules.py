@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.callbacks.evaluation import eval_samples, write_samples
 from lightning_rlhf.callbacks.rules import RULES, History, Rule
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -61,6 +62,7 @@ def found(
     evaluations: list[dict[str, float]] | None = None,
     start: int = 1,
     prompts_cut: float = 0.0,
+    run_dir: Path = Path("nowhere"),
     **config: Any,
 ) -> list[str]:
     """Return the names of the rules that apply to healthy iterations with other `columns`."""
@@ -74,6 +76,7 @@ def found(
         evaluations=[{"step": float(k), **row} for k, row in enumerate(evaluations or [])],
         config=SimpleNamespace(**{**CONFIG, **config}),  # type: ignore[arg-type]
         prompts_cut=prompts_cut,
+        run_dir=run_dir,
     )
     return [rule.name for rule in RULES if rule.find(history) is not None]
 
@@ -91,11 +94,18 @@ def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:
                 evaluations=[{"step": 0.0}] * 3,
                 config=SimpleNamespace(**CONFIG),  # type: ignore[arg-type]
                 prompts_cut=0.0,
+                run_dir=Path("nowhere"),
             )
             assert rule.find(history) is None, rule.name
 
 
+def noisy(size: float, count: int) -> dict[str, list[float]]:
+    return {"reward_mean": [size if i % 2 else -size for i in range(count)]}
+
+
 CLIPPED, TOKENS = "update/clip_fraction", "rollout/response_tokens"
+EXPLAINED, LOSS = "rollout/explained_variance", "update/value_loss"
+LOW, HIGH = "rollout/reward_min", "rollout/reward_max"
 CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     # rule, columns that are not healthy, keys, whether the rule alone applies
     ("prompts_cut", {}, {"prompts_cut": 0.11}, True),
@@ -146,6 +156,34 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     ("few prompts", {"rollout/most_common": [1.0] * 3}, {"prompts_per_iteration": 3}, False),
     ("responses_repeat", {"rollout/repetition": [0.31] * 3}, {}, True),
     ("responses_repeat", {"rollout/repetition": [0.3, 0.9, 0.9]}, {}, False),
+    ("reward_constant", {LOW: [0.5] * 3, HIGH: [0.5] * 3}, {}, True),
+    ("reward_constant", {LOW: [0.5] * 3, HIGH: [1.5, 0.5, 0.5]}, {}, False),
+    ("reward_constant", {LOW: [0.5] * 2, HIGH: [0.5] * 2}, {}, False),
+    ("reward_constant", {"rollout/reward_paid_range": [0.0] * 3}, {}, True),
+    ("of one", {"rollout/reward_paid_range": [0.0] * 3}, {"rollout_batch_size": 1}, False),
+    ("critic_worse", {EXPLAINED: [-0.11] * 20}, {}, True),
+    ("critic_worse", {EXPLAINED: [-0.09] * 20}, {}, False),
+    ("critic_worse", {EXPLAINED: [-0.11] * 19}, {}, False),
+    ("critic_worse", {EXPLAINED: [-0.11] * 19 + [math.nan]}, {}, False),
+    # Mean -0.125; standard errors 1.125 * sqrt(20 / 19) / sqrt(20) = 0.26, and 0.023.
+    ("critic_worse", {EXPLAINED: [1.0, -1.25] * 10}, {}, False),
+    ("critic_worse", {EXPLAINED: [-0.025, -0.225] * 10}, {}, True),
+    ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 10}, {}, True),
+    ("value_loss_rising", {LOSS: [1.0] * 10 + [2.9] * 10}, {}, False),
+    ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 9 + [0.9]}, {}, False),
+    ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 9}, {}, False),
+    ("without a critic", {LOSS: [1.0] * 10 + [3.1] * 10}, {"advantage": "rloo"}, False),
+    # Thirds of 14 with deviation 0.052: standard error of the gain 0.0196, twice is 0.039.
+    ("reward_flat", noisy(0.05, 42), {}, True),
+    ("reward_flat", noisy(0.05, 39), {}, False),
+    ("first not kept", noisy(0.05, 42), {"start": 2}, False),
+    ("reward_flat", noisy(0.05, 42), {"start": 6, "critic_warmup": 5}, True),
+    # Deviation 0.156: twice the standard error is 0.118 of thirds of 14, 0.075 of those of 33.
+    ("reward_flat", noisy(0.15, 42), {}, False),
+    ("reward_flat", noisy(0.15, 99), {}, True),
+    # Gains of 0.14 and 0.056 standard deviations, the latter with an error of 0.003.
+    ("reward_flat", {"reward_mean": [i * 0.005 for i in range(42)]}, {}, False),
+    ("reward_flat", {"reward_mean": [i * 0.002 for i in range(42)]}, {}, True),
 ]
 
 
@@ -157,109 +195,45 @@ def test_a_rule_applies_beyond_its_threshold_alone(
 
 
 @pytest.mark.parametrize(
-    ("spreads", "responses", "names"),
+    ("rewards", "golds", "noise", "applies"),
     [
-        ([0.0, 0.0, 0.0], 64, ["reward_constant"]),
-        ([1.0, 0.0, 0.0], 64, []),
-        ([0.0, 0.0], 64, []),
-        ([0.0, 0.0, 0.0], 1, []),  # a single response is always the same as itself
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.0, True),
+        ([0.0, 1.0, 0.9], [0.5, 0.4, 0.3], 0.0, False),
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.45], 0.0, False),
+        ([0.0, 1.0], [0.5, 0.3], 0.0, False),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.89], 0.0, True),
+        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.91], 0.0, False),  # 0.09 of a range of 1
+        # 0.2 less, of four prompts 0.2 +- noise: a standard error of 2 * noise / sqrt(12).
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.17, True),  # 2 errors are 0.196
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], 0.18, False),  # ... and 0.208
+        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], None, False),  # no samples to tell
     ],
 )
-def test_reward_constant(spreads: list[float], responses: int, names: list[str]) -> None:
-    scores = {"rollout/reward_min": [0.5] * len(spreads)}
-    scores["rollout/reward_max"] = [0.5 + spread for spread in spreads]
-    assert found(scores, rollout_batch_size=responses) == names
-    assert found({"rollout/reward_paid_range": spreads}, rollout_batch_size=responses) == names
-
-
-@pytest.mark.parametrize(
-    ("explained", "names"),
-    [
-        ([-0.11] * 20, ["critic_worse"]),
-        ([-0.09] * 20, []),
-        ([-0.11] * 19, []),
-        ([-0.11] * 19 + [math.nan], []),
-        # Mean -0.125; standard error 1.125 * sqrt(20 / 19) / sqrt(20) = 0.26.
-        ([1.0, -1.25] * 10, []),
-        # Mean -0.125; standard error 0.1 * sqrt(20 / 19) / sqrt(20) = 0.023.
-        ([-0.025, -0.225] * 10, ["critic_worse"]),
-    ],
-)
-def test_critic_worse(explained: list[float], names: list[str]) -> None:
-    assert found({"rollout/explained_variance": explained}) == names
-
-
-@pytest.mark.parametrize(
-    ("after", "advantage", "names"),
-    [
-        ([3.1] * 10, "gae", ["value_loss_rising"]),
-        ([2.9] * 10, "gae", []),
-        ([3.1] * 9 + [0.9], "gae", []),
-        ([3.1] * 9, "gae", []),
-        ([3.1] * 10, "rloo", []),
-    ],
-)
-def test_value_loss_rising(after: list[float], advantage: str, names: list[str]) -> None:
-    assert found({"update/value_loss": [1.0] * 10 + after}, advantage=advantage) == names
-
-
-def noisy(size: float, count: int) -> list[float]:
-    return [size if i % 2 else -size for i in range(count)]
-
-
-@pytest.mark.parametrize(
-    ("rewards", "start", "names"),
-    [
-        # Thirds of 14 with deviation 0.052: standard error of the gain 0.0196, twice is 0.039.
-        (noisy(0.05, 42), 1, ["reward_flat"]),
-        (noisy(0.05, 39), 1, []),
-        (noisy(0.05, 42), 2, []),  # whose first iteration is no longer kept
-        # Deviation 0.156: twice the standard error is 0.118 of thirds of 14, 0.075 of those of 33.
-        (noisy(0.15, 42), 1, []),
-        (noisy(0.15, 99), 1, ["reward_flat"]),
-        ([i * 0.005 for i in range(42)], 1, []),  # gains 0.14 standard deviations
-        ([i * 0.002 for i in range(42)], 1, ["reward_flat"]),  # 0.056, and an error of 0.003
-        ([-i * 0.1 for i in range(42)], 1, ["reward_flat"]),
-    ],
-)
-def test_reward_flat(rewards: list[float], start: int, names: list[str]) -> None:
-    assert found({"reward_mean": rewards}, start=start) == names
-    assert found({"reward_mean": rewards}, start=start + 5, critic_warmup=5) == names
-
-
-@pytest.mark.parametrize(
-    ("rewards", "golds", "names"),
-    [
-        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.3], ["reward_against_gold"]),
-        ([0.0, 1.0, 0.9], [0.5, 0.4, 0.3], []),
-        ([0.0, 1.0, 2.0], [0.5, 0.4, 0.45], []),
-        ([0.0, 1.0], [0.5, 0.3], []),
-        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.89], ["reward_against_gold"]),
-        ([0.0, 1.0, 2.0, 3.0], [0.0, 1.0, 0.95, 0.91], []),  # 0.09 of a range of 1
-    ],
-)
-def test_reward_against_gold(rewards: list[float], golds: list[float], names: list[str]) -> None:
+def test_reward_against_gold(
+    tmp_path: Path, rewards: list[float], golds: list[float], noise: float | None, applies: bool
+) -> None:
     rows = [
         {"eval/reward_mean": reward, "eval/judge/gold": gold}
         for reward, gold in zip(rewards, golds, strict=True)
     ]
-    assert found(evaluations=rows) == names
+    for step, gold in enumerate(golds if noise is not None else ()):
+        last = noise if step == len(golds) - 1 else 0.0
+        # The second of five prompts has no verdict, as where a part does not apply.
+        scores = [gold + last, None, gold + last, gold - last, gold - last]
+        samples = [{"index": i, "judge": {"gold": x}} for i, x in enumerate(scores)]
+        write_samples(eval_samples(tmp_path, step), samples)
+    assert found(evaluations=rows, run_dir=tmp_path) == ["reward_against_gold"] * applies
 
 
 @pytest.mark.parametrize(
-    ("reward", "perplexity", "names"),
-    [
-        (1.0, 51.0, ["reward_against_perplexity"]),
-        (1.0, 50.0, []),
-        (0.0, 51.0, []),
-    ],
+    ("reward", "perplexity", "applies"), [(1.0, 51.0, True), (1.0, 50.0, False), (0.0, 51.0, False)]
 )
-def test_reward_against_perplexity(reward: float, perplexity: float, names: list[str]) -> None:
+def test_reward_against_perplexity(reward: float, perplexity: float, applies: bool) -> None:
     rows = [
         {"eval/reward_mean": 0.0, "eval/response_perplexity": 5.0},
         {"eval/reward_mean": reward, "eval/response_perplexity": perplexity},
     ]
-    assert found(evaluations=rows) == names
+    assert found(evaluations=rows) == ["reward_against_perplexity"] * applies
 
 
 def test_the_root_cause_comes_first() -> None:
@@ -308,6 +282,9 @@ class Notes(dict[str, float]):
         self[name] = 1.0
         return 1.0
 
+    def get(self, name: str, default: Any = None) -> float:
+        return self[name]
+
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
@@ -315,7 +292,11 @@ def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
     config: Any = SimpleNamespace(**CONFIG | {"advantage": "grpo", "kl_warning": 0.5})
     rule.find(
         History(
-            rows=[iteration] * 100, evaluations=[evaluation] * 100, config=config, prompts_cut=1.0
+            rows=[iteration] * 100,
+            evaluations=[evaluation] * 100,
+            config=config,
+            prompts_cut=1.0,
+            run_dir=Path("nowhere"),
         )
     )
     names = {*iteration, *evaluation} - {"step", "eval/judge/gold"}
@@ -336,6 +317,7 @@ def test_recorded_runs_of_the_quickstart_have_no_finding(seed: str) -> None:
             evaluations=[row for row in rows[:end] if "eval/reward_mean" in row],
             config=SimpleNamespace(**CONFIG | {"max_response_tokens": 48}),  # type: ignore[arg-type]
             prompts_cut=0.0,
+            run_dir=Path("nowhere"),
         )
         assert [rule.name for rule in RULES if rule.find(history) is not None] == []
 

@@ -12,7 +12,7 @@ import pytest
 
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.readers import Rows
+from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_lengths
 

@@ -20,7 +20,7 @@ import lightning as L
 import torch
 from torch.nn.functional import relu
 
-from lightning_rlhf.callbacks.compute import Rows
+from lightning_rlhf.callbacks.compute import FileRows
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.validation import STRICT, PositiveFloat
 from lightning_rlhf.models.config import REFERENCE
@@ -62,7 +62,7 @@ class SLiC(Supervised):
     config = SLiCConfig
     data = "preferences"
     module_class = SLiCModule
-    metrics = Rows
+    metrics = FileRows
     goal = (("eval/slic_loss", "min"),)
 '''
 SECTION = """

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from lightning_rlhf.core.records import Rollout, Scores
+from lightning_rlhf.core.experience import make_experience, token_rewards
+from lightning_rlhf.core.ppo_config import PPOConfig
+from lightning_rlhf.core.records import Experience, Rollout, Scores
+from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 
 from .conftest import F, Ragged, T
+
+SEEN = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
 
 
 def by_hand() -> tuple[Rollout, Scores]:
@@ -47,3 +54,12 @@ def drawn_rollout(batch: Ragged) -> tuple[Rollout, Scores]:
         vocabulary_kl=batch.normal(5) ** 2,
     )
     return rollout, scores
+
+
+def make(
+    rollout: Rollout, scores: Scores, config: PPOConfig, kl_coef: float = 0.5, **others: Any
+) -> Experience:
+    """The experience; by default the moments are those of four scores of mean 1 and deviation 2."""
+    others = {"moments": ScoreMoments(SEEN, (SEEN,))} | others
+    rewards = token_rewards(rollout, scores, config, kl_coef=kl_coef, **others)
+    return make_experience(rollout, scores, config, rewards)

@@ -1,15 +1,23 @@
-"""GAE against a hand-made case, its two ends, and the sum it abbreviates."""
+"""GAE and advantages without a critic: cases by hand, and slow sums that they abbreviate."""
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.advantages import gae
+from lightning_rlhf.core.advantages import (
+    gae,
+    group_centered,
+    group_normalised,
+    leave_one_out,
+    rewards_to_go,
+)
 
 from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged
 
@@ -74,36 +82,6 @@ def test_lambda_1_is_monte_carlo_minus_value(batch: Ragged, gamma: float) -> Non
 
 
 @drawn
-@given(ragged(), unit)
-def test_lambda_0_is_the_one_step_error(batch: Ragged, gamma: float) -> None:
-    rewards, values, mask = batch.normal(0), batch.normal(1), batch.mask
-    advantages, _ = gae(rewards, values, mask, gamma=gamma, gae_lambda=0.0)
-    after = torch.cat([values[:, 1:], torch.zeros(len(values), 1)], dim=1).nan_to_num()
-    close(advantages[mask], (rewards + gamma * after - values)[mask])
-
-
-@drawn
-@given(ragged(), unit)
-def test_gamma_0_looks_at_one_token_only(batch: Ragged, gae_lambda: float) -> None:
-    rewards, values, mask = batch.normal(0), batch.normal(1), batch.mask
-    advantages, returns = gae(rewards, values, mask, gamma=0.0, gae_lambda=gae_lambda)
-    close(advantages[mask], (rewards - values)[mask])
-    close(returns[mask], rewards[mask])
-
-
-@drawn
-@given(ragged(), unit, unit)
-def test_a_perfect_critic_leaves_no_advantage(
-    batch: Ragged, gamma: float, gae_lambda: float
-) -> None:
-    rewards, mask = batch.normal(0), batch.mask
-    _, values = slow_gae(rewards, torch.zeros_like(rewards), batch.lengths, gamma, 1.0)
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
-    close(advantages, torch.zeros_like(advantages), atol=1e-9)
-    close(returns, values)
-
-
-@drawn
 @given(ragged(), unit, unit, st.integers(1, 3), garbage)
 def test_padding_rows_and_parts(
     batch: Ragged, gamma: float, gae_lambda: float, columns: int, filler: float
@@ -139,10 +117,71 @@ def test_gradients(batch: Ragged, gamma: float, gae_lambda: float) -> None:
         close(ours[batch.mask], theirs[batch.mask])
 
 
-def test_arguments_are_left_alone() -> None:
-    rewards, values = torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 4.0]])
-    mask = torch.tensor([[T, F]])
-    gae(rewards, values, mask, gamma=0.9, gae_lambda=0.9)
-    assert rewards.tolist() == [[1, 2]]
-    assert values.tolist() == [[3, 4]]
-    assert mask.tolist() == [[T, F]]
+GROUPED = (leave_one_out, group_centered, group_normalised)
+
+
+@st.composite
+def drawn_groups(draw: st.DrawFn) -> tuple[Tensor, int]:
+    """Returns of a few groups, and the size of a group."""
+    size, groups = draw(st.integers(2, 5)), draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
+    return torch.randn(groups * size, generator=generator, dtype=torch.float64), size
+
+
+def doubles(*numbers: float) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def test_rewards_to_go_by_hand() -> None:
+    # gamma 1/2, r = (1, 2, 4): 4; 2 + 4/2 = 4; 1 + 4/2 = 3. The second row is one token.
+    rewards = torch.tensor([[1, 2, 4], [5, NAN, 9]], dtype=torch.float64)
+    mask = torch.tensor([[T, T, T], [T, F, F]])
+    assert rewards_to_go(rewards, mask, gamma=0.5).tolist() == [[3, 4, 4], [5, 0, 0]]
+
+
+def test_groups_by_hand() -> None:
+    # Three responses to one prompt: (1, 2, 6), mean 3, deviations (-2, -1, 3), the others' means
+    # (4, 7/2, 3/2), population variance (4 + 1 + 9) / 3 = 14/3. Three more of another prompt, all
+    # alike, and worth more: nothing to choose among them.
+    returns = doubles(1, 2, 6, 100, 100, 100)
+    close(leave_one_out(returns, 3), doubles(1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0))
+    close(group_centered(returns, 3), doubles(-2, -1, 3, 0, 0, 0))
+    scale = math.sqrt(14 / 3) + 1e-4
+    close(group_normalised(returns, 3), doubles(-2, -1, 3, 0, 0, 0) / scale)
+
+
+@pytest.mark.parametrize(
+    ("estimator", "slow"),
+    [
+        (leave_one_out, lambda mine, others: mine - sum(others) / len(others)),
+        (group_centered, lambda mine, others: mine - (mine + sum(others)) / (1 + len(others))),
+        (
+            group_normalised,
+            lambda mine, others: (
+                (mine - torch.stack([mine, *others]).mean())
+                / (torch.stack([mine, *others]).var(correction=0).sqrt() + 1e-4)
+            ),
+        ),
+    ],
+)
+@drawn
+@given(drawn=drawn_groups())
+def test_each_response_against_its_group(estimator, slow, drawn: tuple[Tensor, int]) -> None:
+    returns, size = drawn
+    found = estimator(returns, size)
+    for i, mine in enumerate(returns):
+        first = i // size * size
+        others = [returns[j] for j in range(first, first + size) if j != i]
+        close(found[i], slow(mine, others))
+
+
+@drawn
+@given(drawn_groups())
+def test_groups_do_not_see_each_other(drawn: tuple[Tensor, int]) -> None:
+    returns, size = drawn
+    flipped = returns.view(-1, size).flip(0, 1).flatten()
+    for estimator in GROUPED:
+        whole = estimator(returns, size)
+        parts = [estimator(part, size) for part in returns.split(size)]
+        close(torch.cat(parts), whole)
+        close(estimator(flipped, size), whole.view(-1, size).flip(0, 1).flatten())

@@ -1,163 +1,214 @@
-"""Every bound of every stage's configuration, and what its error says."""
+"""Bounds of every stage's configuration, and every pair of values that do not go together."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError, fields
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core import ppo_config as names
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import GROUPED
 from lightning_rlhf.core.validation import build as from_section
 
-from .configs import STAGES
+from .configs import PPO, STAGE, STAGES, ppo_config
 
-STAGE_BOUNDS: list[tuple[str, Any, str]] = [
-    ("lr", 0, "a number and > 0"),
-    ("lr", -1e-5, "a number and > 0"),
-    ("adam_beta2", 0, "a number and > 0 and < 1"),
-    ("adam_beta2", 1.0, "a number and > 0 and < 1"),
-    ("adam_eps", 0.0, "a number and > 0"),
-    ("weight_decay", -0.1, "a number and >= 0"),
-    ("max_grad_norm", 0, "a number and > 0"),
-    ("lr_schedule", "sawtooth", "constant, linear, cosine"),
-    ("warmup_fraction", -0.1, "a number and >= 0 and < 1"),
-    ("warmup_fraction", 1, "a number and >= 0 and < 1"),
-    ("microbatch_size", 0, "a whole number and >= 1"),
-    ("microbatch_size", 2.0, "a whole number and >= 1"),
-    ("val_every", 0, "a whole number and >= 1"),
-    ("val_every", 1.5, "a whole number and >= 1"),
-    ("checkpoint_every", -3, "a whole number and >= 1"),
-    ("checkpoint_minutes", 0, "a number and > 0, or null"),
-    ("checkpoints_kept", 0, "a whole number and >= 1"),
-    ("ema_decay", 0, "a number and > 0 and < 1, or null"),
-    ("ema_decay", 1, "a number and > 0 and < 1, or null"),
-]
-SUPERVISED_BOUNDS: list[tuple[str, Any, str]] = [
-    ("finetune", "half", "lora, full"),
-    ("epochs", 0, "a number and > 0 and <= 1000000"),
-    ("batch_size", 0, "a whole number and >= 1"),
-    ("batch_size", 4.0, "a whole number and >= 1"),
-]
-BOUNDS: dict[str, list[tuple[str, Any, str]]] = {
-    "sft": STAGE_BOUNDS + SUPERVISED_BOUNDS,
-    "rm": [
-        *STAGE_BOUNDS,
-        *SUPERVISED_BOUNDS,
-        ("heads", 0, "a whole number and >= 1"),
-        ("heads", 2.0, "a whole number and >= 1"),
-        ("margin_coef", -0.1, "a number and >= 0"),
-        ("label_smoothing", -0.1, "a number and >= 0 and < 0.5"),
-        ("label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
-        ("center_coef", -0.1, "a number and >= 0"),
-        ("calibration_samples", 1, "a whole number and >= 2"),
-        ("calibration_samples", 8.5, "a whole number and >= 2"),
-        ("temperature", 0, "a number and >= 1e-06"),
-        ("temperature", 1e-300, "a number and >= 1e-06"),
-    ],
-    "ppo": STAGE_BOUNDS,
+WHOLE = "a whole number and >= 1"
+ABOVE_0, AT_LEAST_0, INSIDE = "a number and > 0", "a number and >= 0", "a number and > 0 and < 1"
+TEXTS = "a list of texts, none of them empty"
+BOUNDS: list[tuple[str, str, Any, str]] = [
+    ("sft", "lr", 0, ABOVE_0), ("sft", "adam_beta2", 0, INSIDE), ("sft", "adam_beta2", 1.0, INSIDE),
+    ("sft", "adam_eps", 0.0, ABOVE_0), ("sft", "weight_decay", -0.1, AT_LEAST_0),
+    ("sft", "max_grad_norm", 0, ABOVE_0), ("sft", "lr_schedule", "saw", "constant, linear, cosine"),
+    ("sft", "warmup_fraction", 1, "a number and >= 0 and < 1"),
+    ("sft", "microbatch_size", 0, WHOLE),
+    ("sft", "val_every", 1.5, WHOLE), ("sft", "checkpoint_every", -3, WHOLE),
+    ("sft", "checkpoint_minutes", 0, f"{ABOVE_0}, or null"), ("sft", "checkpoints_kept", 0, WHOLE),
+    ("sft", "ema_decay", 1, f"{INSIDE}, or null"), ("sft", "finetune", "half", "lora, full"),
+    ("sft", "epochs", 0, "a number and > 0 and <= 1000000"), ("sft", "batch_size", 4.0, WHOLE),
+    ("rm", "heads", 0, WHOLE), ("rm", "margin_coef", -0.1, AT_LEAST_0),
+    ("rm", "label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
+    ("rm", "center_coef", -0.1, AT_LEAST_0),
+    ("rm", "calibration_samples", 1, "a whole number and >= 2"),
+    ("rm", "temperature", 1e-300, "a number and >= 1e-06"),
+    *[("ppo", key, 0, WHOLE) for key in (
+        "iterations", "rollout_batch_size", "samples_per_prompt", "max_response_tokens",
+        "ppo_epochs", "minibatch_size", "ptx_batch_size", "val_samples_per_prompt",
+        "samples_every")],
+    *[("ppo", key, 0, ABOVE_0) for key in ("kl_target", "kl_horizon", "value_lr_factor")],
+    *[("ppo", key, 0, f"{ABOVE_0}, or null") for key in (
+        "score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning")],
+    *[("ppo", key, -1e-9, AT_LEAST_0) for key in (
+        "length_penalty", "missing_eos_penalty", "kl_coef", "kl_coef_end", "ent_coef", "ptx_coef",
+        "vf_coef")],
+    ("ppo", "temperature", 0, "a number and >= 1e-06"),
+    ("ppo", "generation_batch_size", 0, f"{WHOLE}, or null"),
+    ("ppo", "critic_warmup", -1, "a whole number and >= 0"),
+    ("ppo", "clip_range", 0, INSIDE), ("ppo", "clip_range", 1, INSIDE),
+    ("ppo", "dual_clip", 1, "a number and > 1, or null"),
+    ("ppo", "max_ratio", 1, "a number and > 1, or null"),
+    *[("ppo", key, 1 + 1e-9, "a number and >= 0 and <= 1") for key in ("gamma", "gae_lambda")],
+    ("ppo", "whiten_rewards", "yes", "true, false"),
+    # A text alone would be read letter by letter, and stop every response at an E.
+    ("ppo", "stop_strings", "END", TEXTS),
+]  # fmt: skip
+CHOICES: dict[str, str] = {
+    "rollout": "native, hf, 'path/to/file.py:Class' or 'package.module:Class'",
+    "score_normalization": "none, running, running_scale",
+    "missing_eos": "none, subtract, replace",
+    "kl_estimator": "k1, k2, k3, abs, mse, full",
+    "kl_in": "reward, loss",
+    "kl_control": "fixed, linear, adaptive",
+    "advantage": "gae, rloo, grpo, dr_grpo, reinforce++",
+    "whiten_advantages": "none, batch, minibatch",
+    "loss_reduction": "token_mean, sequence_mean, constant",
+    "critic": "head, adapter, model",
+    "critic_init": "zero, reward",
 }
-ROWS = [(stage, *row) for stage, rows in BOUNDS.items() for row in rows]
-NUMBERS = [
-    (stage, key)
-    for stage, (_, valid) in STAGES.items()
-    for key, value in valid.items()
-    if isinstance(value, int | float) and not isinstance(value, bool)
-]
-FIELDS = [(stage, f.name) for stage, (config, _) in STAGES.items() for f in fields(config)]
 
 
-def build(stage: str, **changes: Any) -> Any:
+def refusal(stage: str = "ppo", **changes: Any) -> str:
     config, valid = STAGES[stage]
-    return from_section(config, valid | changes, stage)
+    with pytest.raises(ConfigError) as error:
+        from_section(config, valid | changes, stage)
+    return str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("steps", "expected"), [(1, 1), (9, 1), (25, 3), (30, 3), (99, 10), (100, 100), (2000, 100)]
-)
-def test_a_run_shorter_than_val_every_validates_at_each_tenth(steps: int, expected: int) -> None:
-    assert build("sft", val_every=100).validation_interval(steps) == expected
-
-
-@pytest.mark.parametrize(("stage", "key", "found", "allowed"), ROWS)
+@pytest.mark.parametrize(("stage", "key", "found", "allowed"), BOUNDS)
 def test_out_of_bounds(stage: str, key: str, found: Any, allowed: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build(stage, **{key: found})
-    assert str(error.value) == f"{stage}.{key} is {found!r}; allowed: {allowed}"
+    assert refusal(stage, **{key: found}) == f"{stage}.{key} is {found!r}; allowed: {allowed}"
 
 
-@pytest.mark.parametrize(("stage", "key"), NUMBERS)
-@pytest.mark.parametrize("found", [math.nan, math.inf, -math.inf, "1e-5", None, True])
-def test_what_is_no_finite_number_is_refused(stage: str, key: str, found: Any) -> None:
-    # "1e-5" is what YAML makes of 1e-5 written without a point.
-    with pytest.raises(ConfigError) as error:
-        build(stage, **{key: found})
-    assert str(error.value).startswith(f"{stage}.{key} is {found!r}; allowed: a ")
+@pytest.mark.parametrize(("key", "allowed"), CHOICES.items())
+def test_no_such_choice(key: str, allowed: str) -> None:
+    for found in ("sometimes", None):
+        assert refusal(**{key: found}) == f"ppo.{key} is {found!r}; allowed: {allowed}"
 
 
-@pytest.mark.parametrize(("stage", "key"), FIELDS)
-def test_no_field_goes_unchecked(stage: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^{stage}\.{key} is "):
-        build(stage, **{key: object()})
+def test_the_tables_above_cover_every_field_of_ppo() -> None:
+    covered = {key for stage, key, *_ in BOUNDS if stage == "ppo"} | set(CHOICES)
+    assert covered == set(PPO) - set(STAGE)
+    assert set(GROUPED) < set(get_args(names.Advantage))
 
 
-@pytest.mark.parametrize(("stage", "key"), FIELDS)
-def test_no_field_has_a_default(stage: str, key: str) -> None:
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
+    """A number must be finite; "1e-5" is what YAML makes of 1e-5 written without a point."""
     config, valid = STAGES[stage]
-    with pytest.raises(ConfigError) as error:
-        from_section(config, {k: v for k, v in valid.items() if k != key}, stage)
-    assert str(error.value) == f"{stage}.{key} is missing from the configuration"
+    for key in (field.name for field in fields(config)):
+        assert refusal(stage, **{key: object()}).startswith(f"{stage}.{key} is ")
+        with pytest.raises(ConfigError) as error:
+            from_section(config, {k: v for k, v in valid.items() if k != key}, stage)
+        assert str(error.value) == f"{stage}.{key} is missing from the configuration"
+        if isinstance(valid[key], int | float) and not isinstance(valid[key], bool):
+            for found in (math.nan, -math.inf, "1e-5", None, True):
+                start = f"{stage}.{key} is {found!r}; allowed: a "
+                assert refusal(stage, **{key: found}).startswith(start)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_configuration_is_frozen_and_named_only(stage: str) -> None:
+    config, valid = STAGES[stage]
+    with pytest.raises(FrozenInstanceError):
+        from_section(config, valid, stage).lr = 1.0
+    with pytest.raises(ValidationError):
+        config(*valid.values())
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes"),
+    "changes",
     [
-        *[(stage, {}) for stage in STAGES],
-        *[(stage, {"warmup_fraction": 0, "weight_decay": 0, "lr": 1}) for stage in STAGES],
-        *[("sft", {"lr_schedule": name}) for name in ("constant", "linear", "cosine")],
-        *[("sft", {"finetune": name}) for name in ("lora", "full")],
-        ("sft", {"epochs": 0.25}),
-        ("rm", {"calibration_samples": 2}),
+        *[{key: 0} for key in ("length_penalty", "missing_eos_penalty", "kl_coef", "ent_coef",
+                               "vf_coef", "critic_warmup", "gamma", "gae_lambda")],
+        *[{key: 1} for key in ("gamma", "gae_lambda", "iterations", "lr")],
+        *[{key: None} for key in ("score_clip", "clip_range_high", "dual_clip", "clip_range_vf",
+                                  "target_kl", "max_ratio", "kl_warning")],
+        *[{key: 1 + 1e-6} for key in ("dual_clip", "max_ratio", "clip_range_high")],
+        {"clip_range": 1 - 1e-6}, {"stop_strings": ("END", "\n\n")},
+        {"critic_warmup": 9},  # of 10 iterations
+        {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1},
+        {"rollout_batch_size": 8, "samples_per_prompt": 8},
+        *[{key: c} for key, choices in CHOICES.items() if key not in ("advantage", "rollout")
+          for c in choices.split(", ")],
+        *[{"advantage": name, "samples_per_prompt": 2} for name in GROUPED],
+        *[{"kl_in": "loss", "kl_estimator": k} for k in ("k2", "k3", "abs", "mse", "full")],
+        {"kl_control": "adaptive", "kl_coef": 1e-6},
+        {"kl_control": "linear", "kl_coef": 0, "kl_coef_end": 0.1},
     ],
-)
-def test_the_ends_that_are_allowed(stage: str, changes: dict[str, Any]) -> None:
-    config = build(stage, **changes)
+)  # fmt: skip
+def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
+    # Where a choice asks for something of another key, that is given.
+    wanted = {"kl_estimator": "k3"} if changes.get("kl_in") == "loss" else {}
+    wanted |= {"critic": "adapter"} if changes.get("critic_init") == "reward" else {}
+    config = ppo_config(**wanted | changes)
     for key, value in changes.items():
         assert getattr(config, key) == value
 
 
 @pytest.mark.parametrize(
-    ("stage", "changes", "message"),
+    ("stage", "small", "smaller", "large", "larger", "divisors"),
     [
-        (
-            "sft",
-            {"batch_size": 10, "microbatch_size": 4},
-            "sft.batch_size is 10, which sft.microbatch_size = 4 does not divide; "
-            "allowed for sft.microbatch_size: 1, 2, 5, 10",
-        ),
-        (
-            "rm",
-            {"batch_size": 2, "microbatch_size": 4},
-            "rm.batch_size is 2, which rm.microbatch_size = 4 does not divide; allowed "
-            "for rm.microbatch_size: 1, 2",
-        ),
+        ("sft", "microbatch_size", 4, "batch_size", 10, "1, 2, 5, 10"),
+        ("rm", "microbatch_size", 4, "batch_size", 2, "1, 2"),
+        ("ppo", "minibatch_size", 24, "rollout_batch_size", 64, "1, 2, 4, 8, 16, 32, 64"),
+        ("ppo", "microbatch_size", 3, "minibatch_size", 4, "1, 2, 4"),
+        ("ppo", "samples_per_prompt", 3, "rollout_batch_size", 8, "1, 2, 4, 8"),
     ],
 )
-def test_sizes_that_do_not_divide(stage: str, changes: dict[str, int], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        build(stage, **changes)
-    assert str(error.value) == message
+def test_sizes_that_do_not_divide(
+    stage: str, small: str, smaller: int, large: str, larger: int, divisors: str
+) -> None:
+    assert refusal(stage, **{small: smaller, large: larger}) == (
+        f"{stage}.{large} is {larger}, which {stage}.{small} = {smaller} does not divide; "
+        f"allowed for {stage}.{small}: {divisors}"
+    )
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_configuration_is_frozen_and_named_only(stage: str) -> None:
-    with pytest.raises(FrozenInstanceError):
-        build(stage).lr = 1.0
-    with pytest.raises(ValidationError):
-        STAGES[stage][0](*STAGES[stage][1].values())
+@pytest.mark.parametrize(
+    ("changes", "key", "reason"),
+    [
+        *[
+            ({"advantage": name, "samples_per_prompt": 1}, "samples_per_prompt",
+             f"at least 2, which advantage={name} compares")
+            for name in GROUPED
+        ],
+        ({"kl_in": "loss", "kl_estimator": "k1"}, "kl_estimator",
+         "k2, k3, abs, mse, full where ppo.kl_in=loss"),
+        ({"critic": "head", "critic_init": "reward"}, "critic",
+         "adapter, model where ppo.critic_init=reward"),
+        ({"kl_control": "adaptive", "kl_horizon": 1.6, "rollout_batch_size": 8}, "kl_horizon",
+         "> 1.6, a fifth of ppo.rollout_batch_size"),
+        ({"kl_control": "adaptive", "kl_coef": 0.0}, "kl_coef",
+         "a number > 0 to start from where ppo.kl_control=adaptive"),
+        ({"advantage": "rloo", "samples_per_prompt": 2, "critic_warmup": 1}, "critic_warmup",
+         "0, since advantage=rloo has no critic"),
+        ({"advantage": "reinforce++", "critic": "model"}, "critic",
+         "head, since advantage=reinforce++ has no critic"),
+        ({"critic_warmup": 10}, "critic_warmup", "< ppo.iterations, 10"),
+        ({"vf_coef": 0.0, "critic_warmup": 1}, "vf_coef",
+         "a number > 0 where ppo.critic_warmup"),
+    ],
+)  # fmt: skip
+def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reason: str) -> None:
+    assert refusal(**changes).startswith(f"ppo.{key} is {changes[key]!r}; allowed: {reason}")
 
 
-def test_a_configuration_error_is_one_that_users_can_cause() -> None:
-    assert issubclass(ConfigError, RLHFError)
+def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
+    assert ppo_config(stop_strings=["END", "\n"]).stop_strings == ("END", "\n")
+    assert refusal(stop_strings=("END", "")) == f"ppo.stop_strings is ''; allowed: {TEXTS}"
+
+
+def test_numbers_that_follow_from_others() -> None:
+    for advantage in get_args(names.Advantage):
+        config = ppo_config(advantage=advantage, samples_per_prompt=2)
+        assert config.has_critic is (advantage == "gae")
+        assert config.group_size == (2 if advantage in GROUPED else 1)
+    config = ppo_config(rollout_batch_size=8, samples_per_prompt=4, minibatch_size=2, ppo_epochs=3)
+    assert (config.prompts_per_iteration, config.updates_per_iteration) == (2, 12)
+    # A run shorter than val_every validates at each tenth.
+    steps = {1: 1, 9: 1, 25: 3, 99: 10, 100: 100, 2000: 100}
+    config = ppo_config(val_every=100)
+    assert {count: config.validation_interval(count) for count in steps} == steps

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
@@ -23,14 +21,6 @@ class Device:
         if rows > self.room:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return f"read {rows}"
-
-
-def test_what_fits_is_done_once() -> None:
-    device, size = Device(room=8), MicrobatchSize("ppo.microbatch_size", 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert size.fitting(device.work) == "read 8"
-    assert device.asked == [8]
 
 
 def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
@@ -68,14 +58,6 @@ def test_a_size_that_was_halved_within_is_not_taken_for_too_much() -> None:
     with pytest.warns(UserWarning, match="microbatch_size is 1"):
         assert size.fitting(outer) == "read 1"
     assert asked == [2, 1]
-
-
-def test_other_faults_pass() -> None:
-    def work(rows: int) -> None:
-        raise RuntimeError("a bug")
-
-    with pytest.raises(RuntimeError, match="a bug"):
-        MicrobatchSize("ppo.microbatch_size", 8).fitting(work)
 
 
 def test_tensors_of_a_failed_pass_are_gone_before_the_next() -> None:

@@ -1,4 +1,4 @@
-"""The estimators against the divergence, token by token; best-of-n against closed forms."""
+"""Estimators against the divergence, best-of-n against closed forms, and the price of KL."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.kl import ESTIMATORS, absolute, best_of_kl, best_of_kl_bound, k1, k2, k3
+from lightning_rlhf.core.kl import (
+    ESTIMATORS,
+    absolute,
+    adapted_coef,
+    best_of_kl,
+    best_of_kl_bound,
+    k1,
+    k2,
+    k3,
+    linear_coef,
+)
 from lightning_rlhf.core.ppo_config import KLEstimator
 
 from .conftest import close, drawn
@@ -95,21 +105,6 @@ def test_k3_keeps_its_digits_where_the_two_nearly_agree() -> None:
     close(k3(torch.zeros_like(x), x), x**2 / 2 + x**3 / 6, rtol=1e-6, atol=0)
 
 
-@drawn
-@given(pairs)
-def test_slopes_in_the_log_probabilities(pair: tuple[int, int, int]) -> None:
-    # With d = log p - log q and r = exp(-d), the slopes in log p; those in log q are the opposite:
-    #   k1: 1        k2: d        k3 = r - 1 + d: 1 - r        abs: sign d
-    start, other = logits(pair[0], pair[1]), logits(pair[0], pair[2])
-    d = start - other
-    slopes = {k1: torch.ones_like(d), k2: d, k3: 1 - (-d).exp(), absolute: d.sign()}
-    for estimator, slope in slopes.items():
-        p, q = start.clone().requires_grad_(), other.clone().requires_grad_()
-        estimator(p, q).sum().backward()
-        close(p.grad, slope)
-        close(q.grad, -slope)
-
-
 def expected_gradient(name: str, scores: Tensor, q: Tensor) -> Tensor:
     """E_p[grad of the estimator as a loss], p = softmax(scores), summed over the vocabulary."""
     leaf = scores.clone().requires_grad_()
@@ -129,17 +124,6 @@ def test_what_each_estimator_holds_back_as_a_loss(pair: tuple[int, int, int]) ->
     close(expected_gradient("k1", p, q), torch.zeros_like(p))
     close(expected_gradient("k2", p, q), p.exp() * (d - (p.exp() * d).sum()))
     close(expected_gradient("k3", p, q), p.exp() - q.exp())
-
-
-@drawn
-@given(pairs)
-def test_the_two_gradients_by_hand_are_those_of_autograd(pair: tuple[int, int, int]) -> None:
-    s, q = logits(pair[0], pair[1]).requires_grad_(), logits(pair[0], pair[2])
-    p = torch.log_softmax(s, -1)
-    forward, backward = (p.exp() * (p - q)).sum(), (q.exp() * (q - p)).sum()
-    for divergence, name in ((forward, "k2"), (backward, "k3")):
-        (slope,) = torch.autograd.grad(divergence, s, retain_graph=True)
-        close(slope, expected_gradient(name, s.detach(), q))
 
 
 def test_the_bound_of_best_of_n() -> None:
@@ -170,3 +154,47 @@ def test_it_tends_to_the_bound_and_stays_below(n: int) -> None:
     assert best_of_kl(range(100_000), n) == pytest.approx(bound, abs=1e-2 * bound)
     for count in (n, 3 * n):
         assert 0 < best_of_kl([draw.random() for _ in range(count)], n) < bound
+
+
+# Target 6, half a horizon of episodes: a price of 0.2 changes by 0.2 * clip(error) / 2.
+@pytest.mark.parametrize(
+    ("kl", "expected"),
+    [
+        (6.0, 0.2),  # at the target
+        (6.6, 0.21),  # a tenth above: half of a tenth dearer
+        (5.4, 0.19),  # a tenth below
+        (7.2, 0.22),  # a fifth above, the most that counts
+        (60.0, 0.22),
+        (4.8, 0.18),
+        (0.0, 0.18),
+        (-3.0, 0.18),  # an estimate can be negative
+    ],
+)
+def test_adapted_by_hand(kl: float, expected: float) -> None:
+    found = adapted_coef(0.2, kl, target=6.0, horizon=100.0, episodes=50)
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
+def test_at_its_target_the_price_stays_to_the_last_bit() -> None:
+    assert adapted_coef(0.1, 0.3, target=0.3, horizon=7.0, episodes=11) == 0.1
+
+
+def test_what_changes_it_is_episodes_over_the_horizon() -> None:
+    # 20 % above for one horizon of episodes: 20 % dearer, whatever the horizon.
+    for horizon in (10, 1000):
+        found = adapted_coef(1.0, 100.0, target=6.0, horizon=horizon, episodes=horizon)
+        assert found == pytest.approx(1.2, rel=1e-12)
+    # A tenth of a horizon: a tenth of that.
+    assert adapted_coef(1.0, 100.0, target=6.0, horizon=100, episodes=10) == pytest.approx(1.02)
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [(0.4, 0.1, [0.4, 0.3, 0.2, 0.1]), (0.0, 3.0, [0, 1, 2, 3]), (0.2, 0.2, [0.2] * 4)],
+)
+def test_linear_by_hand(start: float, end: float, expected: list[float]) -> None:
+    assert [linear_coef(start, end, i, 4) for i in range(4)] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_run_of_one_iteration_has_the_price_it_starts_with() -> None:
+    assert linear_coef(0.4, 0.1, 0, 1) == 0.4

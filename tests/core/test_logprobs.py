@@ -1,4 +1,4 @@
-"""Chunked log-probabilities against torch.log_softmax of all logits in float64."""
+"""Chunked log-probabilities, and KL over the whole vocabulary, against float64 and slow sums."""
 
 from __future__ import annotations
 
@@ -80,18 +80,9 @@ def test_values_and_gradients_are_those_of_the_full_table(
             close(found, expected, **FP32)
 
 
-@pytest.mark.parametrize("elements", [1, 7, 14, 21, 10_000])
-def test_chunks_change_neither_values_nor_gradients(chunk, elements: int) -> None:
-    case = Case(rows=9, vocabulary=7, seed=3)
-    whole = case.ours(0.7)
-    chunk(elements)
-    for found, expected in zip(case.ours(0.7), whole, strict=True):
-        close(found, expected, **FP32)
-
-
 @pytest.mark.parametrize(
     ("elements", "sizes"),
-    [(1, [1, 1, 1, 1, 1]), (14, [2, 2, 1]), (20, [2, 2, 1]), (21, [3, 2]), (99, [5])],
+    [(1, [1, 1, 1, 1, 1]), (20, [2, 2, 1]), (21, [3, 2]), (99, [5])],
 )
 def test_no_more_logits_than_allowed_are_alive(chunk, elements: int, sizes: list[int]) -> None:
     # 5 rows, vocabulary 7: elements // 7 rows a chunk, and one where not even one fits.
@@ -108,18 +99,6 @@ def test_no_more_logits_than_allowed_are_alive(chunk, elements: int, sizes: list
     logprobs.sum().backward()
     # Several chunks: the backward pass asks the head again instead of having kept their logits.
     assert sorted(seen) == sorted(sizes * 2 if len(sizes) > 1 else sizes)
-
-
-def test_without_gradients_the_answer_is_the_same() -> None:
-    case = Case(rows=6, vocabulary=8, seed=1)
-    logprobs, entropy, _, _ = case.ours(1.3)
-    with torch.no_grad():
-        found = token_logprobs(
-            case.hidden, case.targets, lambda h: h @ case.weight.T, temperature=1.3, vocab_size=8
-        )
-    assert torch.equal(found[0], logprobs)
-    assert torch.equal(found[1], entropy)
-    assert not found[0].requires_grad
 
 
 def test_by_hand() -> None:
@@ -158,39 +137,6 @@ def test_a_certain_distribution_has_entropy_zero_and_not_nan() -> None:
     assert logprobs.item() == -1000
 
 
-@drawn
-@given(st.integers(1, 6), st.integers(2, 9), st.integers(0, 999), st.floats(0.3, 3))
-def test_entropy_is_bounded_and_grows_with_temperature(
-    rows: int, vocabulary: int, seed: int, temperature: float
-) -> None:
-    case = Case(rows, vocabulary, seed)
-    _, cold, _, _ = case.ours(temperature)
-    _, warm, _, _ = case.ours(temperature * 1.5)
-    assert (cold >= -1e-6).all()
-    assert (warm <= math.log(vocabulary) + 1e-6).all()
-    assert (warm >= cold - 1e-6).all()
-
-
-def test_gradient_raises_the_target() -> None:
-    # d log p_t / d logit_v = [v = t] - p_v: up for the target, down for all others.
-    hidden = torch.randn(4, 6, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    targets = torch.tensor([0, 2, 5, 5])
-    logprobs, _ = token_logprobs(hidden, targets, nn.Identity(), temperature=1.0, vocab_size=6)
-    logprobs.sum().backward()
-    expected = nn.functional.one_hot(targets, 6) - hidden.detach().softmax(-1)
-    close(hidden.grad, expected, **FP32)
-
-
-def test_the_order_of_the_tokens_does_not_matter() -> None:
-    case = Case(rows=7, vocabulary=8, seed=5)
-    order = torch.randperm(7, generator=torch.Generator().manual_seed(1))
-    logprobs, entropy, *_ = case.ours(1.0)
-    case.hidden, case.targets = case.hidden[order], case.targets[order]
-    shuffled_logprobs, shuffled_entropy, *_ = case.ours(1.0)
-    close(shuffled_logprobs, logprobs[order], **FP32)
-    close(shuffled_entropy, entropy[order], **FP32)
-
-
 def test_16_bit_hidden_states_give_fp32_log_probabilities() -> None:
     case = Case(rows=4, vocabulary=8, seed=2)
     hidden, weight = case.hidden.bfloat16(), case.weight.bfloat16()
@@ -203,26 +149,31 @@ def test_16_bit_hidden_states_give_fp32_log_probabilities() -> None:
     close(logprobs, table.gather(-1, case.targets[:, None]).squeeze(-1).float(), **FP32)
 
 
-def test_no_tokens_no_numbers() -> None:
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_no_tokens_no_numbers(*, frozen_head: bool) -> None:
+    hidden = torch.zeros(0, 4, requires_grad=True)
     logprobs, entropy = token_logprobs(
-        torch.zeros(0, 4), torch.zeros(0, dtype=torch.long), nn.Identity(),
-        temperature=1.0, vocab_size=4,
+        hidden, torch.zeros(0, dtype=torch.long), nn.Identity(), temperature=1.0, vocab_size=4,
+        frozen_head=frozen_head,
     )  # fmt: skip
     assert logprobs.shape == entropy.shape == (0,)
+    logprobs.sum().backward()
+    assert hidden.grad.shape == (0, 4)
 
 
-def test_autocast_lowers_neither_entropy_nor_its_gradient() -> None:
+@pytest.mark.parametrize("frozen_head", [False, True])
+def test_autocast_lowers_neither_numbers_nor_gradients(*, frozen_head: bool) -> None:
     """As trainer=gpu runs it: bf16 in the head's matrix product, fp32 in everything after."""
     logits = 3 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(3))
-    targets = torch.arange(4)
     found = []
     for enabled in (False, True):
         hidden = logits.clone().requires_grad_()
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             logprobs, entropy = token_logprobs(
-                hidden, targets, nn.Identity(), temperature=1.0, vocab_size=5000
-            )
-        (logprobs + entropy).sum().backward()
+                hidden, torch.arange(4), nn.Identity(), temperature=1.0, vocab_size=5000,
+                frozen_head=frozen_head,
+            )  # fmt: skip
+        (logprobs if frozen_head else logprobs + entropy).sum().backward()
         found.append((logprobs, entropy, hidden.grad))
     for plain, cast in zip(*found, strict=True):
         assert torch.equal(plain, cast)
@@ -283,20 +234,12 @@ class TestFrozenHead:
         """Where the head returns what it was given."""
         hidden = torch.randn(3, 4).requires_grad_(learns)
         before = hidden.detach().clone()
-        token_logprobs(
+        logprobs, entropy = token_logprobs(
             hidden, torch.tensor([0, 1, 2]), nn.Identity(), temperature=temperature, vocab_size=4,
             frozen_head=True,
         )  # fmt: skip
         assert torch.equal(hidden, before)
-
-    def test_the_entropy_has_no_gradient(self) -> None:
-        hidden = torch.randn(3, 4).requires_grad_()
-        logprobs, entropy = token_logprobs(
-            hidden, torch.tensor([0, 1, 2]), nn.Identity(), temperature=1.0, vocab_size=4,
-            frozen_head=True,
-        )  # fmt: skip
-        assert logprobs.requires_grad
-        assert not entropy.requires_grad
+        assert (logprobs.requires_grad, entropy.requires_grad) == (learns, False)
 
     def test_a_model_of_16_bits(self) -> None:
         """Logits and gradient are rounded to 16 bits, 8 binary digits; what is between is not."""
@@ -384,31 +327,6 @@ class TestFrozenHead:
             assert seen[::2] == rows
             assert kl.shape == (70,)
 
-    def test_no_tokens_no_numbers(self) -> None:
-        hidden = torch.zeros(0, 4, requires_grad=True)
-        logprobs, entropy = token_logprobs(
-            hidden, torch.zeros(0, dtype=torch.long), nn.Identity(), temperature=1.0,
-            vocab_size=4, frozen_head=True,
-        )  # fmt: skip
-        assert logprobs.shape == entropy.shape == (0,)
-        logprobs.sum().backward()
-        assert hidden.grad.shape == (0, 4)
-
-    def test_autocast_lowers_nothing_but_the_product(self) -> None:
-        logits = 3 * torch.randn(4, 5000, generator=torch.Generator().manual_seed(3))
-        found = []
-        for enabled in (False, True):
-            hidden = logits.clone().requires_grad_()
-            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-                logprobs, entropy = token_logprobs(
-                    hidden, torch.arange(4), nn.Identity(), temperature=1.0, vocab_size=5000,
-                    frozen_head=True,
-                )  # fmt: skip
-            logprobs.sum().backward()
-            found.append((logprobs, entropy, hidden.grad))
-        for plain, cast in zip(*found, strict=True):
-            assert torch.equal(plain, cast)
-
     def test_without_gradients_none_is_computed(self) -> None:
         """Even of hidden states that require one; the logits stand in no graph."""
         hidden, seen = torch.randn(3, 4).requires_grad_(), []
@@ -426,3 +344,99 @@ class TestFrozenHead:
                 )  # fmt: skip
             assert not logprobs.requires_grad
         assert seen == [False, False]
+
+
+# Computed in fp32: the terms of the sum carry about 1e-7 each of a few tens of nats.
+KL_FP32 = {"rtol": 1e-5, "atol": 2e-5}
+
+
+class Pairs:
+    """`rows` pairs of hidden states of width 5, a head to `vocabulary` tokens."""
+
+    def __init__(self, rows: int, vocabulary: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.vocabulary = vocabulary
+        self.hidden, self.ref = torch.randn(2, rows, 5, generator=generator)
+        self.weight = torch.randn(vocabulary, 5, generator=generator)
+        self.weighting = torch.randn(rows, generator=generator)
+
+    def ours(self, temperature: float) -> tuple[Tensor, ...]:
+        """The KL and the gradients of a weighted sum, in both hidden states and in the head."""
+        leaves = [x.clone().requires_grad_() for x in (self.hidden, self.ref, self.weight)]
+        hidden, ref, weight = leaves
+        kl = vocabulary_kl(
+            hidden,
+            ref,
+            lambda h: h @ weight.T,
+            temperature=temperature,
+            vocab_size=self.vocabulary,
+        )
+        (kl * self.weighting).sum().backward()
+        return kl.detach(), *(x.grad for x in leaves)
+
+    def slow(self, temperature: float) -> tuple[Tensor, ...]:
+        """The same in float64, one token of the vocabulary at a time."""
+        leaves = [x.double().requires_grad_() for x in (self.hidden, self.ref, self.weight)]
+        hidden, ref, weight = leaves
+        p = torch.softmax(hidden @ weight.T / temperature, dim=-1)
+        q = torch.softmax(ref @ weight.T / temperature, dim=-1)
+        kl = sum(
+            (p[:, v] * (p[:, v] / q[:, v]).log() for v in range(self.vocabulary)),
+            torch.zeros(len(p), dtype=torch.float64),
+        )
+        (kl * self.weighting).sum().backward()
+        return tuple(x.float() for x in (kl.detach(), *(leaf.grad for leaf in leaves)))
+
+
+@drawn
+@given(
+    rows=st.integers(1, 9),
+    vocabulary=st.integers(2, 11),
+    seed=st.integers(0, 999),
+    elements=st.integers(1, 120),
+    temperature=st.floats(0.5, 3),
+)
+def test_kl_and_gradients_are_those_of_the_slow_sum(
+    rows: int, vocabulary: int, seed: int, elements: int, temperature: float
+) -> None:
+    case = Pairs(rows, vocabulary, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(logprobs_file, "CHUNK_ELEMENTS", elements)
+        for found, expected in zip(case.ours(temperature), case.slow(temperature), strict=True):
+            close(found, expected, **KL_FP32)
+
+
+def test_kl_by_hand() -> None:
+    # Logits (0, ln 3) are p = (1/4, 3/4), logits (0, 0) are q = (1/2, 1/2):
+    #   KL(p || q) = 1/4 ln 1/2 + 3/4 ln 3/2,  KL(q || p) = 1/2 ln 2 + 1/2 ln 2/3
+    # At temperature 1/2 the first are (1/10, 9/10): 1/10 ln 1/5 + 9/10 ln 9/5.
+    p, q = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1, 2)
+    forward = math.log(1 / 2) / 4 + 3 / 4 * math.log(3 / 2)
+    backward = (math.log(2) + math.log(2 / 3)) / 2
+    colder = math.log(1 / 5) / 10 + 9 / 10 * math.log(9 / 5)
+    for first, second, temperature, expected in (
+        (p, q, 1.0, forward), (q, p, 1.0, backward), (p, q, 0.5, colder)
+    ):  # fmt: skip
+        found = vocabulary_kl(first, second, nn.Identity(), temperature=temperature, vocab_size=2)
+        close(found, torch.tensor([expected]), rtol=1e-6)
+
+
+def test_a_policy_that_is_the_reference_is_at_no_distance() -> None:
+    case = Pairs(rows=4, vocabulary=9, seed=0)
+    case.ref = case.hidden
+    kl, slope, *_ = case.ours(1.0)
+    assert torch.equal(kl, torch.zeros(4))
+    close(slope, torch.zeros_like(slope), atol=1e-6)
+
+
+def test_16_bit_hidden_states_give_an_fp32_kl_and_no_tokens_none() -> None:
+    case = Pairs(rows=4, vocabulary=8, seed=2)
+    hidden, ref, weight = (x.bfloat16() for x in (case.hidden, case.ref, case.weight))
+    found = vocabulary_kl(hidden, ref, lambda h: h @ weight.T, temperature=1.0, vocab_size=8)
+    # The logits are rounded to 16 bits, what follows is not.
+    p, q = (torch.log_softmax((h @ weight.T).double(), dim=-1) for h in (hidden, ref))
+    close(found, (p.exp() * (p - q)).sum(-1).float(), **KL_FP32)
+    none = vocabulary_kl(
+        torch.zeros(0, 4), torch.zeros(0, 4), nn.Identity(), temperature=1.0, vocab_size=4
+    )
+    assert none.shape == (0,)

@@ -1,4 +1,4 @@
-"""The critic's loss and those of pairs: cases by hand, and the sign and size of the gradient."""
+"""Losses of the critic and of pairs: cases by hand, and the sign and size of the gradient."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, value_loss
+from lightning_rlhf.core.losses import (
+    bradley_terry_loss,
+    centering_loss,
+    preference_loss,
+    value_loss,
+)
 
 from .conftest import close, drawn
 
@@ -66,11 +71,6 @@ def test_value_loss_is_the_larger_of_two_squares(
         assert values.grad[i].item() == pytest.approx(slope, rel=1e-12)
 
 
-def test_a_wide_value_clip_is_half_the_squared_error() -> None:
-    new, old, returns = draw((50, 3), 3)
-    close(value_loss(new, old, returns, clip_range_vf=1e6), 0.5 * (new - returns) ** 2)
-
-
 def test_without_a_clip_the_old_value_has_no_say() -> None:
     # (1/2 3^2, 1/2 (-1)^2), slope V - R.
     values = leaf(2.0, -3.0)
@@ -94,20 +94,34 @@ def test_centering_by_hand() -> None:
     assert chosen.grad.tolist() == rejected.grad.tolist() == [6, 0, -4]
 
 
-def test_bradley_terry_at_a_tie_is_log_2() -> None:
-    tie = leaf(-3.0, 0.0, 12.5).detach()
-    close(bradley_terry_loss(tie, tie), torch.full((3,), math.log(2), dtype=torch.float64))
+# sigmoid(ln 3) = 3/4: a pair that leads by ln 3 wins with probability 3/4, one behind by it with
+# 1/4. A margin is taken off the lead. With one label in ten believed to be wrong the loss is
+# 0.9 ln 4/3 + 0.1 ln 4, its slope sigmoid(d) - 0.9 = -0.15; else 0.9 ln 4 + 0.1 ln 4/3, 1/4 - 0.9.
+WON, LOST = math.log(4 / 3), math.log(4)
 
 
-def test_bradley_terry_by_hand() -> None:
-    # A margin of ln 3 wins with probability 3/4: loss ln 4/3; its slope is the 1/4 that is missing.
-    # A margin of -ln 3 wins with 1/4: loss ln 4, slope 3/4.
-    chosen, rejected = leaf(5 + math.log(3), 5.0), leaf(5.0, 5 + math.log(3))
-    loss = bradley_terry_loss(chosen, rejected)
-    close(loss, torch.tensor([math.log(4 / 3), math.log(4)], dtype=torch.float64))
+@pytest.mark.parametrize(
+    ("leads", "margin", "smoothing", "losses", "slopes"),
+    [
+        ((math.log(3), -math.log(3)), (0, 0), 0.0, (WON, LOST), (-1 / 4, -3 / 4)),
+        ((math.log(3) + 0.5, 0), (0.5, math.log(3)), 0.0, (WON, LOST), (-1 / 4, -3 / 4)),
+        ((math.log(3), -math.log(3)), (0, 0), 0.1,
+         (0.9 * WON + 0.1 * LOST, 0.9 * LOST + 0.1 * WON), (-0.15, -0.65)),
+        ((3, 0), (3, 0), 0.3, (math.log(2), math.log(2)), (-0.2, -0.2)),
+    ],
+)  # fmt: skip
+def test_bradley_terry_by_hand(
+    leads: tuple[float, ...], margin: tuple[float, ...], smoothing: float,
+    losses: tuple[float, ...], slopes: tuple[float, ...],
+) -> None:  # fmt: skip
+    chosen, rejected = leaf(5 + leads[0], 2 + leads[1]), leaf(5, 2)
+    loss = bradley_terry_loss(
+        chosen, rejected, margin=leaf(*margin).detach(), label_smoothing=smoothing
+    )
+    close(loss, leaf(*losses).detach())
     loss.sum().backward()
-    close(chosen.grad, torch.tensor([-1 / 4, -3 / 4], dtype=torch.float64))
-    close(rejected.grad, torch.tensor([1 / 4, 3 / 4], dtype=torch.float64))
+    close(chosen.grad, leaf(*slopes).detach())
+    close(rejected.grad, -leaf(*slopes).detach())
 
 
 @drawn
@@ -127,59 +141,73 @@ def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
     assert bradley_terry_loss(chosen, rejected).tolist() == [1000, 0]
 
 
-def test_a_margin_by_hand() -> None:
-    # The lead is ln 3 + 1/2 and the margin asks for 1/2: as a lead of ln 3, which wins with 3/4.
-    # In the second pair the lead of 0 falls short by ln 3: it wins with 1/4.
-    chosen, rejected = leaf(math.log(3) + 0.5, 2.0), leaf(0.0, 2.0)
-    loss = bradley_terry_loss(chosen, rejected, margin=leaf(0.5, math.log(3)).detach())
-    close(loss, torch.tensor([math.log(4 / 3), math.log(4)], dtype=torch.float64))
-    loss.sum().backward()
-    close(chosen.grad, torch.tensor([-1 / 4, -3 / 4], dtype=torch.float64))
-    close(rejected.grad, torch.tensor([1 / 4, 3 / 4], dtype=torch.float64))
+seeds = st.integers(0, 2**20)
+LOSSES = ("sigmoid", "sigmoid_norm", "ipo")
 
 
-def test_label_smoothing_by_hand() -> None:
-    # sigmoid(ln 3) = 3/4, and one label in ten is believed to be wrong:
-    # 0.9 ln 4/3 + 0.1 ln 4; slope sigmoid(d) - 0.9 = -0.15.
-    # The other way round 0.9 ln 4 + 0.1 ln 4/3; slope 1/4 - 0.9 = -0.65.
-    chosen, rejected = leaf(math.log(3), 0.0), leaf(0.0, math.log(3))
-    loss = bradley_terry_loss(chosen, rejected, label_smoothing=0.1)
-    won, lost = math.log(4 / 3), math.log(4)
-    expected = [0.9 * won + 0.1 * lost, 0.9 * lost + 0.1 * won]
-    close(loss, torch.tensor(expected, dtype=torch.float64))
-    loss.sum().backward()
-    close(chosen.grad, torch.tensor([-0.15, -0.65], dtype=torch.float64))
-    close(rejected.grad, torch.tensor([0.15, 0.65], dtype=torch.float64))
-
-
-@pytest.mark.parametrize("smoothing", [0.05, 0.2, 0.45])
-def test_label_smoothing_wants_a_lead_of_so_much_and_no_more(smoothing: float) -> None:
-    # The slope sigmoid(d) - (1 - e) is 0 at d = log((1 - e) / e), and the loss is convex.
-    best = math.log((1 - smoothing) / smoothing)
-    lead = leaf(best, best - 0.1, best + 0.1)
-    loss = bradley_terry_loss(lead, torch.zeros_like(lead), label_smoothing=smoothing)
-    loss.sum().backward()
-    assert lead.grad is not None
-    at, below, above = lead.grad.tolist()
-    assert at == pytest.approx(0, abs=1e-12)
-    assert below < 0 < above
-    # The least possible is the entropy of a coin that falls wrong with probability e.
-    entropy = -smoothing * math.log(smoothing) - (1 - smoothing) * math.log(1 - smoothing)
-    assert loss[0].item() == pytest.approx(entropy, rel=1e-12)
-    assert min(loss[1:].tolist()) > entropy
-
-
-def test_smoothing_and_margin_together_smooth_about_the_margin() -> None:
-    # A lead of 3 with a margin of 3 is a tie, whichever label is right.
-    loss = bradley_terry_loss(leaf(3.0), leaf(0.0), margin=3.0, label_smoothing=0.3)
-    close(loss.detach(), torch.tensor([math.log(2)], dtype=torch.float64))
-
-
-def test_no_margin_and_no_smoothing_are_the_plain_loss_to_the_last_bit() -> None:
-    chosen, rejected = draw((50, 4), 2)
-    plain = -torch.nn.functional.logsigmoid(chosen - rejected)
-    nothing = torch.zeros(50, dtype=torch.float64)
-    assert torch.equal(bradley_terry_loss(chosen, rejected), plain)
-    assert torch.equal(
-        bradley_terry_loss(chosen, rejected, margin=nothing, label_smoothing=0.0), plain
+def near(found: Tensor, expected: Tensor | float) -> None:
+    torch.testing.assert_close(
+        found, torch.as_tensor(expected, dtype=torch.float64).expand_as(found), rtol=0, atol=1e-10
     )
+
+
+def number(x: float) -> Tensor:
+    return torch.tensor([x], dtype=torch.float64)
+
+
+def sides(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    chosen, rejected = 3 * torch.randn(2, 8, generator=generator, dtype=torch.float64)
+    return chosen.requires_grad_(), rejected.requires_grad_()
+
+
+def test_preference_loss_by_hand() -> None:
+    """beta = 2, and log-ratios of 1/2 and -1/4: h = 3/4, beta h = 3/2."""
+    given_ = {"beta": 2.0, "label_smoothing": 0.0}
+    right = preference_loss(number(0.5), number(-0.25), loss_type="sigmoid", **given_)
+    near(right, math.log(1 + math.exp(-1.5)))
+    # The aim is 1 / (2 * 2) = 1/4, and 3/4 - 1/4 = 1/2.
+    near(preference_loss(number(0.5), number(-0.25), loss_type="ipo", **given_), 0.25)
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "expected"), [("sigmoid", math.log(2)), ("sigmoid_norm", math.log(2)), ("ipo", 4)]
+)
+def test_a_policy_that_is_the_reference(loss_type: str, expected: float) -> None:
+    """log 2 whatever beta and smoothing are; for ipo 1 / (2 beta)^2."""
+    for smoothing in (0.0, 0.3):
+        found = preference_loss(
+            number(0), number(0), beta=0.25, loss_type=loss_type, label_smoothing=smoothing
+        )
+        near(found, expected)
+
+
+@drawn
+@given(seeds, st.floats(0.02, 2), st.floats(0, 0.49))
+def test_sigmoid_and_its_gradient(seed: int, beta: float, smoothing: float) -> None:
+    """d loss / d chosen = -beta ((1 - e) sigmoid(-beta h) - e sigmoid(beta h))."""
+    chosen, rejected = sides(seed)
+    found = preference_loss(
+        chosen, rejected, beta=beta, loss_type="sigmoid", label_smoothing=smoothing
+    )
+    h = (chosen - rejected).detach()
+    win, lose = 1 / (1 + (-beta * h).exp()), 1 / (1 + (beta * h).exp())
+    near(found, -(1 - smoothing) * win.log() - smoothing * lose.log())
+    found.sum().backward()
+    slope = -beta * ((1 - smoothing) * lose - smoothing * win)
+    near(chosen.grad, slope)
+    near(rejected.grad, -slope)
+
+
+@drawn
+@given(seeds, st.floats(0.05, 2), st.floats(0, 0.49))
+def test_ipo_and_its_gradient(seed: int, beta: float, smoothing: float) -> None:
+    """d loss / d chosen = 2 (h - (1 - 2 e) / (2 beta)): wrong labels bring the aim nearer to 0."""
+    chosen, rejected = sides(seed)
+    found = preference_loss(chosen, rejected, beta=beta, loss_type="ipo", label_smoothing=smoothing)
+    h, aim = (chosen - rejected).detach(), 1 / (2 * beta)
+    near(found, (1 - smoothing) * (h - aim) ** 2 + smoothing * (h + aim) ** 2)
+    found.sum().backward()
+    slope = 2 * (h - (1 - 2 * smoothing) * aim)
+    near(chosen.grad, slope)
+    near(rejected.grad, -slope)

@@ -8,13 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
+from lightning_rlhf.core.experience import minibatches, whitened
 from lightning_rlhf.core.records import Experience
-from lightning_rlhf.core.shaping import ScoreMoments
 
 from .configs import ppo_config
 from .conftest import NAN, F, Ragged, T, close, drawn, ragged
-from .rollouts import by_hand, drawn_rollout
+from .rollouts import by_hand, drawn_rollout, make
 
 
 def ten_rows() -> Experience:
@@ -72,12 +71,7 @@ def test_whitened_by_hand() -> None:
     config = ppo_config(gae_lambda=1.0, whiten_advantages="minibatch",
                         missing_eos="subtract", missing_eos_penalty=2.0)  # fmt: skip
     rollout, scores = by_hand()
-    experience = make_experience(
-        rollout,
-        scores,
-        config,
-        token_rewards(rollout, scores, config, kl_coef=0.5, moments=ScoreMoments.none(1)),
-    )
+    experience = make(rollout, scores, config, 0.5)
     assert experience.advantages.tolist() == [[2.5, 2.5], [-4, 0]]
     filled = experience.advantages.masked_fill(torch.tensor([[F, F], [F, T]]), NAN)
     found = whitened(replace(experience, advantages=filled))
@@ -92,12 +86,7 @@ def test_whitened_by_hand() -> None:
 def test_whitened_changes_advantages_only(batch: Ragged) -> None:
     rollout, scores = drawn_rollout(batch)
     config = ppo_config(whiten_advantages="minibatch")
-    experience = make_experience(
-        rollout,
-        scores,
-        config,
-        token_rewards(rollout, scores, config, kl_coef=0.1, moments=ScoreMoments.none(1)),
-    )
+    experience = make(rollout, scores, config, 0.1)
     found, mask = whitened(experience), batch.mask
     for field in fields(found):
         if field.name != "advantages":

@@ -1,14 +1,16 @@
-"""The terms of a micro-batch by hand, and that those of micro-batches add up."""
+"""The terms of a micro-batch and the weights of its tokens by hand; micro-batches add up."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.core.losses import (
@@ -18,7 +20,11 @@ from lightning_rlhf.core.losses import (
     sum_terms,
     token_weights,
 )
+from lightning_rlhf.core.masking import masked_sum
+from lightning_rlhf.core.ppo_config import Reduction
 from lightning_rlhf.core.records import Experience, PPOTerms
+
+from .conftest import F, Ragged, T, close, drawn, pad, ragged
 
 MASK = torch.tensor([[True, True], [True, False]])
 
@@ -120,12 +126,6 @@ def test_policy_and_critic_apart_add_up_to_both_together() -> None:
         torch.testing.assert_close(found.double(), expected.double())
 
 
-def test_without_a_critic_it_has_no_term() -> None:
-    found = terms(config(), values=None)
-    check(found, value_loss=0.0, value_clip_fraction=0.0)
-    assert found.loss.item() == pytest.approx(terms(config(vf_coef=0.0)).loss.item(), abs=1e-12)
-
-
 def test_the_shares_of_micro_batches_add_up() -> None:
     whole, real = terms(config()), MASK.sum()
     rows = [(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 3))]
@@ -168,3 +168,74 @@ def test_what_the_loss_is_the_sum_of(reduction: Any, entropy: float, ent_coef: f
     check(found, entropy=2.0, loss=total.item() - ent_coef * entropy)
     is_sum_of_fields = abs(found.loss - (total - ent_coef * found.entropy)).item() < 1e-7
     assert is_sum_of_fields == (reduction == "token_mean" or ent_coef == 0)
+
+
+ROOM = 8  # tokens a response may have; no drawn response is longer
+# Weights are fp32: a sum of a few is good to about 1e-7 of it.
+FP32 = {"rtol": 1e-6, "atol": 1e-7}
+reductions = st.sampled_from(get_args(Reduction))
+
+
+def weights(mask: Tensor, reduction: Reduction) -> Tensor:
+    return token_weights(mask, reduction, max_response_tokens=ROOM)
+
+
+def slow_mean(losses: Tensor, lengths: tuple[int, ...], reduction: Reduction) -> Tensor:
+    """The reduced loss, from the rows of real tokens."""
+    rows = [row[:length] for row, length in zip(losses, lengths, strict=True)]
+    if reduction == "token_mean":
+        return torch.cat(rows).mean()
+    if reduction == "sequence_mean":
+        return torch.stack([row.mean() for row in rows]).mean()
+    return torch.stack([row.sum() / ROOM for row in rows]).mean()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "expected"),
+    [
+        # Four real tokens; two responses of three and one; room for eight.
+        ("token_mean", [[1 / 4, 1 / 4, 1 / 4], [1 / 4, 0, 0]]),
+        ("sequence_mean", [[1 / 6, 1 / 6, 1 / 6], [1 / 2, 0, 0]]),
+        ("constant", [[1 / 16, 1 / 16, 1 / 16], [1 / 16, 0, 0]]),
+    ],
+)
+def test_weights_by_hand(reduction: Reduction, expected: list[list[float]]) -> None:
+    mask = torch.tensor([[T, T, T], [T, F, F]])
+    close(weights(mask, reduction), torch.tensor(expected), rtol=1e-6)
+
+
+@drawn
+@given(ragged())
+def test_what_the_weights_sum_to(batch: Ragged) -> None:
+    one = torch.tensor(1.0)
+    close(weights(batch.mask, "token_mean").sum(), one, **FP32)
+    close(weights(batch.mask, "sequence_mean").sum(), one, **FP32)
+    share = sum(batch.lengths) / (len(batch.lengths) * ROOM)
+    close(weights(batch.mask, "constant").sum(), share * one, **FP32)
+    # Every response counts the same.
+    rows = weights(batch.mask, "sequence_mean").sum(dim=1)
+    close(rows, torch.full_like(rows, 1 / len(rows)), **FP32)
+
+
+@drawn
+@given(ragged(), reductions, st.integers(1, 3))
+def test_micro_batches_add_up_to_the_loss_of_the_minibatch(
+    batch: Ragged, reduction: Reduction, size: int
+) -> None:
+    losses, mask = batch.normal(0), batch.mask
+    parts = zip(
+        losses.split(size), mask.split(size), weights(mask, reduction).split(size), strict=True
+    )
+    found = sum((masked_sum(w * x, m) for x, m, w in parts), torch.zeros((), dtype=torch.float64))
+    close(found, slow_mean(losses, batch.lengths, reduction), **FP32)
+
+
+@drawn
+@given(ragged(), reductions, st.integers(1, 2))
+def test_padding_and_rows(batch: Ragged, reduction: Reduction, columns: int) -> None:
+    mask, order = batch.mask, batch.shuffled_rows()
+    whole = weights(mask, reduction)
+    assert torch.equal(weights(pad(mask, columns, F), reduction), pad(whole, columns, 0.0))
+    assert torch.equal(weights(mask[order], reduction), whole[order])
+    assert (whole[~mask] == 0).all()
+    assert (whole[mask] > 0).all()

@@ -1,3 +1,5 @@
+"""Numbers that describe texts, and percentages."""
+
 from __future__ import annotations
 
 import itertools
@@ -5,6 +7,7 @@ import math
 
 import pytest
 
+from lightning_rlhf.core.errors import percent
 from lightning_rlhf.core.text_metrics import (
     distinct,
     outcome,
@@ -42,3 +45,17 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_pass(n: int, c: int, k: i
     passed = [i < c for i in range(n)]
     choices = [any(chosen) for chosen in itertools.combinations(passed, k)]
     assert pass_at_k(passed, k) == pytest.approx(sum(choices) / len(choices))
+
+
+@pytest.mark.parametrize(
+    ("share", "decimals", "expected"),
+    [
+        (0.0, 1, "0.0%"), (-0.0, 1, "0.0%"), (-1e-17, 1, "0.0%"), (-0.0004, 1, "0.0%"),
+        (-0.001, 1, "-0.1%"), (0.1234, 1, "12.3%"), (1.0, 1, "100.0%"), (0.4, 0, "40%"),
+        (-0.004, 0, "0%"),
+    ],
+)  # fmt: skip
+def test_a_percentage_that_rounds_to_zero_has_no_sign(
+    share: float, decimals: int, expected: str
+) -> None:
+    assert percent(share, decimals) == expected

@@ -16,7 +16,7 @@ from lightning import Callback, LightningModule, Trainer
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.records import Prompts
-from lightning_rlhf.data.batches import StageData, collate_prompts, digest, digest_columns
+from lightning_rlhf.data.batches import StageData, collate_prompts, digest_columns, digest_examples
 from lightning_rlhf.data.lengths import PreferenceTokens, PromptTokens
 
 BATCHES = 11  # of 4 of 10 examples: 4.4 epochs
@@ -184,15 +184,16 @@ def test_columns_have_one_digest_whatever_is_in_them() -> None:
 def test_a_digest_is_of_every_number_and_of_where_a_sequence_ends() -> None:
     pairs = [PreferenceTokens(array("i", [1]), array("i", [2, 3]), array("i", [4]), 0.5)]
     same = PreferenceTokens(array("i", [1]), array("i", [2, 3]), array("i", [4]), 0.5)
-    assert digest(pairs) == digest([same]) == "48bceac68b69a5e1"  # in another process too
+    # in another process too
+    assert digest_examples(pairs) == digest_examples([same]) == "48bceac68b69a5e1"
     others = [
         replace(same, prompt=array("i", [2])),
         replace(same, rejected=array("i", [5])),
         replace(same, margin=0.25),
     ]
-    assert len({digest([other]) for other in (same, *others)}) == 4
+    assert len({digest_examples([other]) for other in (same, *others)}) == 4
     ends = [[array("i", [1, 2]), array("i", [3])], [array("i", [1]), array("i", [2, 3])]]
-    assert len({digest([PromptTokens(p, 0) for p in prompts]) for prompts in ends}) == 2
+    assert len({digest_examples([PromptTokens(p, 0) for p in prompts]) for prompts in ends}) == 2
 
 
 def test_validation_goes_from_long_to_short() -> None:

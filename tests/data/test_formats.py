@@ -13,8 +13,8 @@ import pytest
 
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.readers import UNPAIRED, check_sources, load, read
-from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference
+from lightning_rlhf.data.readers import check_sources, load, read
+from lightning_rlhf.data.rows import UNPAIRED, Demonstration, Message, Messages, Preference
 from lightning_rlhf.io.user_code import code_of_command
 
 Jsonl = Callable[..., str]

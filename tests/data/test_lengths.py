@@ -17,8 +17,7 @@ from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import tokenise
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
+from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt, Rows
 
 Ids = Callable[..., list[int]]
 MakeConfig = Callable[..., DataConfig]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.data.problems import find_problems, length_share
-from lightning_rlhf.data.readers import Rows, read
-from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.data.readers import read
+from lightning_rlhf.data.rows import Message, Preference, Rows
 
 read_preferences: Any = partial(read, "preferences")
 

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.config import DataConfig, Split
-from lightning_rlhf.data.readers import load, sample
+from lightning_rlhf.data.readers import draw_rows, load
 
 MakeConfig = Callable[..., DataConfig]
 Jsonl = Callable[..., str]
@@ -69,7 +69,7 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
     config = make_config(demonstrations=Split(train=forty, val=forty), max_val_rows=7)
     val = load("demonstrations", config, seed=0).val
     assert len(val) == 40  # which of them fit is not known yet
-    samples = [sample(val, 7, seed) for seed in (0, 0, 1)]
+    samples = [draw_rows(val, 7, seed) for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
     numbers = [int(row.response[1:]) for row in samples[0].rows]
     assert len(set(numbers)) == 7
@@ -77,7 +77,7 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
     assert [number - 1 for number in samples[0].numbers] == numbers
     assert numbers != list(range(7))
     assert samples[0].left_out == {"over data.max_val_rows": 33}
-    assert sample(val, 40, 0) is sample(val, None, 0) is val
+    assert draw_rows(val, 40, 0) is draw_rows(val, None, 0) is val
 
 
 def test_texts_are_held_out_one_by_one(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -16,8 +16,7 @@ from lightning_rlhf.data.batches import collate_demonstrations
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import tokenise, turn_targets
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Demonstration, Message, Messages
+from lightning_rlhf.data.rows import Demonstration, Message, Messages, Rows
 from lightning_rlhf.runs.console import HOME
 
 from .conftest import CHATML, LLAMA

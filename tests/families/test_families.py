@@ -203,7 +203,7 @@ def test_other_programs_load_the_reward_model_and_the_merged_weights(
         pytest.skip("as in tests/cli/test_artefacts.py")
     final = run.final["rm"]
     tokens = tokens_of(final)
-    head = load_file(final.own_file("reward_head.safetensors"))
+    head = load_file(final.path / "roles" / "reward_head.safetensors")
     hidden = run.plain("rm")(tokens, output_hidden_states=True).hidden_states[-1][:, -1]
     expected = hidden @ head["linear.weight"].T
     classifier: Any = AutoModelForSequenceClassification.from_pretrained(final.path, num_labels=1)

@@ -9,14 +9,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.kernels.decoding import DecodeStep, can_decode, decode_step
 from lightning_rlhf.models.config import POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.rollout.native import NativeSampler, last_hidden, position_ids
 from lightning_rlhf.rollout.sampler import SamplingParams
 
@@ -75,7 +74,7 @@ def prefix() -> tuple[Tensor, Tensor]:
 def stepped(roles: Roles, *, ours: bool, merged: bool = True) -> Tensor:
     """Hidden states of some tokens one by one; after two of them rows are dropped and mixed."""
     tokens, mask = prefix()
-    cache, found = roomy_cache(roles.causal_lm.config, 5 + STEPS), []
+    cache, found = DynamicCache(config=roles.causal_lm.config), []
     with roles.merged() if merged else nullcontext():
         last_hidden(roles, cache, tokens, mask, position_ids(mask))
         assert can_decode(roles.causal_lm, cache)
@@ -114,7 +113,7 @@ def test_the_head_is_the_models(monkeypatch: pytest.MonkeyPatch) -> None:
     roles, hidden = build("qwen3"), torch.randn(3, 32)
     for smallest in (0, 2**30):
         monkeypatch.setattr("lightning_rlhf.kernels.lora.SMALLEST", smallest)
-        step = DecodeStep(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+        step = DecodeStep(roles.causal_lm, DynamicCache(config=roles.causal_lm.config))
         torch.testing.assert_close(step.head(hidden), roles.head(hidden), rtol=1e-5, atol=1e-5)
 
 
@@ -160,8 +159,8 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(DecodeStep, "__call__", late)
     model = deep()
     with pytest.warns(UserWarning, match="the fast decoding step gives other hidden states"):
-        assert decode_step(model, roomy_cache(model.config, 8)) is None
-    assert decode_step(model, roomy_cache(model.config, 8)) is None  # without a warning
+        assert decode_step(model, DynamicCache(config=model.config)) is None
+    assert decode_step(model, DynamicCache(config=model.config)) is None  # without a warning
 
 
 @torch.no_grad()
@@ -174,7 +173,7 @@ def test_a_step_that_fails_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(DecodeStep, "__init__", fail)
     model = build("qwen3").causal_lm
     with pytest.warns(UserWarning, match="the fast decoding step fails: no head_dim"):
-        assert decode_step(model, roomy_cache(model.config, 8)) is None
+        assert decode_step(model, DynamicCache(config=model.config)) is None
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
@@ -196,7 +195,7 @@ def test_generation_steps_by_it(make_prompts: Any) -> None:
 
 
 def steps(roles: Roles) -> bool:
-    return can_decode(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    return can_decode(roles.causal_lm, DynamicCache(config=roles.causal_lm.config))
 
 
 def test_what_it_does_not_compute_is_left_to_the_model() -> None:
@@ -258,7 +257,7 @@ def test_autocast_around_a_step_changes_no_bit(name: str) -> None:
     roles.causal_lm.bfloat16()
     outside = stepped(roles, ours=True, merged=False)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = roomy_cache(roles.causal_lm.config, 5 + STEPS)
+        cache = DynamicCache(config=roles.causal_lm.config)
         assert can_decode(roles.causal_lm, cache)
     step = DecodeStep.__call__
 

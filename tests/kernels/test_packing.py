@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.kernels import packing
-from lightning_rlhf.kernels.packing import WORTH, Packing, columns_to_add, gather_rows, scatter_rows
-from lightning_rlhf.kernels.products import rounded_up
+from lightning_rlhf.kernels import decoder
+from lightning_rlhf.kernels.decoder import WORTH, Packing, gather_rows, scatter_rows
+from lightning_rlhf.kernels.layers import rounded_up
 from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
 from lightning_rlhf.models.loading import recompute
 from lightning_rlhf.models.roles import Roles
@@ -99,17 +99,6 @@ def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on
     assert relative(roles.hidden_at(tokens, mask), expected) <= 1e-5
 
 
-@pytest.mark.parametrize(
-    ("columns", "more"),
-    [(0, 0), (15, 0), (16, 0), (31, 1), (77, 3), (76, 0)],
-)
-def test_a_length_is_rounded_up_where_that_is_a_twenty_fifth_at_most(
-    columns: int, more: int
-) -> None:
-    assert columns_to_add(columns) == more
-    assert columns_to_add(columns, few_shapes=True) == -columns % 16
-
-
 @pytest.mark.parametrize("padding", [0, 40])
 @pytest.mark.parametrize("wanted", [400, 330, 5])
 def test_numbers_of_positions_are_multiples_wherever_so_many_are_there(
@@ -120,8 +109,8 @@ def test_numbers_of_positions_are_multiples_wherever_so_many_are_there(
     mask[:, :25] = torch.arange(16 * 25).view(16, 25) % 400 < wanted
     found = Packing.of(mask, few_shapes=True)
     computed = torch.arange(mask.numel()) if found.real is None else found.real
-    assert len(found.wanted) == min(rounded_up(wanted, packing.ROWS), len(computed))
-    assert found.real is None or len(found.real) % packing.ROWS == 0
+    assert len(found.wanted) == min(rounded_up(wanted, decoder.ROWS), len(computed))
+    assert found.real is None or len(found.real) % decoder.ROWS == 0
     assert torch.equal(found.wanted[: found.count], mask.flatten().nonzero().squeeze(1))
     assert torch.equal(computed[found.wanted_real], found.wanted)
 
@@ -189,7 +178,7 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
     monkeypatch: pytest.MonkeyPatch, family: str, multiple: int, inner: int, last: int
 ) -> None:
     """4 + 8 + 3 real positions and 2 + 3 + 3 wanted ones, rounded up."""
-    monkeypatch.setattr(packing, "MULTIPLE", multiple)
+    monkeypatch.setattr(decoder, "MULTIPLE", multiple)
     roles = a_policy(family, num_hidden_layers=4)
     mask = torch.tensor(WANTED["a response in each row"])
     tokens = tokens_of(mask)

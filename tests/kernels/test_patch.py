@@ -17,7 +17,7 @@ from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.kernels import patch
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.layers import FastLayer
-from lightning_rlhf.kernels.patch import choose_kernels
+from lightning_rlhf.kernels.patch import use_kernels
 from lightning_rlhf.models.config import POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
@@ -92,13 +92,12 @@ def test_auto_leaves_other_families_alone_and_fast_refuses_them() -> None:
 def test_weights_that_are_sharded_or_elsewhere_are_left_alone() -> None:
     model = build_model("qwen3")
     next(model.parameters()).device_mesh = "two machines"  # type: ignore[attr-defined]
-    assert choose_kernels("auto", model).kind == "plain"
+    assert use_kernels("auto", model).kind == "plain"
     with pytest.raises(ConfigError, match="sharded"):
-        choose_kernels("fast", model)
+        use_kernels("fast", model)
     elsewhere = build_model("qwen3").to("meta")
     assert (
-        str(choose_kernels("auto", elsewhere))
-        == "kernels: plain (fast ones are not measured on meta)"
+        str(use_kernels("auto", elsewhere)) == "kernels: plain (fast ones are not measured on meta)"
     )
 
 

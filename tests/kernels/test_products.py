@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.kernels import products
-from lightning_rlhf.kernels.products import compiles_by_shape, linear, product
+from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels.layers import compiles_by_shape, linear, product
 
 EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
@@ -38,8 +38,8 @@ def test_onednn_says_what_the_formula_says(
 def test_a_few_multiplications_stay_with_torch(
     monkeypatch: pytest.MonkeyPatch, to_onednn: list[tuple[int, ...]]
 ) -> None:
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(products, "WORTH", 4 * 5 * 7)
+    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)
+    monkeypatch.setattr(layers, "WORTH", 4 * 5 * 7)
     linear(numbers(4, 5), numbers(6, 5))
     product(numbers(4, 5), numbers(5, 6))
     assert to_onednn == []
@@ -63,13 +63,13 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], 
     """processor(name, its vectors, as torch calls them): what torch finds."""
 
     def found(name: str, vectors: str) -> None:
-        products.fp32_by_onednn.cache_clear()
+        layers.fp32_by_onednn.cache_clear()
         monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
         monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
 
     yield found
-    products.fp32_by_onednn.cache_clear()
+    layers.fp32_by_onednn.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves
     name: str, vectors: str, expected: bool, processor: Callable[[str, str], None]
 ) -> None:
     processor(name, vectors)
-    assert products.fp32_by_onednn() is expected
+    assert layers.fp32_by_onednn() is expected
 
 
 @pytest.mark.parametrize("faster", [False, True])
@@ -108,7 +108,7 @@ def test_what_onednn_multiplies_is_compiled_for_few_shapes(
     autocast: bool,
 ) -> None:
     """It keeps what it compiled, 0.6 MB a shape."""
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: faster)
+    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: faster)
     x = torch.empty(2, dtype=dtype, device=device)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         where = {"anywhere": True, "nowhere": False}.get(expected, faster)

@@ -13,8 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.adapter import ADAPTER
-from lightning_rlhf.models.checkpoint import MANIFEST, find
+from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, find
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.roles import Roles
 

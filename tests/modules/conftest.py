@@ -14,8 +14,6 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
@@ -38,79 +36,22 @@ from lightning_rlhf.rewards.weighted import Reward, Source
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.accelerator import strategy
 
+from ..composing import stage_config
+
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
-ARCHITECTURES = ("qwen3", "llama", "qwen3_5")
-"""Attention alone, twice; linear attention, which carries a state, and attention in turn."""
+ARCHITECTURES = ("qwen3", "qwen3_5")
+"""Attention alone; linear attention, which carries a state, and attention in turn."""
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 
-STAGE: dict[str, Any] = {
-    "lr": 1e-3,
-    "adam_beta2": 0.99,
-    "adam_eps": 1e-8,
-    "weight_decay": 0.0,
-    "max_grad_norm": 1e9,
-    "max_nonfinite": 3,
-    "lr_schedule": "constant",
-    "warmup_fraction": 0.0,
-    "microbatch_size": 2,
-    "val_every": 10,
-    "checkpoint_every": 10,
-    "checkpoint_minutes": None,
-    "checkpoints_kept": 2,
-    "final": "last",
-    "ema_decay": None,
-    "best": {"metric": None, "mode": None},
-    "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
-}
-SUPERVISED = STAGE | {"finetune": "lora", "epochs": 1.0, "batch_size": 6}
-PPO = STAGE | {
-    "iterations": 3,
-    "rollout_batch_size": 8,
-    "samples_per_prompt": 1,
-    "max_response_tokens": 6,
-    "temperature": 1.0,
-    "stop_strings": (),
-    "rollout": "native",
-    "generation_batch_size": None,
-    "score_normalization": "none",
-    "score_clip": None,
-    "length_penalty": 0.0,
-    "missing_eos": "subtract",
-    "missing_eos_penalty": 1.0,
-    "whiten_rewards": False,
-    "kl_estimator": "k1",
-    "kl_in": "reward",
-    "kl_coef": 0.1,
-    "kl_control": "fixed",
-    "kl_coef_end": 0.0,
-    "kl_target": 6.0,
-    "kl_horizon": 10_000.0,
-    "advantage": "gae",
-    "gamma": 1.0,
-    "gae_lambda": 0.95,
-    "whiten_advantages": "batch",
-    "clip_range": 0.2,
-    "clip_range_high": None,
-    "dual_clip": None,
-    "loss_reduction": "token_mean",
-    "ent_coef": 0.01,
-    "ptx_coef": 0.0,
-    "ptx_batch_size": 4,
-    "critic": "head",
-    "critic_init": "zero",
-    "critic_warmup": 0,
-    "clip_range_vf": 0.2,
-    "vf_coef": 0.1,
-    "value_lr_factor": 10.0,
-    "minibatch_size": 4,
-    "ppo_epochs": 2,
-    "target_kl": None,
-    "max_ratio": None,
-    "val_samples_per_prompt": 1,
-    "samples_every": 10,
-    "kl_warning": None,
-    "stop": STAGE["stop"] | {"max_kl": None},
-}
+OWN: dict[str, Any] = {
+    "lr": 1e-3, "adam_beta2": 0.99, "adam_eps": 1e-8, "max_grad_norm": 1e9, "max_nonfinite": 3,
+    "lr_schedule": "constant", "warmup_fraction": 0.0, "microbatch_size": 2,
+}  # fmt: skip
+"""Values of all stages in which these tests differ from conf/."""
+PPO = OWN | {
+    "iterations": 3, "rollout_batch_size": 8, "max_response_tokens": 6, "kl_coef": 0.1,
+    "ent_coef": 0.01, "ptx_batch_size": 4, "minibatch_size": 4, "ppo_epochs": 2, "kl_warning": None,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -124,37 +65,23 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 
 def sft_config(**changes: Any) -> SFTConfig:
-    return SFTConfig(**SUPERVISED | changes)
+    return stage_config("sft", SFTConfig, **OWN | {"batch_size": 6} | changes)
 
 
 CENTER_COEF = 0.3
 
 
 def rm_config(**changes: Any) -> RMConfig:
-    own = {
-        "heads": 1,
-        "margin_coef": 0.0,
-        "label_smoothing": 0.0,
-        "center_coef": CENTER_COEF,
-        "calibration_samples": 8,
-        "temperature": 1.0,
-    }
-    return RMConfig(**SUPERVISED | own | changes)
+    own = OWN | {"batch_size": 6, "center_coef": CENTER_COEF, "calibration_samples": 8}
+    return stage_config("rm", RMConfig, **own | changes)
 
 
 def dpo_config(**changes: Any) -> DPOConfig:
-    own = {
-        "beta": 0.5,
-        "loss_type": "sigmoid",
-        "label_smoothing": 0.0,
-        "reference_free": False,
-        "sft_coef": 0.0,
-    }
-    return DPOConfig(**SUPERVISED | own | changes)
+    return stage_config("dpo", DPOConfig, **OWN | {"batch_size": 6, "beta": 0.5} | changes)
 
 
 def ppo_config(**changes: Any) -> PPOConfig:
-    return PPOConfig(**PPO | changes)
+    return stage_config("ppo", PPOConfig, **PPO | changes)
 
 
 def language_model(architecture: str, seed: int = 0, spread: float = 0.2) -> PreTrainedModel:
@@ -178,8 +105,6 @@ def language_model(architecture: str, seed: int = 0, spread: float = 0.2) -> Pre
         torch.manual_seed(seed)
         if architecture == "qwen3":
             model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**common))
-        elif architecture == "llama":
-            model = LlamaForCausalLM(LlamaConfig(**common))
         else:
             config = Qwen3_5TextConfig(
                 **common,

@@ -15,15 +15,12 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks.metrics import PPOMetrics, RewardMetrics, SFTMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 from lightning_rlhf.core.results import IterationResult
-from lightning_rlhf.modules.reward import RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
 
-from .conftest import Outputs, prompts, rm_config, rm_roles, sft_config, sft_roles
+from .conftest import Outputs, prompts
 from .experiences import Make
-from .test_reward import preferences
-from .test_sft import demonstrations
+from .test_supervised import STAGES
 
 HEADLINE = ("reward_mean", "kl_divergence", "entropy", "ppo_loss")
 
@@ -85,11 +82,8 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
     """By hand: the loss that the step returns; of scores, mean log(1 + exp(rejected - chosen))."""
 
     def run(*callbacks: Callback) -> tuple[L.Trainer, Rows]:
-        if stage == "sft":
-            return train(SFTModule(sft_roles("qwen3"), sft_config()), *callbacks,
-                         batches=[demonstrations()] * 2)  # fmt: skip
-        return train(RewardModule(rm_roles("qwen3"), rm_config(), seed=0), *callbacks,
-                     batches=[preferences()] * 2)  # fmt: skip
+        build, batch, _ = STAGES[stage]
+        return train(build(), *callbacks, batches=[batch()] * 2)
 
     outputs = Outputs()
     trainer, logger = run(outputs)
@@ -105,7 +99,7 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
         assert float(trainer.callback_metrics[name]) == pytest.approx(number, rel=1e-5)
         assert [step for step, row in logger.rows if name in row] == [1, 2]
 
-    plain, (_, logger) = logger, run(SFTMetrics() if stage == "sft" else RewardMetrics())
+    plain, (_, logger) = logger, run(StepMetrics())
     for name in expected:
         rows = [(step, row[name]) for step, row in logger.rows if name in row]
         assert [step for step, _ in rows] == [1, 2]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.step_metrics import update_metrics, update_rows
+from lightning_rlhf.callbacks.metrics import update_metrics, update_rows
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.modules.optim import exceeds

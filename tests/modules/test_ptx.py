@@ -16,7 +16,7 @@ from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.ptx import PTX
+from lightning_rlhf.modules.supervised import PTX
 
 from .conftest import VOCABULARY, changed, close, grads, parameters, same_direction, within_fit
 from .experiences import Make, learn, off_policy, on_policy, update

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core.records import Preferences
-from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.reward import RewardModule
@@ -19,14 +19,11 @@ from .conftest import (
     CENTER_COEF,
     VOCABULARY,
     Outputs,
-    changed,
     close,
     fit,
-    parameters,
     rm_config,
     rm_roles,
     same_direction,
-    with_adapter,
 )
 
 CHOSEN, REJECTED = (4, 9, 2, 6, 1, 5), (7, 3, 2, 12, 8, 1)  # tokens of each sequence
@@ -113,22 +110,6 @@ def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:
     same_direction(outputs.grads[0], expected)
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
-def test_micro_batches_give_the_gradient_of_the_batch(
-    architecture: str, microbatch_size: int
-) -> None:
-    found = []
-    for size in (6, microbatch_size):
-        outputs = Outputs()
-        module = RewardModule(rm_roles(architecture), rm_config(microbatch_size=size), seed=0)
-        fit(module, [preferences()], [outputs])
-        found.append(outputs)
-    whole, parts = found
-    same_direction(parts.grads[0], whole.grads[0])
-    for name in ("loss", "grad_norm", "chosen", "rejected"):
-        close(getattr(parts.steps[0], name), getattr(whole.steps[0], name))
-
-
 def test_padding_on_either_side_changes_no_reward(architecture: str) -> None:
     roles = rm_roles(architecture)
     tokens, mask = pad_to(CHOSEN, 9, seed=0)
@@ -152,29 +133,6 @@ def test_the_sides_may_be_of_any_width() -> None:
         found = module.rewards(preferences(20, 15))
     for side, side_expected in zip(found, expected, strict=True):
         close(side, side_expected)
-
-
-def test_only_the_reward_adapter_and_its_head_move() -> None:
-    roles = rm_roles("qwen3")
-    with_adapter(roles, POLICY, seed=5)
-    module = RewardModule(roles, rm_config(), seed=0)
-    before, reference = parameters(module), roles.probe(REFERENCE)
-    fit(module, [preferences()] * 2)
-    moved = changed(before, parameters(module))
-    adapter = {n for n in before if f".{REWARD}." in n and "lora_" in n}
-    # The bias of the head has no say in a difference of two rewards.
-    assert moved - {"roles.heads.reward.linear.bias"} == adapter | {
-        "roles.heads.reward.linear.weight"
-    }
-    assert torch.equal(roles.probe(REFERENCE), reference)
-
-
-def test_it_learns_to_tell_the_sides_apart() -> None:
-    module, outputs = RewardModule(rm_roles("qwen3"), rm_config(lr=1e-2), seed=0), Outputs()
-    fit(module, [preferences()] * 30, [outputs])
-    first, last = outputs.steps[0], outputs.steps[-1]
-    assert last.loss < 0.1 < first.loss
-    assert (last.chosen > last.rejected).all()
 
 
 # Margins and label smoothing.
@@ -219,7 +177,7 @@ class Told(RewardModule):
         return DRAWS
 
 
-@pytest.mark.parametrize("microbatch_size", [6, 2, 1])
+@pytest.mark.parametrize("microbatch_size", [6, 1])
 def test_each_head_learns_from_its_own_draws(architecture: str, microbatch_size: int) -> None:
     module = Told(
         ensemble(architecture), rm_config(heads=3, microbatch_size=microbatch_size), seed=0

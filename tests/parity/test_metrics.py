@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.step_metrics import response_sums, rollout_metrics
+from lightning_rlhf.callbacks.metrics import response_sums, rollout_metrics
 from lightning_rlhf.core.kl import k2, k3
 
 from .conftest import close, number

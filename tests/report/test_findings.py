@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.data.rows import Message, Preference, Rows
 from lightning_rlhf.report.checks import (
     ACCURACY,
     BEATS_LENGTH,

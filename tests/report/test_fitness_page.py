@@ -12,8 +12,7 @@ from markdown_it.token import Token
 from matplotlib.image import imread
 
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Message, Preference
+from lightning_rlhf.data.rows import Message, Preference, Rows
 from lightning_rlhf.report.fitness import ScoredProbe, measure_probes
 from lightning_rlhf.report.fitness_page import write_fitness
 from lightning_rlhf.report.tables import plain, table

@@ -13,12 +13,7 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
-from lightning_rlhf.rollout.build_sampler import (
-    deal,
-    reward_moments,
-    sample_reference,
-    sample_rewards,
-)
+from lightning_rlhf.rollout.collector import reward_moments, sample_reference, sample_rewards, shard
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate
@@ -29,7 +24,7 @@ PARAMS = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=[1
 def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
     return sample_reference(
         roles,
-        deal([(part, 1) for part in prompts.split(4)], ONE, divides=False),
+        shard([(part, 1) for part in prompts.split(4)], ONE, divides=False),
         PARAMS,
         torch.Generator().manual_seed(3),
     )

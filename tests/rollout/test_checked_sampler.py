@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
 from lightning_rlhf.core.records import Prompts, SampledResponses
-from lightning_rlhf.rollout import build_sampler as building
-from lightning_rlhf.rollout.build_sampler import build_sampler
+from lightning_rlhf.rollout import collector
+from lightning_rlhf.rollout.collector import build_sampler
 from lightning_rlhf.rollout.sampler import CheckedSampler, SamplingParams
 
 NAME = "server.py:Server"
@@ -148,8 +148,8 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     roles: Any = MagicMock(vocab_size=10)
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
     load: Callable[..., Any] = lambda *_: lambda roles, params: Server(None)  # noqa: E731
-    monkeypatch.setattr(building, "load_sampler", load)
-    for name in building.OURS:
+    monkeypatch.setattr(collector, "load_sampler", load)
+    for name in collector.OURS:
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
     sampler = build_sampler(NAME, roles, params, None)
     assert sampler.is_exact is False

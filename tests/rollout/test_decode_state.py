@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.records import Prompts
-from lightning_rlhf.rollout.decode_state import DecodeState
+from lightning_rlhf.rollout.native import DecodeState
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.records import Prompts, SampledResponses
-from lightning_rlhf.kernels import products
+from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import DecodeStep
 from lightning_rlhf.kernels.lora import FusedLoRALinear
@@ -159,7 +159,7 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
 ) -> None:
     """0: never; 1: at once."""
     usual = roll_out(roles, prompts)
-    monkeypatch.setattr("lightning_rlhf.rollout.decode_state.KEPT", kept)
+    monkeypatch.setattr("lightning_rlhf.rollout.native.KEPT", kept)
     changed = roll_out(roles, prompts)
     for name in ("mask", "response_mask", "ended"):
         assert torch.equal(getattr(usual, name), getattr(changed, name)), name
@@ -182,7 +182,7 @@ def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_
     autocast: bool,
 ) -> None:
     """On a CPU their products are compiled for each: multiples of 8, and 4, 2, 1."""
-    monkeypatch.setattr(products, "fp32_by_onednn", lambda: True)
+    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)
     roles.causal_lm.to(dtype)
     many = prompts.repeat(-(-40 // len(prompts))).select(torch.arange(40))
     seen: list[int] = []

@@ -1,14 +1,18 @@
-"""The warning of stage=rank about files without rows."""
+"""Training data from scored responses, and the warning about files without rows."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.core.config import RankConfig
-from lightning_rlhf.data.ranked import RankedRows
-from lightning_rlhf.evaluation.rank_responses import shortage
+from lightning_rlhf.data.readers import read
+from lightning_rlhf.data.rows import Demonstration, Message, Preference
+from lightning_rlhf.evaluation.rank_responses import RankedRows, rank_samples, shortage
 
 CONFIG = RankConfig(
     policy=None, samples_per_prompt=2, temperature=1.0, max_response_tokens=48, stop_strings=(),
@@ -40,3 +44,72 @@ def test_empty_files_and_cut_responses_are_counted(
     samples = [{"ended": number >= cut} for number in range(4)]
     rows = RankedRows(preferences=preferences, demonstrations=ROW, accepted=accepted)
     assert shortage(samples, rows, CONFIG) == words
+
+
+SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+
+
+def sample(index: int, response: str, score: float, **values: Any) -> dict[str, Any]:
+    turns = SYSTEM if index == 1 else [{"role": "user", "content": f"Question {index}"}]
+    return {"index": index, "messages": turns, "response": response, "ended": True,
+            "score": score} | values  # fmt: skip
+
+
+SAMPLES = [
+    sample(0, "good", 2.0), sample(0, "bad", -1.0), sample(0, "fair", 0.5),
+    sample(0, "good", 2.0), sample(0, "endless", 9.0, ended=False),
+    sample(1, "so", 0.25), sample(1, "because", 0.25), sample(1, " ", 3.0),
+    sample(2, "cut", 1.0, ended=False),
+]  # fmt: skip
+
+
+def ranked(**changes: Any) -> RankedRows:
+    return rank_samples(SAMPLES, replace(CONFIG, **{"accept_above": None} | changes))
+
+
+def test_best_and_worst() -> None:
+    found = ranked()
+    assert found.preferences == [
+        {"prompt": "Question 0", "chosen": "good", "rejected": "bad", "margin": 3.0}
+    ]
+    assert found.demonstrations == [
+        {"prompt": "Question 0", "response": "good", "score": 2.0},
+        {"prompt": SYSTEM, "response": "so", "score": 0.25},  # the first of equal scores
+    ]
+    assert found.accepted == []
+    assert found.left_out == {
+        "repeated response": 1, "cut at max_response_tokens": 2,
+        "field 'response' is empty or blank": 1,
+    }  # fmt: skip
+
+
+def test_all_pairs_of_a_margin() -> None:
+    two = [(x["chosen"], x["rejected"], x["margin"]) for x in ranked(pairs="all").preferences]
+    assert two == [("good", "fair", 1.5), ("good", "bad", 3.0), ("fair", "bad", 1.5)]
+    assert len(ranked(pairs="all", min_margin=1.5).preferences) == 3
+    (only,) = ranked(pairs="all", min_margin=1.6).preferences
+    assert (only["chosen"], only["rejected"]) == ("good", "bad")
+
+
+def test_accepted_responses() -> None:
+    found = ranked(accept_above=0.5).accepted
+    assert [x["response"] for x in found] == ["good", "fair"]
+
+
+def test_responses_that_differ_in_white_space_make_no_pair() -> None:
+    found = rank_samples([sample(0, "yes", 1.0), sample(0, "yes ", 0.0)], CONFIG)
+    assert found.preferences == []
+    assert found.left_out == {"chosen and rejected are identical": 1}
+
+
+@pytest.mark.parametrize("pairs", ["best_worst", "all"])
+def test_the_readers_read_them(tmp_path: Path, pairs: Any) -> None:
+    found = ranked(pairs=pairs)
+    for name, rows in (("p", found.preferences), ("d", found.demonstrations)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    pairs_read = read("preferences", str(tmp_path / "p.jsonl"), "stop").rows
+    assert len(pairs_read) == len(found.preferences)
+    assert Preference((Message("user", "Question 0"),), "good", "bad", 3.0) in pairs_read
+    _, second = read("demonstrations", str(tmp_path / "d.jsonl"), "stop").rows
+    prompt = (Message("system", "Be brief."), Message("user", "Why?"))
+    assert second == Demonstration(prompt, "so")

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.records import counted
+from lightning_rlhf.core.records import with_lengths
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout.decode_state import ASKED
+from lightning_rlhf.rollout.native import ASKED
 
 from ..modules.conftest import prompts, within_fit
 from ..modules.experiences import learn, on_policy
@@ -72,7 +72,7 @@ def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernel
     module = ppo(make_ppo, architecture, kernels, **FOUR)
 
     def work() -> list[Counts]:
-        batch, found = counted(on_policy(module, 4)), []
+        batch, found = with_lengths(on_policy(module, 4)), []
         for rows in (2, 2, 1):
             module.guard.microbatch.rows = rows
             with device.counted() as counts:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import DynamicCache
 
 from lightning_rlhf.kernels.decoder import merged_adapters
 from lightning_rlhf.kernels.decoding import can_decode
 from lightning_rlhf.kernels.layers import OneDNNLinear, library_class, own_class
 from lightning_rlhf.models.config import POLICY
-from lightning_rlhf.models.language_model import copied_bytes, linear_layers
-from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.decode_state import roomy_cache
+from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 
 from ..modules.conftest import LORA, language_model
 from .device import NAME, Device
@@ -44,6 +43,6 @@ def test_layers_of_fsdp_are_known_by_their_own_class() -> None:
     linear = roles.causal_lm.base_model.layers[0].mlp.up_proj.base_layer
     assert own_class(linear) is OneDNNLinear
     assert library_class(roles.causal_lm.base_model.norm).__name__ == "Qwen3RMSNorm"
-    assert can_decode(roles.causal_lm, roomy_cache(roles.causal_lm.config, 8))
+    assert can_decode(roles.causal_lm, DynamicCache(config=roles.causal_lm.config))
     with merged_adapters(roles.causal_lm):
         assert isinstance(roles.causal_lm.base_model.layers[0].mlp.up_proj, nn.Linear)

@@ -1,4 +1,8 @@
-"""The checkpoint files of a run: `<step>.ckpt` (six digits) and `best.ckpt`."""
+"""The checkpoint files of a run: `<step>.ckpt` (six digits) and `best.ckpt`.
+
+Apart from the callback that writes them, since torch loads slowly and file names are read without
+it.
+"""
 
 from __future__ import annotations
 
@@ -88,11 +92,12 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
         try:
             best_step = step_of(best)
         except CheckpointError:
-            best_step = None
-        if best_step == step and not path_of(folder, step).exists():
-            link(best, path_of(folder, step))
-        if best_step is None or best_step > step:
-            gone[best] = "unreadable" if best_step is None else later
+            gone[best] = "unreadable"
+        else:
+            if best_step == step and not path_of(folder, step).exists():
+                link(best, path_of(folder, step))
+            if best_step > step:
+                gone[best] = later
     for path in (*gone, *folder.glob(f"*{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
@@ -108,20 +113,12 @@ def stamp(origin: Origin, step: int) -> dict[str, Any]:
     return {**asdict(origin), "step": step}
 
 
-def read_run(path: Path) -> dict[str, Any]:
-    """Return the value of the key RUN of the checkpoint, without reading tensors.
-
-    Raises CheckpointError where the file cannot be read, or was written by another program.
-    """
-    return run_of(path, load_checkpoint(path))
-
-
 def load_checkpoint(path: Path) -> Any:
     """Return the contents of a checkpoint; tensors are memory-mapped, and read on first use.
 
     Raises CheckpointError where the file cannot be read.
     """
-    import torch  # takes seconds to import, and file names are read without it
+    import torch
 
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
@@ -129,11 +126,14 @@ def load_checkpoint(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
 
 
-def run_of(path: Path, found: Any) -> dict[str, Any]:
-    """Return the value of the key RUN in `found`, the contents of `path`.
+def read_run(path: Path, content: Any = None) -> dict[str, Any]:
+    """Return the value of the key RUN of the checkpoint, without reading tensors.
 
-    Raises CheckpointError where the file was written by another program.
+    content: contents of the file, where they are loaded already.
+
+    Raises CheckpointError where the file cannot be read, or was written by another program.
     """
+    found = load_checkpoint(path) if content is None else content
     run: Any = found.get(RUN) if isinstance(found, dict) and "state_dict" in found else None
     keys = {*Origin.__dataclass_fields__, "step"}
     if not isinstance(run, dict) or run.keys() != keys or not isinstance(run["step"], int):
@@ -153,8 +153,8 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
     if damaged is not None:
         raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
-    content = load_checkpoint(path)
-    found = run_of(path, content)
+    content: dict[str, Any] = load_checkpoint(path)
+    found = read_run(path, content)
     for key, value in asdict(origin).items():
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key

@@ -1,22 +1,24 @@
 """Checkpointing of a run, so that it can be resumed bit for bit after an interruption.
 
-Files are written whole. What callbacks put into a checkpoint is checked when it is saved: it is
-read with torch.load(weights_only=True), which refuses objects of other classes.
+Files are written whole. What goes into a checkpoint is checked when it is saved: it is read with
+torch.load(weights_only=True), which refuses objects of other classes.
 """
 
 from __future__ import annotations
 
 import io
+import math
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-import lightning as L
 import torch
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks.checkpoint_files import (
@@ -32,12 +34,17 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     path_of,
     stamp,
 )
-from lightning_rlhf.callbacks.contract import is_evaluation, position, require_finite_metrics
-from lightning_rlhf.callbacks.progress import number_text
+from lightning_rlhf.callbacks.progress import (
+    is_evaluation,
+    latest,
+    number_text,
+    position,
+    trained,
+)
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, StorageError, first_line
-from lightning_rlhf.core.metrics import Goal, require_metrics, signed
+from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
+from lightning_rlhf.core.metrics import JUDGE, Goal, require_metrics, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
 from lightning_rlhf.parallel.replicas import ONE, Replicas
@@ -55,31 +62,54 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint | {OUTLINE: outline(checkpoint)}, file)
 
 
-LARGE = ("state_dict", "optimizer_states", "callbacks", "averaged_weights")
-"""Checkpoint keys of tensors alone, and of the callbacks' states, which are checked by callback."""
+ALLOWED = "allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
 
 
-def require_loadable(checkpoint: Mapping[str, Any], callbacks: Iterable[Callback]) -> None:
-    """Raise CheckpointError where a part of a checkpoint cannot be loaded again.
+def check_loadable(where: str, part: Any) -> None:
+    """Raise CheckpointError where torch.load would refuse a part of a checkpoint.
 
-    callbacks: those of the run, which the error names by class.
+    where: name of the part.
     """
-    states = checkpoint["callbacks"]
-    parts = [(f"{type(x).__name__}.state_dict()", states.get(x.state_key)) for x in callbacks]
-    parts += [(f"checkpoint[{key!r}]", x) for key, x in checkpoint.items() if key not in LARGE]
-    for where, part in parts:
-        file = io.BytesIO()
+    file = io.BytesIO()
+    try:
+        torch.save(without_tensors(part), file)
+        file.seek(0)
+        refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
+    except Exception as error:  # pickling calls code of the user's own
+        refused = first_line(error)
+    if refused:
+        raise CheckpointError(
+            f"{where} holds objects from which no run can be resumed: {refused}; {ALLOWED}"
+        )
+
+
+def without_tensors(tree: Any) -> Any:
+    """Return `tree` with None for each tensor, which is loaded in any case."""
+    if type(tree) in (Tensor, torch.nn.Parameter):
+        return None
+    if type(tree) in (dict, OrderedDict):
+        return {key: without_tensors(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return [without_tensors(value) for value in tree]
+    return tree
+
+
+def check_states(callbacks: Iterable[Callback], *, at_start: bool) -> None:
+    """Raise CheckpointError, with its class, where a callback's state is not for a checkpoint.
+
+    at_start: True before the first step, when a callback need not have a state yet.
+    """
+    for callback in callbacks:
+        where = f"{type(callback).__name__}.state_dict()"
         try:
-            torch.save(part, file)
-            file.seek(0)
-            refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
-        except Exception as error:  # pickling calls code of the user's own
-            refused = first_line(error)
-        if refused:
+            state = callback.state_dict()
+        except Exception as error:  # code of the user's own
+            if at_start:
+                continue
             raise CheckpointError(
-                f"{where} holds objects from which no run can be resumed: {refused}; allowed: "
-                "tensors, numbers, texts, None, and dictionaries and lists of them"
-            )
+                f"{where} raises {type(error).__name__}: {first_line(error)}; {ALLOWED}"
+            ) from error
+        check_loadable(where, state)
 
 
 class Checkpoints(Callback):
@@ -121,8 +151,6 @@ class Checkpoints(Callback):
         self.stop = stop
         self.goal = goal
         self.replicas = replicas
-        self.kept = config.final if isinstance(config.final, int) else None
-        """Step whose checkpoint is kept whatever its age."""
         self.measured: int | None = None
         """Step of the latest evaluation of this process."""
         self.best: tuple[float, ...] | None = None
@@ -146,18 +174,15 @@ class Checkpoints(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update(state_dict)
 
-    def on_save_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        require_loadable(checkpoint, trainer.callbacks)  # type: ignore[attr-defined]
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
+        for key, part in checkpoint.items():
+            check_loadable(f"checkpoint[{key!r}]", part)
         checkpoint[RUN] = stamp(self.origin, trained(trainer))
 
-    def on_load_checkpoint(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         self._first = checkpoint[RUN]["step"]
 
-    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is None or not self.replicas.is_first:
@@ -165,10 +190,10 @@ class Checkpoints(Callback):
         gone = go_back(self.folder, self._first)
         for why in dict.fromkeys(gone.values()):
             print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
-        # A kill within `save` leaves too many checkpoints.
-        keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
+        self.delete_surplus()  # a kill within `save` leaves too many
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        check_states(trainer.callbacks, at_start=True)  # type: ignore[attr-defined]
         if self.replicas.size > 1:
             self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
         step = trained(trainer)
@@ -181,10 +206,7 @@ class Checkpoints(Callback):
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
             evaluate(trainer)
 
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any,
-        batch_idx: int,
-    ) -> None:  # fmt: skip
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._finished = progress(trainer, pl_module)
         if self.is_due(trainer):
             self.save(trainer)
@@ -192,7 +214,7 @@ class Checkpoints(Callback):
         trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
         self.stop.obey(self.replicas)
 
-    def is_due(self, trainer: L.Trainer) -> bool:
+    def is_due(self, trainer: Trainer) -> bool:
         """Return True if a checkpoint of the finished step is due."""
         step, config = trained(trainer), self.config
         if step % config.checkpoint_every == 0 or step % config.val_every == 0:
@@ -201,17 +223,17 @@ class Checkpoints(Callback):
         is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
         return is_late or step == trainer.num_training_batches or trainer.should_stop
 
-    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.replicas.size > 1:
             self.stop.listen()
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.stop.obey(self.replicas)
 
-    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
             return
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = latest(trainer)
         require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
         if trainer.sanity_checking:
             return
@@ -220,12 +242,12 @@ class Checkpoints(Callback):
         require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
-        if self.goal and (self.best is None or self.signed(found) > self.signed(self.best)):
+        if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
                 link(path_of(self.folder, step), self.folder / f"{BEST}{SUFFIX}")
 
-    def signed(self, found: tuple[float, ...]) -> tuple[float, ...]:
+    def ranked(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
         return tuple(signed(x, mode) for (_, mode), x in zip(self.goal, found, strict=True))
 
@@ -237,41 +259,42 @@ class Checkpoints(Callback):
             for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 
-    def on_exception(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         is_whole = self._finished == progress(trainer, pl_module)
         is_new = self._saved != (trained(trainer), self.evaluated)
         if is_training and is_whole and is_new and not isinstance(exception, StorageError):
-            forget_begun_batch(trainer)
+            # Lightning would count an unfinished batch as finished in a resumed run: that would
+            # evaluate after it, or take it for the last batch.
+            batches: Any = trainer.fit_loop.epoch_loop.batch_progress
+            batches.total.ready = batches.total.started = batches.total.processed
+            batches.is_last_batch = False
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
                 print_line(f"no checkpoint of step {trained(trainer)}: {failure}")
 
-    def save(self, trainer: L.Trainer) -> None:
+    def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
-        if not self.replicas.is_first:
-            self._saved = step, self.evaluated
-            return
-        path = path_of(self.folder, step)
-        trainer.save_checkpoint(path)
-        keep_newest(self.folder, self.config.checkpoints_kept, self.kept)
-        self._saved, self._since = (step, self.evaluated), monotonic()
-        print_line(
-            f"checkpoint {step}: {readable(path.stat().st_size)}, {self._since - started:.2f} s"
-        )
+        if self.replicas.is_first:
+            check_states(trainer.callbacks, at_start=False)  # type: ignore[attr-defined]
+            path = path_of(self.folder, step)
+            trainer.save_checkpoint(path)
+            self.delete_surplus()
+            self._since = monotonic()
+            size = readable(path.stat().st_size)
+            print_line(f"checkpoint {step}: {size}, {self._since - started:.2f} s")
+        self._saved = step, self.evaluated
+
+    def delete_surplus(self) -> None:
+        """Delete the oldest checkpoints, but for that of `final` where it is a step."""
+        final = self.config.final
+        kept = final if isinstance(final, int) else None
+        keep_newest(self.folder, self.config.checkpoints_kept, kept)
 
 
-def trained(trainer: L.Trainer) -> int:
-    """Return the number of batches trained on, over all resumes."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(total.processed)
-
-
-def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int, int]:
+def progress(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
     """Return the numbers of finished batches, of the module's finished steps, and of started
     optimizer steps.
 
@@ -281,21 +304,57 @@ def progress(trainer: L.Trainer, pl_module: L.LightningModule) -> tuple[int, int
     return trained(trainer), position(trainer, pl_module), optimizer.total.ready
 
 
-def forget_begun_batch(trainer: L.Trainer) -> None:
-    """Remove an unfinished batch from Lightning's progress counters.
-
-    Otherwise a resumed run would count it as finished: it would evaluate after it, or take it for
-    the last batch.
-    """
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress
-    batches.total.ready = batches.total.started = batches.total.processed
-    batches.is_last_batch = False
-
-
-def evaluate(trainer: L.Trainer) -> None:
+def evaluate(trainer: Trainer) -> None:
     """Run the evaluation that is due at the resumed step, as Lightning runs it during training."""
     loop = trainer.fit_loop.epoch_loop.val_loop
     loop.restarting = False  # start with the first batch
     trainer.validating = True
     loop.run()
     trainer.training = True
+
+
+def require_finite_metrics(stage: str, step: int, made: int, metrics: Mapping[str, float]) -> None:
+    """Raise DivergedError unless the metrics of the evaluation after `step` are finite.
+
+    made: number of optimizer steps so far. Numbers of a judge are not checked.
+    """
+    found = [
+        f"{name} is {value:g}"
+        for name, value in metrics.items()
+        if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(value)
+    ]
+    if found:
+        raise diverged(stage, step, made, " and ".join(found))
+
+
+def require_finite_weights(
+    stage: str, step: int, made: int, weights: Iterable[tuple[str, Tensor]]
+) -> None:
+    """Raise DivergedError unless every tensor of `weights`, with their names, is finite."""
+    weights = list(weights)
+    found = [name for name, tensor in weights if not tensor.isfinite().all()]
+    if found:
+        what = f"{len(found)} of {len(weights)} trained parameters are NaN or infinite"
+        raise diverged(stage, step, made, f"{what} (the first: {found[0]})")
+
+
+def diverged(stage: str, step: int, made: int, what: str) -> DivergedError:
+    """Return the error that says `what` was found after `step`."""
+    advice = divergence_advice(stage, made)
+    return DivergedError(f"{stage} has diverged: after step {step}, {what}. {advice}")
+
+
+def divergence_advice(stage: str, made: int) -> str:
+    """Return what to do about numbers that are not finite after `made` optimizer steps."""
+    if made == 0:
+        reward = ", or a reward of enormous size" * (stage == "ppo")
+        return (
+            "No update was made before them, so that no learning rate did this: it is the model "
+            f"that the run starts from, or its data{reward}"
+        )
+    reward = ", and so does a reward of enormous size" * (stage == "ppo")
+    beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
+    return (
+        f"A learning rate that is too large does this{reward}. Start over (overwrite=true or "
+        f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
+    )

@@ -10,53 +10,58 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.callbacks.contract import position
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
+from lightning_rlhf.callbacks.progress import position
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import IterationResult
-from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.flops import weights_of
 from lightning_rlhf.rollout.native import NativeSampler
-
-
-class Rows(Callback):
-    """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
-    before a checkpoint is written. For a module that logs its metrics with `self.log`."""
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile | RunTensorBoard):
-                logger.rewind(position(trainer, pl_module))
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile | RunTensorBoard):
-                logger.flush()
-
 
 PETA = 1e15
 PREFIX = "compute/"
 PEAK = f"{PREFIX}peak_memory"
 
 
-class ComputeTotals:
-    """Sums over all iterations or steps, and the largest memory, by the name of their metric.
+class FileRows(Callback):
+    """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
+    before a checkpoint is written. For a module that logs its metrics with `self.log`."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.rewind(position(trainer, pl_module))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.flush()
+
+
+class CountedRows(FileRows):
+    """Rows of metrics with the totals of what the run has computed, over all resumes.
 
     Sums of whole numbers are exact up to 2^53, so that a resumed run continues them exactly.
     """
 
     def __init__(self) -> None:
         self.totals: dict[str, float] = {}
-        """Metric -> total so far; empty before the first iteration."""
+        """Metric -> total so far, or the largest memory; empty before the first step."""
 
-    def add(self, more: Mapping[str, float], peak_memory: int) -> dict[str, float]:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.logs_headline = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"compute": self.totals}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.totals = state_dict["compute"]
+
+    def count(self, more: Mapping[str, float], peak_memory: int) -> dict[str, float]:
         """Add an iteration or step; return the metrics.
 
         more: what it computed, as `iteration_totals` and `step_totals` return it.
@@ -67,24 +72,6 @@ class ComputeTotals:
         self.totals = {name: before[name] + number for name, number in found.items()}
         self.totals[PEAK] = max(before[PEAK], float(peak_memory))
         return dict(self.totals)
-
-
-class CountedRows(Rows):
-    """Rows of metrics with the totals of what the run has computed."""
-
-    unit = "step"
-    """Name of what the rows count."""
-
-    def __init__(self) -> None:
-        self._compute = ComputeTotals()
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Print from where the totals count, where a checkpoint has none."""
-        super().on_train_start(trainer, pl_module)
-        if (finished := position(trainer, pl_module)) > 0 and not self._compute.totals:
-            print_line(
-                f"compute/… counts from {self.unit} {finished + 1}: the checkpoint has no totals"
-            )
 
 
 def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> dict[str, float]:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.callbacks.contract import is_evaluation, ppo_view
 from lightning_rlhf.callbacks.loggers import RunWandb
+from lightning_rlhf.callbacks.progress import is_evaluation, latest
 from lightning_rlhf.callbacks.rules import RULES, History, Row, Rule
 from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -64,49 +64,37 @@ class Diagnosis(Callback):
         """Entries of the file: rule, iteration, symptom, cause, remedy."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "rows": [dict(row) for row in self.rows],
-            "evaluations": [dict(row) for row in self.evaluations],
-            "reported": list(self.reported),
-            "findings": list(self.findings),
-        }
+        kept = ("rows", "evaluations", "reported", "findings")
+        return {name: list(getattr(self, name)) for name in kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reported = list(state_dict["reported"])
-        self.rows, self.evaluations = list(state_dict["rows"]), list(state_dict["evaluations"])
-        self.findings = list(state_dict["findings"])
+        vars(self).update({name: list(kept) for name, kept in state_dict.items()})
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.write()  # without the findings behind the checkpoint that a run goes on from
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        found = {n: x for n, x in measured(trainer).items() if not n.startswith(UNREAD)}
-        self.rows = [*self.rows, found | {"step": ppo_view(pl_module).iteration}][-KEPT:]
-        self.diagnose(trainer, pl_module)
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        found = {n: x for n, x in latest(trainer).items() if not n.startswith(UNREAD)}
+        self.rows = [*self.rows, found | {"step": pl_module.iteration}][-KEPT:]
+        self.diagnose(trainer, pl_module.iteration)
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
             return
-        found = {n: x for n, x in measured(trainer).items() if n.startswith("eval/")}
-        step = ppo_view(pl_module).iteration
+        found = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
+        step = pl_module.iteration
         before = [row for row in self.evaluations if row["step"] != step]
         self.evaluations = [*before, found | {"step": step}][-KEPT:]
-        self.diagnose(trainer, pl_module)
+        self.diagnose(trainer, step)
 
-    def diagnose(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def diagnose(self, trainer: Trainer, iteration: int) -> None:
         """Apply the rules that were not reported yet, and report those that find a symptom."""
         history = History(
             rows=self.rows,
             evaluations=self.evaluations,
             config=self.config,
             prompts_cut=self.prompts_cut,
+            run_dir=self.path.parent,
         )
         for each in self.rules:
             if each.name in self.reported or (symptom := applied(each, history)) is None:
@@ -115,7 +103,6 @@ class Diagnosis(Callback):
             found = {"symptom": symptom, "cause": each.cause, "remedy": each.remedy}
             keys = vars(self.config)
             found = {name: own_keys(text, self.stage, keys) for name, text in found.items()}
-            iteration = ppo_view(pl_module).iteration
             self.findings.append({"rule": each.name, "iteration": iteration, **found})
             text = "{symptom}: {cause}. {remedy}".format(**found)
             print_line(f"warning: {text}", "yellow")
@@ -153,12 +140,7 @@ class OwnRule(Callback):
         """
         self.rule: Rule = load_object(rule, "rule", "rule", lambda found: isinstance(found, Rule))
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, Diagnosis) and self.rule not in callback.rules:
                 callback.rules = (*callback.rules, self.rule)
-
-
-def measured(trainer: Trainer) -> dict[str, float]:
-    """Return the latest value of every metric that a callback may monitor."""
-    return {name: float(value) for name, value in trainer.callback_metrics.items()}

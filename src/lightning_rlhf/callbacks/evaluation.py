@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.callbacks.contract import PPOView, is_evaluation, ppo_view
 from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.progress import is_evaluation
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
@@ -69,23 +70,16 @@ class Samples(Callback):
         self._path = train_samples(run_dir)
         self._wandb_table: wandb.Table | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.is_global_zero and self._path.exists():
-            keep_until(self._path, ppo_view(pl_module).iteration)
+            keep_until(self._path, pl_module.iteration)
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        iteration = ppo_view(pl_module).iteration
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        iteration = pl_module.iteration
         if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
             return
         experience = outputs[RESULT].experience.select(slice(0, self._count))
-        samples = training_samples(ppo_view(pl_module), experience)
+        samples = training_samples(pl_module, experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
         make_folder(self._path.parent)
@@ -97,9 +91,7 @@ class Samples(Callback):
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown(samples), iteration)
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Flush the samples before the checkpoint that comes after them is written."""
         if trainer.is_global_zero and self._path.exists():
             flush(self._path)
@@ -126,7 +118,19 @@ def eval_samples(run_dir: Path, iteration: int) -> Path:
     return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
 
 
-def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
+def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
+    """Return place of a prompt -> mean of a part of the judge's verdicts, after an iteration.
+
+    Empty where there are no samples, as in a run whose user has deleted them.
+    """
+    path, found = eval_samples(run_dir, iteration), defaultdict[int, list[float]](list)
+    for _, sample in json_lines(path) if path.is_file() else ():
+        if (value := sample["judge"].get(part)) is not None:
+            found[sample["index"]].append(value)
+    return {index: fmean(values) for index, values in found.items()}
+
+
+def training_samples(module: Any, experience: Experience) -> list[Sample]:
     """Return the responses of an experience as text, with their prompts and numbers.
 
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
@@ -138,21 +142,19 @@ def training_samples(module: PPOView, experience: Experience) -> list[Sample]:
         real = experience.response_mask[row]
         kl, advantages = experience.kl[row][real], experience.advantages[row][real]
         response = experience.responses[row][real].tolist()
-        samples.append(
-            {
-                "iteration": module.iteration,
-                "prompt": prompts[index]["prompt"],
-                "response": module.chat.decode_response(response),
-                "score": experience.score[row].item(),
-                "kl": kl_sums[row],
-                "ended": experience.ended[row].item(),
-                "per_token": {
-                    "text": [module.chat.show([token]) for token in response],
-                    "kl": [round(x, DECIMALS) for x in kl.tolist()],
-                    "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
-                },
-            }
-        )
+        samples.append({
+            "iteration": module.iteration,
+            "prompt": prompts[index]["prompt"],
+            "response": module.chat.decode_response(response),
+            "score": experience.score[row].item(),
+            "kl": kl_sums[row],
+            "ended": experience.ended[row].item(),
+            "per_token": {
+                "text": [module.chat.show([token]) for token in response],
+                "kl": [round(x, DECIMALS) for x in kl.tolist()],
+                "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
+            },
+        })  # fmt: skip
     return samples
 
 
@@ -182,6 +184,14 @@ def markdown(samples: Sequence[Sample]) -> str:
         cells = (str(sample[column]).replace("|", "\\|") for column in COLUMNS)
         lines.append(f"| {' | '.join(cells)} |".replace("\n", " "))
     return "\n".join(lines)
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Write a file of samples whole, and make its folder."""
+    make_folder(path.parent)
+    lines = [json_line(sample) + "\n" for sample in samples]
+    with written_whole(path) as beside:
+        beside.write_text("".join(lines), encoding="utf-8")
 
 
 def keep_until(path: Path, iteration: int) -> None:
@@ -219,65 +229,43 @@ class Evaluation(Callback):
     def __init__(self, judge: Judge | None, run_dir: Path) -> None:
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
-        self._sft: Sequence[Mapping[str, Any]] | None = None
+        self._sft: Sequence[Sample] | None = None
         self._judge = judge
         self._run_dir = run_dir
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Delete the samples of later policies, which a resumed run evaluates again."""
         for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
-            if found is not None and int(found[1]) > ppo_view(pl_module).iteration:
+            if found is not None and int(found[1]) > pl_module.iteration:
                 path.unlink()
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._samples: list[dict[str, Any]] = []
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._samples: list[Sample] = []
 
     def on_validation_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        names = [term.name for term in ppo_view(pl_module).reward.terms]
-        samples = judged_samples(outputs, names, self._judge)
-        self._samples.extend(samples)
+        names = [term.name for term in pl_module.reward.terms]
+        self._samples += judged_samples(outputs, names, self._judge)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
             return
-        samples = self._samples
+        samples, iteration = self._samples, pl_module.iteration
         metrics = evaluation_metrics(samples)
-        start = self._start(samples, ppo_view(pl_module).iteration)
-        if start is not None:
-            metrics["eval/win_rate"] = win_rate(samples, start)
-        publish(trainer, pl_module, metrics)
-        self.first = self.first or metrics
-        self.last = metrics
-        path = eval_samples(self._run_dir, ppo_view(pl_module).iteration)
-        make_folder(path.parent)
-        lines = [json_line(sample) + "\n" for sample in samples]
-        with written_whole(path) as beside:
-            beside.write_text("".join(lines), encoding="utf-8")
-
-    def _start(
-        self, samples: Sequence[Mapping[str, Any]], iteration: int
-    ) -> Sequence[Mapping[str, Any]] | None:
-        """Return the SFT model's samples: those of iteration 0, whose policy it is.
-
-        They are read from their file where this process did not make them. None where there are
-        none for the same prompts.
-        """
+        # The policy of iteration 0 is the SFT model.
         if iteration == 0:
             self._sft = samples
         elif self._sft is None and (path := eval_samples(self._run_dir, 0)).is_file():
-            self._sft = [found for _, found in json_lines(path)]
-        indices = [sample["index"] for sample in samples]
-        is_paired = self._sft is not None and [s["index"] for s in self._sft] == indices
-        return self._sft if is_paired else None
+            self._sft = [found for _, found in json_lines(path)]  # of an earlier process
+        sft, indices = self._sft, [sample["index"] for sample in samples]
+        if sft is not None and [sample["index"] for sample in sft] == indices:
+            metrics["eval/win_rate"] = win_rate(samples, sft)
+        publish(trainer, pl_module, metrics)
+        self.first = self.first or metrics
+        self.last = metrics
+        write_samples(eval_samples(self._run_dir, iteration), samples)
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -288,7 +276,7 @@ class Evaluation(Callback):
 
 def judged_samples(
     result: EvaluationResult, components: Sequence[str], judge: Judge | None
-) -> list[dict[str, Any]]:
+) -> list[Sample]:
     """Return one sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
@@ -299,33 +287,21 @@ def judged_samples(
     mask = rollout.response_mask
     kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
     columns = {
-        "index": rollout.index,
         "ended": rollout.ended,
         "tokens": mask.sum(dim=1),
         "score": scores.score.float(),
+        "parts": scores.component_scores,
         "kl": kl,
         "ref_logprob": scores.ref_logprobs.float().sum(dim=1),
-        "parts": scores.component_scores,
     }
     cells = zip(*(column.tolist() for column in columns.values()), strict=True)
-    samples = []
-    for row, response, numbers in zip(decoded.rows, decoded.responses, cells, strict=True):
-        sample = dict(zip(columns, numbers, strict=True))
-        verdict = {} if judge is None else dict(judge(row, response, sample["ended"]))
-        samples.append(
-            {
-                "index": sample["index"],
-                "prompt": row["prompt"],
-                "response": response,
-                "ended": sample["ended"],
-                "tokens": sample["tokens"],
-                "score": sample["score"],
-                "parts": dict(zip(components, sample["parts"], strict=True)),
-                "kl": sample["kl"],
-                "ref_logprob": sample["ref_logprob"],
-                "judge": verdict,
-            }
-        )
+    index, samples = rollout.index.tolist(), []
+    for place, (row, response) in enumerate(zip(decoded.rows, decoded.responses, strict=True)):
+        sample = {"index": index[place], "prompt": row["prompt"], "response": response}
+        sample |= dict(zip(columns, next(cells), strict=True))
+        sample["parts"] = dict(zip(components, sample["parts"], strict=True))
+        sample["judge"] = {} if judge is None else dict(judge(row, response, sample["ended"]))
+        samples.append(sample)
     return samples
 
 

@@ -14,12 +14,10 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
-from lightning.pytorch.utilities import rank_zero_only
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks.logger_config import (
@@ -54,17 +52,14 @@ class RunWandb(WandbLogger):
     is_gone = False
     """True once W&B's process has ended."""
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         axis = {} if step is None else {AXIS: step}
         self._try(lambda: self.experiment.log({**metrics, **axis}))
 
-    @rank_zero_only
     def alert(self, title: str, text: str) -> None:
         """Send an alert, which W&B shows on the run's page and passes on by mail or Slack."""
         self._try(lambda: self.experiment.alert(title=title, text=text, level="WARN"))
 
-    @rank_zero_only
     def close(self, exit_code: int) -> None:
         """Finish the W&B run, so that the next run in this process starts a new one."""
         self._try(lambda: self.experiment.finish(exit_code=exit_code))
@@ -132,7 +127,6 @@ class MetricsFile(Logger):
     def save_dir(self) -> str:
         return str(self.path.parent)
 
-    @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add the metrics to the row of `step`. Raises ValueError where `step` is None."""
         if step is None:
@@ -146,19 +140,16 @@ class MetricsFile(Logger):
         else:
             self._rewrite()
 
-    @rank_zero_only
     def rewind(self, step: int) -> None:
         """Delete the rows after `step`."""
         self._rows = {s: row for s, row in self._rows.items() if s <= step}
         self._rewrite()
 
-    @rank_zero_only
     def flush(self) -> None:
         """Write all rows to the disk, so that they survive a loss of power."""
         if self.path.exists():
             flush(self.path)
 
-    @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Ignore the hyperparameters: the run folder already holds the configuration."""
 
@@ -262,7 +253,6 @@ class RunTensorBoard(TensorBoardLogger):
     def __init__(self, run_dir: Path) -> None:
         super().__init__(save_dir=run_dir, name="tensorboard", version="", default_hp_metric=False)
 
-    @rank_zero_only
     def rewind(self, step: int) -> None:
         """Hide the events after `step` in earlier event files."""
         from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
@@ -273,7 +263,6 @@ class RunTensorBoard(TensorBoardLogger):
         start = SessionLog(status=SessionLog.START)
         self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
 
-    @rank_zero_only
     def flush(self) -> None:
         """Write all events to the disk, so that they survive a kill and a loss of power."""
         self.experiment.flush()
@@ -294,12 +283,9 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
 
 
 def log_table(
-    loggers: Sequence[Logger],
-    name: str,
-    columns: Sequence[str],
-    rows: Sequence[Sequence[Any]],
+    loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]],
     step: int,
-) -> None:
+) -> None:  # fmt: skip
     """Log a table to W&B, where it is one of the loggers."""
     for logger in loggers:
         if isinstance(logger, WandbLogger):
@@ -309,12 +295,33 @@ def log_table(
             logger.log_metrics({name: table}, step=step)
 
 
-@rank_zero_only
 def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     import wandb
     from wandb.errors import AuthenticationError, CommError
 
-    start = partial(_start_wandb, config, run_dir, identity)
+    group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
+
+    def start(mode: Any) -> Run:
+        return wandb.init(
+            project=config.project,
+            entity=config.entity,
+            name=fitted(identity.name, NAME_CHARACTERS),
+            group=None if group is None else fitted(group, NAME_CHARACTERS),
+            job_type=identity.stage,
+            tags=[*wandb_tags(identity), *config.tags],
+            config=dict(identity.config),
+            id=_wandb_id(run_dir),
+            dir=run_dir,
+            mode=mode,
+            resume="allow" if mode == "online" else None,
+            reinit="finish_previous",
+            settings=wandb.Settings(
+                silent=mode != "online",
+                init_timeout=config.init_timeout_s,
+                finish_timeout=config.finish_timeout_s,
+            ),
+        )
+
     mode, why = wandb_mode(config.mode), "WANDB_API_KEY and netrc hold no key"
     try:
         run = start(mode)
@@ -334,34 +341,9 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
         reason = f", as {why}" if mode == "online" or not wandb_key_present() else ""
-        line = f"W&B: offline{reason}; upload later with `wandb sync {Path(run.dir).parent}`"
-        print(visible_line(line))
+        upload = f"upload later with `wandb sync {Path(run.dir).parent}`"
+        print(visible_line(f"W&B: offline{reason}; {upload}"))
     return run
-
-
-def _start_wandb(config: WandbConfig, run_dir: Path, identity: RunIdentity, mode: Any) -> Run:
-    import wandb
-
-    group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
-    return wandb.init(
-        project=config.project,
-        entity=config.entity,
-        name=fitted(identity.name, NAME_CHARACTERS),
-        group=None if group is None else fitted(group, NAME_CHARACTERS),
-        job_type=identity.stage,
-        tags=[*wandb_tags(identity), *config.tags],
-        config=dict(identity.config),
-        id=_wandb_id(run_dir),
-        dir=run_dir,
-        mode=mode,
-        resume="allow" if mode == "online" else None,
-        reinit="finish_previous",
-        settings=wandb.Settings(
-            silent=mode != "online",
-            init_timeout=config.init_timeout_s,
-            finish_timeout=config.finish_timeout_s,
-        ),
-    )
 
 
 def wandb_tags(identity: RunIdentity) -> list[str]:

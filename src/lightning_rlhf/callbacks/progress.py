@@ -1,26 +1,51 @@
-"""One progress bar over the whole run, or plain lines where there is no terminal."""
+"""Where a run stands, and one progress bar over it, or plain lines where there is no terminal.
+
+Callbacks read the attributes of a PPOModule (iteration, experience, chat, reward, moments, critic,
+prompt_rows) without its type, since modules and callbacks do not import each other.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from time import monotonic
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich import get_console
-from rich.console import RenderableType
-from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn
-from rich.progress import Progress as RichProgress
-from rich.text import Text
+from rich.progress import TextColumn
 
-from lightning_rlhf.callbacks.contract import position
-from lightning_rlhf.io.console import Working, clock_text
+from lightning_rlhf.io.console import Bar, Working, clock_text
 
 LINES = 10
 """Number of plain lines with metrics per run, besides the first one. Lines without metrics are
 printed every ten seconds."""
+
+
+def position(trainer: Trainer, pl_module: Any) -> int:
+    """Return the number of finished iterations, or of optimizer steps for a module without any.
+
+    Under manual optimization Lightning's `global_step` counts every optimizer step within an
+    iteration, and does not count skipped updates.
+    """
+    return pl_module.iteration if hasattr(pl_module, "iteration") else trainer.global_step
+
+
+def trained(trainer: Trainer) -> int:
+    """Return the number of batches trained on, over all resumes."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
+
+
+def is_evaluation(trainer: Trainer) -> bool:
+    """Return False in a sanity check over a part of the validation set, else True."""
+    return not trainer.sanity_checking or trainer.num_sanity_val_steps == float("inf")
+
+
+def latest(trainer: Trainer) -> dict[str, float]:
+    """Return the latest value of every metric that a callback may monitor."""
+    return {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
 class Progress(ProgressBar):
@@ -38,7 +63,7 @@ class Progress(ProgressBar):
         self._stage = stage
         self._shown = headlines
         self._enabled = True
-        self._bar: _Bar | None = None
+        self._bar: Bar | None = None
         self._working: Working | None = None
         """Printer of the plain lines of training or evaluation where there is no bar."""
         self._is_training = False
@@ -52,35 +77,33 @@ class Progress(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         get_console().print(*args, **kwargs)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._total = int(trainer.estimated_stepping_batches)
         self._done = self._first = position(trainer, pl_module)
         self._start = monotonic()
         self._is_training = True
         if self._enabled and get_console().is_terminal:
-            self._bar = _Bar(self._stage, self._done, self._total)
+            times = TextColumn("{task.fields[times]}")
+            self._bar = Bar(self._stage, self._total, times, done=self._done)
             self._bar.start()
         self._begin(Working(self._stage, line=self._line))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         before, self._done = self._done, position(trainer, pl_module)
         if self._done == before:
             return
-        if self._bar is not None:
-            self._bar.headlines = headline_text(trainer.callback_metrics, self._shown)
-            self._bar.update(self._bar.task_ids[0], completed=self._done, times=self._times())
-            return
+        headlines = headline_text(trainer.callback_metrics, self._shown)
         tenth = self._done * LINES // self._total
         is_due = self._done == self._first + 1 or tenth > (self._done - 1) * LINES // self._total
-        if self._enabled and is_due:
-            headlines = headline_text(trainer.callback_metrics, self._shown)
+        if self._bar is not None:
+            self._bar.below = headlines
+            self._bar.show(completed=self._done, times=self._times())
+        elif self._enabled and is_due:
             print(f"{self._line()}  {headlines}", flush=True)
 
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=f"{self._stage} eval", refresh=True)
+            self._bar.show(description=f"{self._stage} eval", refresh=True)
         is_check = trainer.sanity_checking
         total = sum(trainer.num_sanity_val_batches if is_check else trainer.num_val_batches)
         known = int(total) if math.isfinite(total) else None
@@ -90,23 +113,21 @@ class Progress(ProgressBar):
         if self._working is not None:
             self._working.advance()
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._end()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], description=self._stage, refresh=True)
+            self._bar.show(description=self._stage, refresh=True)
         if self._is_training:
             self._begin(Working(self._stage, line=self._line))
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._is_training = False
         self._end()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
 
     def _begin(self, working: Working) -> None:
@@ -145,24 +166,3 @@ def number_text(x: float) -> str:
     """
     is_plain = x == 0 or 1e-3 <= abs(x) < 1e4
     return f"{x:z.3f}" if is_plain else f"{x:.4g}"
-
-
-class _Bar(RichProgress):
-    """A progress bar with a line of metrics below it."""
-
-    headlines = ""
-
-    def __init__(self, stage: str, done: int, total: int) -> None:
-        super().__init__(
-            SpinnerColumn(),
-            TextColumn("[bold]{task.description}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[times]}"),
-            console=get_console(),
-        )
-        self.add_task(stage, completed=done, total=total, times="")
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        yield self.make_tasks_table(self.tasks)
-        yield Text(self.headlines, style="cyan")

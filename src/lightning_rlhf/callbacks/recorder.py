@@ -9,17 +9,15 @@ from typing import Any, cast
 
 import pyarrow as pa
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from torch import Tensor
 
-from lightning_rlhf.callbacks.contract import ppo_view
 from lightning_rlhf.core.errors import NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.lengths import Tokenised
-from lightning_rlhf.data.readers import Rows
 from lightning_rlhf.data.rollouts import (
     LAST_BATCH,
     file_of,
@@ -27,6 +25,7 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
     write_table,
 )
+from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io.console import print_line
 
 BY_ROW = ("old_logprobs", "ref_logprobs", "old_values", "component_scores")
@@ -48,25 +47,21 @@ class Recorder(Callback):
         self._rows = rows
         self._every = every
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         for iteration in recorded_iterations(self._run_dir):
-            if iteration > ppo_view(pl_module).iteration:
+            if iteration > pl_module.iteration:
                 file_of(self._run_dir, iteration).unlink()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         if self._every:
-            iteration = ppo_view(pl_module).iteration
+            iteration = pl_module.iteration
             write_table(file_of(self._run_dir, iteration), iteration_columns(pl_module))
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, NotFiniteError):
             return
-        experience = cast(Experience, ppo_view(pl_module).experience)
-        iteration = ppo_view(pl_module).iteration + 1
+        experience = cast(Experience, pl_module.experience)
+        iteration = pl_module.iteration + 1
         path = file_of(self._run_dir, iteration)
         if written(path, lambda: iteration_columns(pl_module)):
             # Advantages are whitened, so that one row that is not finite would spoil all of them.
@@ -79,9 +74,9 @@ class Recorder(Callback):
             )
 
 
-def iteration_columns(pl_module: LightningModule) -> dict[str, Any]:
+def iteration_columns(pl_module: Any) -> dict[str, Any]:
     """Return the columns of the module's current or latest iteration."""
-    module = ppo_view(pl_module)
+    module = pl_module
     experience = cast(Experience, module.experience)
     rows = module.prompt_rows("train")
     return recorded_columns(
@@ -115,15 +110,13 @@ class KeepLastBatch(Callback):
         self._data = data
         self._chat = chat
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._path.unlink(missing_ok=True)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, NotFiniteError):
             return
-        step = ppo_view(pl_module).iteration
+        step = pl_module.iteration
         positions = self._data.schedule.batch(step)
         examples = [self._data.train[i] for i in positions]
         columns: dict[str, Any] = {"number": [self._numbers[i] for i in positions]}
@@ -139,7 +132,7 @@ class KeepLastBatch(Callback):
         try:
             with trainer.precision_plugin.forward_context():
                 batch = self._data.collate(examples).to(pl_module.device)
-                losses: Tensor = cast(Any, pl_module).row_losses(batch).float().cpu()
+                losses: Tensor = pl_module.row_losses(batch).float().cpu()
             columns["loss"] = losses.numpy()
             bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
         except Exception as failure:  # the batch itself is still written

@@ -9,8 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import fmean, median, stdev
 
+from lightning_rlhf.callbacks.evaluation import judged
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
 
@@ -33,22 +35,20 @@ class History:
     """Configuration of the stage."""
     prompts_cut: float
     """Share of the training prompts that were cut, or left out, for their length."""
+    run_dir: Path
+    """Folder of the run, with the samples of the evaluations."""
 
     def last(self, name: str, count: int) -> list[float]:
         """Return a metric in the last `count` iterations; [] unless all of them have it."""
         found = [row[name] for row in self.rows[-count:] if name in row]
         return found if len(found) == count else []
 
-    def lasts(self, name: str, is_bad: Callable[[float], bool], count: int) -> bool:
-        """Return whether a metric is bad in each of the last `count` iterations."""
-        found = self.last(name, count)
-        return bool(found) and all(map(is_bad, found))
-
     def streak(self, name: str, is_bad: Callable[[float], bool], words: str) -> str | None:
         """Return words, with the latest value for "{}", on a metric that is bad IN_A_ROW times."""
-        if not self.lasts(name, is_bad, IN_A_ROW):
+        found = self.last(name, IN_A_ROW)
+        if not found or not all(map(is_bad, found)):
             return None
-        return f"{words.format(self.rows[-1][name])} {IN_A_ROW} iterations in a row"
+        return f"{words.format(found[-1])} {IN_A_ROW} iterations in a row"
 
 
 Find = Callable[[History], str | None]
@@ -114,8 +114,10 @@ RISE, RISE_FOR = 3.0, 10
 FLAT_AFTER, GAIN = 40, 0.1
 """Iterations before the reward can be flat, and the least gain, in standard deviations of the
 score."""
-FALL = 0.1
-"""Fall of the gold score in two evaluations, as a share of its range so far."""
+FALL, FALL_ERRORS = 0.1, 2.0
+"""Fall of the gold score in two evaluations: a share of its range so far, and standard errors of
+the difference prompt by prompt. A gold score that stays the same falls twice in a row in one of six
+cases, but by 2 standard errors in one of 50. The course's run without a KL penalty falls by 3.3."""
 PERPLEXITY = 10.0
 """Factor on the perplexity of the first evaluation: 2.3 nats a token."""
 
@@ -156,6 +158,11 @@ def groups_alike(history: History) -> str | None:
     remedy="Look at the reward, and at samples/; reward.clip must not cut all scores to one",
 )
 def reward_constant(history: History) -> str | None:
+    def is_constant(row: Row) -> bool:
+        # Compared are values, as the standard deviation of equal ones may be rounded above 0.
+        least, most = (row.get(f"rollout/reward_{end}") for end in ("min", "max"))
+        return (least is not None and least == most) or row.get("rollout/reward_paid_range") == 0.0
+
     rows = history.rows[-IN_A_ROW:]
     few = history.config.rollout_batch_size == 1 or len(rows) < IN_A_ROW
     if few or not all(map(is_constant, rows)):
@@ -164,16 +171,6 @@ def reward_constant(history: History) -> str | None:
         f"all responses of an iteration got the same reward, {IN_A_ROW} iterations in a row (the "
         f"last time {rows[-1]['rollout/reward_max']:g})"
     )
-
-
-def is_constant(row: Row) -> bool:
-    """Return whether all responses have the same score, or the same training reward.
-
-    Compares values, since the standard deviation of equal values may be rounded above 0.
-    """
-    paid = "rollout/reward_paid_range"
-    equal = "rollout/reward_min" in row and row["rollout/reward_min"] == row["rollout/reward_max"]
-    return equal or (paid in row and row[paid] == 0.0)
 
 
 @rule(
@@ -292,20 +289,18 @@ def clip_fraction_high(history: History) -> str | None:
     remedy="a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs",
 )
 def clip_fraction_zero(history: History) -> str | None:
-    config, rows = history.config, history.rows[-UNMOVED_FOR:]
-    still = (
-        history.lasts("update/clip_fraction", lambda x: x == 0.0, UNMOVED_FOR)
-        and history.lasts("update/steps", lambda x: x > 1.0, UNMOVED_FOR)
-        and history.lasts("update/lr", lambda x: x >= config.lr / 2, UNMOVED_FOR)
-    )
-    if not still or rows[0]["step"] <= config.critic_warmup:
+    config = history.config
+    names = ("update/clip_fraction", "update/steps", "update/lr", "rollout/response_tokens")
+    clipped, steps, rates, lengths = (history.last(name, UNMOVED_FOR) for name in names)
+    if not (clipped and steps and rates) or any(clipped) or min(steps) <= 1.0:
         return None
-    lengths = history.last("rollout/response_tokens", UNMOVED_FOR)
-    if sum(lengths) * config.rollout_batch_size * config.ppo_epochs < UNMOVED_TOKENS:
+    tokens = sum(lengths) * config.rollout_batch_size * config.ppo_epochs
+    is_warm = history.rows[-UNMOVED_FOR]["step"] > config.critic_warmup
+    if min(rates) < config.lr / 2 or not is_warm or tokens < UNMOVED_TOKENS:
         return None
     return (
         f"update/clip_fraction is 0 {UNMOVED_FOR} iterations in a row (ppo.clip_range="
-        f"{config.clip_range:g}, update/lr={rows[-1]['update/lr']:.3g})"
+        f"{config.clip_range:g}, update/lr={rates[-1]:.3g})"
     )
 
 
@@ -399,8 +394,9 @@ def reward_flat(history: History) -> str | None:
 
 
 @rule(
-    when=f"{HELD_OUT} rises and {GOLD} falls in two evaluations in a row, together "
-    f"by more than {FALL:.0%} of the range of gold so far",
+    when=f"{HELD_OUT} rises and {GOLD} falls in two evaluations in a row, gold together by more "
+    f"than {FALL:.0%} of its range so far and {FALL_ERRORS:g} standard errors of its difference "
+    "prompt by prompt",
     cause="the policy exploits the reward: what it pays for is no longer what is wanted",
     remedy="take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer "
     "ppo.iterations, a better reward; compare samples/eval_*.jsonl",
@@ -412,6 +408,10 @@ def reward_against_gold(history: History) -> str | None:
     reward, gold = ([row[name] for row in rows] for name in (HELD_OUT, GOLD))
     opposite = reward[-3] < reward[-2] < reward[-1] and gold[-3] > gold[-2] > gold[-1]
     if not opposite or gold[-3] - gold[-1] <= FALL * (max(gold) - min(gold)):
+        return None
+    before, now = (judged(history.run_dir, int(row["step"]), "gold") for row in rows[-3::2])
+    falls = [before[index] - now[index] for index in before if index in now]
+    if len(falls) < 2 or fmean(falls) <= FALL_ERRORS * stdev(falls) / math.sqrt(len(falls)):
         return None
     return (
         f"from iteration {rows[-3]['step']:.0f} to {rows[-1]['step']:.0f} {HELD_OUT} rose from "

@@ -13,14 +13,25 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_rlhf.callbacks.checkpoints import trained
-from lightning_rlhf.callbacks.contract import is_evaluation
-from lightning_rlhf.callbacks.progress import number_text
+from lightning_rlhf.callbacks.progress import is_evaluation, latest, number_text, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, StopConfig
-from lightning_rlhf.core.errors import counted, require
+from lightning_rlhf.core.errors import ConfigError, counted, require
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
 from lightning_rlhf.core.ppo_config import PPOStopConfig
+
+
+class CheckMonitors(Callback):
+    """Callback that checks the metric of every EarlyStopping. Place it before them."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        logged = trainer.callback_metrics
+        for callback in trainer.early_stopping_callbacks:
+            if callback is not None and callback.strict and callback.monitor not in logged:
+                raise ConfigError(
+                    f"the metric that {type(callback).__name__} monitors is {callback.monitor!r}, "
+                    f"which was not logged; allowed: {', '.join(sorted(logged)) or 'none'}"
+                )
 
 
 class EarlyStop(Callback):
@@ -54,39 +65,31 @@ class EarlyStop(Callback):
         """Why the run ended; None while it has not."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "best": self.best, "best_step": self.best_step, "without": self.without,
-            "reason": self.reason,
-        }  # fmt: skip
+        kept = ("best", "best_step", "without", "reason")
+        return {name: getattr(self, name) for name in kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update(state_dict)
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """End a run at once that a rule has ended, and that is resumed to be handed over."""
         trainer.should_stop = trainer.should_stop or self.reason is not None
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any,
-        batch_idx: int,
-    ) -> None:  # fmt: skip
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
-        if largest is None:
-            return
-        kl = float(trainer.callback_metrics[KL])
-        if kl > largest:
+        if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
             self.end(
                 trainer,
                 f"{KL} is {number_text(kl)} nats a response, above "
                 f"{self.section}.stop.max_kl={largest:g}",
             )
 
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         is_over = self.config.patience is None or self.reason is not None
         if is_over or self.metric is None or not is_evaluation(trainer):
             return
         name, mode = self.metric
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        metrics = latest(trainer)
         require_metrics(f"{self.section}.stop.metric", [self.metric], metrics)
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -96,11 +99,9 @@ class EarlyStop(Callback):
             return
         self.without += 1
         if self.without == self.config.patience:
-            since = (
-                ""
-                if self.best_step is None
-                else (f" since {number_text(SIGNS[mode] * self.best)} at step {self.best_step}")
-            )
+            since = ""
+            if self.best_step is not None:
+                since = f" since {number_text(SIGNS[mode] * self.best)} at step {self.best_step}"
             self.end(
                 trainer,
                 f"{name} has not gained more than {self.config.min_gain:g}{since}, in "
@@ -109,8 +110,7 @@ class EarlyStop(Callback):
 
     def end(self, trainer: Trainer, why: str) -> None:
         """End the run after this step."""
-        if self.reason is None:
-            self.reason = why
+        self.reason = self.reason or why
         trainer.should_stop = True
 
 
@@ -142,8 +142,6 @@ class MaxTime(Timer):
 
 AVERAGE = "averaged_weights"
 """Checkpoint key of the average of each weight, by its name in `state_dict`."""
-PREFIX = "roles."
-"""Start of the names of the weights that are averaged: those of a module's attribute `roles`."""
 
 
 class WeightAverage(Callback):
@@ -168,27 +166,26 @@ class WeightAverage(Callback):
         self._update = get_ema_multi_avg_fn(decay)
         self._is_swapped = False
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Average after every step of the optimizer from now on.
 
         Raises ConfigError where the module trains no weights in `roles`.
         """
-        trained = averaged_weights(pl_module)
+        weights = averaged_weights(pl_module)
         allowed = f"null for {type(pl_module).__name__}, which trains no weights in `roles`"
-        require(bool(trained), "ema_decay", self.decay, allowed)
+        require(bool(weights), "ema_decay", self.decay, allowed)
         # Those of a checkpoint come on the CPU.
-        self.average = {name: x.to(trained[name].device) for name, x in self.average.items()}
+        self.average = {name: x.to(weights[name].device) for name, x in self.average.items()}
         trainer.optimizers[0].register_step_post_hook(lambda *_: self.update(pl_module))
 
     def update(self, module: LightningModule) -> None:
         """Take the present weights into the average."""
-        trained = averaged_weights(module)
+        weights = averaged_weights(module)
         if self.average:
-            self._update(
-                [*self.average.values()], [*trained.values()], 0
-            )  # the count has no effect
+            present = [*weights.values()]
+            self._update([*self.average.values()], present, 0)  # the count has no effect
         else:
-            self.average = {name: weights.clone() for name, weights in trained.items()}
+            self.average = {name: x.clone() for name, x in weights.items()}
 
     def swap(self, module: LightningModule) -> None:
         """Exchange the module's weights and `average`, unless no step was made."""
@@ -200,43 +197,37 @@ class WeightAverage(Callback):
                     self.average[name].copy_(before)
         self._is_swapped = not self._is_swapped
 
-    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.swap(pl_module)
 
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.swap(pl_module)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if self._is_swapped:
             self.swap(pl_module)
 
-    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_end(self, trainer: Trainer, pl_module: Any) -> None:
         """Leave the average in the module. Called also where a resumed run has no batch left."""
         self.swap(pl_module)
         self.average, self._is_swapped = {}, False
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if self.average:
             checkpoint[AVERAGE] = dict(self.average)
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if AVERAGE in checkpoint:  # there is none before the first step
             self.average = {name: x.clone() for name, x in checkpoint[AVERAGE].items()}
 
 
 def averaged_weights(module: LightningModule) -> dict[str, Tensor]:
-    """Return the weights that are averaged, by their names, without a graph.
+    """Return the weights that are averaged, those trained in `module.roles`, without a graph.
 
-    They share the memory of the module's parameters.
+    They share the memory of the module's parameters, whose names are the keys.
     """
     return {
         name: parameter.detach()
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and name.startswith(PREFIX)
+        if parameter.requires_grad and name.startswith("roles.")
     }

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch.nn import functional as F
+from transformers import DynamicCache
 
 from lightning_rlhf.cli.export import checked_final
 from lightning_rlhf.core.errors import (
@@ -37,14 +38,12 @@ from lightning_rlhf.data.rows import Message
 from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.io.console import Working, visible
 from lightning_rlhf.io.storage import Kind, written_whole
-from lightning_rlhf.models.adapter import ADAPTER, json_object
 from lightning_rlhf.models.build_roles import check_fingerprint, check_positions, start_from
-from lightning_rlhf.models.checkpoint import MANIFEST, Final, find
+from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, Final, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.collector import as_responses
-from lightning_rlhf.rollout.decode_state import roomy_cache
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import predict
 from lightning_rlhf.runs.console import quiet_libraries
@@ -113,7 +112,7 @@ class Speaker:
         Raises LogitsError where there is no distribution to draw from.
         """
         roles = self.roles
-        cache = roomy_cache(roles.causal_lm.config, len(prompt) + most) if roles.caches else None
+        cache = DynamicCache(config=roles.causal_lm.config) if roles.caches else None
         read, new = torch.tensor([prompt], device=roles.device), len(prompt)
         for _ in range(most):
             with roles.use_role(self.role):

@@ -26,9 +26,15 @@ from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
-from lightning_rlhf.models.adapter import attention_of_the_hub, check_weights, is_folder
 from lightning_rlhf.models.build_roles import REROUNDED, fingerprint, load_head, whole_weights
-from lightning_rlhf.models.checkpoint import MANIFEST, Final, find
+from lightning_rlhf.models.checkpoint import (
+    MANIFEST,
+    Final,
+    check_weights,
+    config_faults,
+    find,
+    is_folder,
+)
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
@@ -186,7 +192,8 @@ def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
             elif key == "trust_remote_code" and value is not False:
                 yield f"{prefix}{key}", value
 
-    for key, value in [*trusting(tree, ""), *attention_of_the_hub(tree)]:
+    asks = [(key, value) for key, value, _ in config_faults(tree) if "attn_implementation" in key]
+    for key, value in [*trusting(tree, ""), *asks]:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"

@@ -56,7 +56,7 @@ from lightning_rlhf.core.errors import (
     RLHFError,
     StorageError,
 )
-from lightning_rlhf.data.sources import ENDINGS
+from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command

@@ -28,7 +28,7 @@ from lightning_rlhf.cli.arguments import (
     stage_of,
 )
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
-from lightning_rlhf.core.validation import STRICT, build, described, rule, section
+from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_promises, promise_rows
 from lightning_rlhf.io.console import Working, print_line
@@ -82,7 +82,7 @@ class Recipe:
     )
     """Step -> overrides of its own, in which {folder} is the run's."""
     promises: Annotated[
-        tuple[Annotated[Promise, section(Promise)], ...],
+        tuple[Promise, ...],
         Field(strict=False),
         described("a list of promises"),
     ]

@@ -25,8 +25,7 @@ from optuna.trial import TrialState
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.callbacks.checkpoints import trained
-from lightning_rlhf.callbacks.contract import is_evaluation
+from lightning_rlhf.callbacks.progress import is_evaluation, trained
 from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import (
     NEUTRAL,

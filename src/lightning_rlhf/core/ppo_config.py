@@ -138,75 +138,34 @@ class PPOConfig(StageConfig):
         return self.samples_per_prompt if self.advantage in GROUPED else 1
 
     def __post_init__(self) -> None:
-        self._check_sizes()
-        self._check_combinations()
-
-    def _check_sizes(self) -> None:
         for small, large in (
             ("samples_per_prompt", "rollout_batch_size"),
             ("minibatch_size", "rollout_batch_size"),
             ("microbatch_size", "minibatch_size"),
         ):
             check_divides(small, getattr(self, small), large, getattr(self, large))
-
-    def _check_combinations(self) -> None:
-        if self.advantage in GROUPED:
-            rule(
-                self.samples_per_prompt > 1,
-                "samples_per_prompt",
-                self.samples_per_prompt,
-                f"at least 2, which advantage={self.advantage} compares",
-            )
-        if self.kl_in == "loss":
-            rule(
-                self.kl_estimator != "k1",
-                "kl_estimator",
-                self.kl_estimator,
-                "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on "
-                "average, so it would hold nothing back",
-            )
-        if self.kl_control == "adaptive":
-            rule(
-                self.kl_coef > 0,
-                "kl_coef",
-                self.kl_coef,
-                "a number > 0 to start from where ppo.kl_control=adaptive",
-            )
-            fifth = 0.2 * self.rollout_batch_size
-            rule(
-                self.kl_horizon > fifth,
-                "kl_horizon",
-                self.kl_horizon,
-                f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn "
-                "kl_coef negative",
-            )
-        rule(
-            self.critic_warmup < self.iterations,
-            "critic_warmup",
-            self.critic_warmup,
-            f"< ppo.iterations, {self.iterations}, or the policy never learns",
-        )
-        if self.critic_warmup > 0:
-            rule(
-                self.vf_coef > 0,
-                "vf_coef",
-                self.vf_coef,
-                "a number > 0 where ppo.critic_warmup lets the critic learn first",
-            )
-        if not self.has_critic:
-            for key, allowed in (("critic_warmup", 0), ("critic", "head"), ("critic_init", "zero")):
-                found = getattr(self, key)
-                rule(
-                    found == allowed,
-                    key,
-                    found,
-                    f"{allowed}, since advantage={self.advantage} has no critic",
-                )
-        if self.critic_init == "reward":
-            rule(
-                self.critic != "head",
-                "critic",
-                self.critic,
-                "adapter, model where ppo.critic_init=reward: a head on the policy's trunk "
-                "cannot read what the reward model's head was trained on",
-            )
+        is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
+        without = f"since advantage={self.advantage} has no critic"
+        for holds, key, allowed in (
+            (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
+             f"at least 2, which advantage={self.advantage} compares"),
+            (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",
+             "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on average, so "
+             "it would hold nothing back"),
+            (not is_adaptive or self.kl_coef > 0, "kl_coef",
+             "a number > 0 to start from where ppo.kl_control=adaptive"),
+            (not is_adaptive or self.kl_horizon > fifth, "kl_horizon",
+             f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn kl_coef "
+             "negative"),
+            (self.critic_warmup < self.iterations, "critic_warmup",
+             f"< ppo.iterations, {self.iterations}, or the policy never learns"),
+            (self.critic_warmup == 0 or self.vf_coef > 0, "vf_coef",
+             "a number > 0 where ppo.critic_warmup lets the critic learn first"),
+            (self.has_critic or self.critic_warmup == 0, "critic_warmup", f"0, {without}"),
+            (self.has_critic or self.critic == "head", "critic", f"head, {without}"),
+            (self.has_critic or self.critic_init == "zero", "critic_init", f"zero, {without}"),
+            (self.critic_init == "zero" or self.critic != "head", "critic",
+             "adapter, model where ppo.critic_init=reward: a head on the policy's trunk cannot "
+             "read what the reward model's head was trained on"),
+        ):  # fmt: skip
+            rule(holds, key, getattr(self, key), allowed)

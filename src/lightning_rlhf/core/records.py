@@ -253,7 +253,7 @@ class CountedExperience(Experience):
         return replace(super().to(device, non_blocking), counts=self.counts)
 
 
-def counted(experience: Experience) -> Experience:
+def with_lengths(experience: Experience) -> Experience:
     """Return the experience with its lengths, which are read from its device at once.
 
     A record of a class of the user's own is returned as it is.

@@ -80,17 +80,25 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTStep:
-    """Result of `training_step` of supervised fine-tuning."""
+class Step:
+    """Facts of one update, common to the results of `training_step` of SFT, RM and DPO."""
 
     loss: Float[Tensor, ""]
-    """Cross-entropy before the update, mean over the target tokens, nats."""
-    tokens: Float[Tensor, ""]
-    """Number of target tokens."""
+    """Loss before the update: of SFT the cross-entropy, mean over the target tokens, nats; of a
+    reward model the mean over the pairs; of DPO that of the pairs with the SFT term of the tokens.
+    """
     grad_norm: Float[Tensor, ""]
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTStep(Step):
+    """Result of `training_step` of supervised fine-tuning."""
+
+    tokens: Float[Tensor, ""]
+    """Number of target tokens."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -129,15 +137,8 @@ class PairScores(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardStep(PairScores):
+class RewardStep(Step, PairScores):
     """Result of `training_step` of a reward model; the scores are from before the update."""
-
-    loss: Float[Tensor, ""]
-    """Loss before the update, mean over the pairs."""
-    grad_norm: Float[Tensor, ""]
-    """Global norm of the gradient before clipping."""
-    is_made: bool
-    """False where the update was not made, because it is not finite."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -172,15 +173,8 @@ class DPOScores(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOStep(DPOScores):
+class DPOStep(Step, DPOScores):
     """Result of `training_step` of direct preference optimization, from before the update."""
-
-    loss: Float[Tensor, ""]
-    """Loss with the SFT term: of the pairs their mean, of the tokens theirs."""
-    grad_norm: Float[Tensor, ""]
-    """Global norm of the gradient before clipping."""
-    is_made: bool
-    """False where the update was not made, because it is not finite."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

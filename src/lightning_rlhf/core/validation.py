@@ -11,9 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter
 from pydantic import ValidationError as PydanticError
 from pydantic.fields import FieldInfo
-from pydantic_core import ErrorDetails
 
-from lightning_rlhf.core.errors import ConfigError, refused, require, unknown_key
+from lightning_rlhf.core.errors import ConfigError, refused, unknown_key
 
 T = TypeVar("T")
 
@@ -70,35 +69,80 @@ Options = Annotated[dict[str, Any], described("a mapping of names to values")]
 
 def section(cls: type[T]) -> BeforeValidator:
     """Return an annotation with which a field of type `cls` also takes a mapping of its keys."""
-    return BeforeValidator(lambda node: _construct(cls, node) if _is_mapping(node) else node)
+    return BeforeValidator(lambda node: cls(**node) if isinstance(node, Mapping) else node)
 
 
 def build(cls: type[T], node: Any, key: str) -> T:
     """Return `cls(**node)`, where `node` is the section `key` of a configuration.
 
-    Raises ConfigError naming the key, what was found and what is allowed.
+    A field that is another validated dataclass, or a tuple of them, is built of the section in it.
+
+    Raises ConfigError naming the key, what was found and what is allowed: for the first refused
+    key, unknown ones before others; the other keys are named.
     """
-    require(_is_mapping(node), key, node, "a mapping of keys to values")
+    refusals: dict[str, str] = {}
+    built = _built(cls, node, key, refusals)
+    if not refusals:
+        return built  # type: ignore[no-any-return]
+    (_, first), *others = refusals.items()
+    shown = ", ".join(name for name, _ in others[:3]) + ", ..." * (len(others) > 3)
+    raise ConfigError(f"{first} (and {len(others)} more: {shown})" if others else first)
+
+
+def _built(cls: Any, node: Any, key: str, refusals: dict[str, str]) -> Any:
+    """Return the section `key`, or add key -> message to `refusals` for what is refused in it."""
+    if isinstance(node, cls):
+        return node
+    if not isinstance(node, Mapping):
+        refusals[key] = refused(key, node, "a mapping of keys to values")
+        return None
+    hints = get_type_hints(cls, include_extras=True)
+    values = {str(name): value for name, value in node.items()}
+    inside: dict[str, dict[str, str]] = {}
+    for name, value in values.items():
+        kind, where = _parts(hints.get(name))[0], f"{key}.{name}"
+        found = inside.setdefault(name, {})
+        item = get_args(kind)[0] if get_origin(kind) is tuple else None
+        if dataclasses.is_dataclass(kind):
+            values[name] = _built(kind, value, where, found)
+        elif dataclasses.is_dataclass(item) and isinstance(value, list):
+            numbered = enumerate(value)
+            values[name] = [_built(item, one, f"{where}[{i}]", found) for i, one in numbered]
     try:
-        return _construct(cls, node)
-    except PydanticError as error:
-        message = _message(error, cls, node, key)
-    raise ConfigError(message)  # without pydantic's own message, which shows secrets
+        return cls(**values)
+    except PydanticError as error:  # is not raised from here, since it shows secrets
+        details = error.errors(include_url=False)
+    order = ("unexpected_keyword_argument", "missing")
+    details.sort(key=lambda d: order.index(d["type"]) if d["type"] in order else len(order))
+    for detail in details:
+        name = str(detail["loc"][0]) if detail["loc"] else ""
+        where, value = f"{key}.{name}", values.get(name)
+        if not name:  # a rule of __post_init__
+            broken = detail["ctx"]["error"]
+            is_ours = isinstance(broken, RuleError)
+            refusals[key] = broken.words(f"{key}.") if is_ours else f"{key}.{broken}"
+        elif detail["type"] == "unexpected_keyword_argument":
+            known = [field.name for field in dataclasses.fields(cls)]
+            refusals[where] = unknown_key(name, known, f"{key}.", node)
+        elif detail["type"] == "missing":
+            refusals[where] = f"{where} is missing from the configuration"
+        elif not inside[name]:
+            if len(detail["loc"]) > 1 and all(isinstance(part, int) for part in detail["loc"][1:]):
+                value = detail["input"]  # the item of a list
+            refusals.setdefault(where, refused(where, value, allowed(hints[name], value)))
+    for found in inside.values():
+        refusals |= found
+    return None
 
 
 def check_value(key: str, found: Any, kind: Any) -> None:
     """Raise ConfigError naming `key` unless `found` is of the type `kind`, bounds included."""
-    if not fits(found, kind):
-        raise ConfigError(refused(key, found, allowed(kind, found)))
-
-
-def fits(found: Any, kind: Any) -> bool:
-    """Return whether `found` is of the type `kind`, bounds included."""
     try:
         TypeAdapter(kind, config=STRICT).validate_python(found)
+        return
     except PydanticError:
-        return False
-    return True
+        pass
+    raise ConfigError(refused(key, found, allowed(kind, found)))
 
 
 class RuleError(ValueError):
@@ -143,13 +187,14 @@ def allowed(hint: Any, found: Any = None) -> str:
 
     Limits of memory and of counting are named only where the number `found` is beyond them.
     """
-    kind, bounds, description = _parts(hint)
-    if description is not None:
-        return description
+    kind, notes = _parts(hint)
+    texts = [note.description for note in notes if isinstance(note, FieldInfo)]
+    if words := [text for text in texts if text]:
+        return words[-1]
     if get_origin(kind) in (Union, UnionType):
         *_, member = (member for member in get_args(kind) if member is not NoneType)
-        words = allowed(Annotated[member, *bounds] if bounds else member, found)
-        return f"{words}, or null" if NoneType in get_args(kind) else words
+        of_member = allowed(Annotated[member, *notes] if notes else member, found)
+        return f"{of_member}, or null" if NoneType in get_args(kind) else of_member
     if get_origin(kind) is Literal:
         return ", ".join("null" if value is None else str(value) for value in get_args(kind))
     if kind is bool:
@@ -158,95 +203,22 @@ def allowed(hint: Any, found: Any = None) -> str:
         return "a mapping of keys to values"
     if kind not in (int, float):
         return str(getattr(kind, "__name__", kind))
-    limits = [
+    bounds = [b for n in notes for b in (n.metadata if isinstance(n, FieldInfo) else [n])]
+    limits = {sign: getattr(b, name) for b in bounds for name, sign in _SIGNS.items()
+              if hasattr(b, name)}  # fmt: skip
+    named = [
         f"{sign} {limit:g}" if isinstance(limit, float) else f"{sign} {limit}"
-        for bound in bounds
-        for name, sign in _SIGNS.items()
-        if hasattr(bound, name)
-        for limit in [getattr(bound, name)]
-        if kind is float or limit not in (MOST, LARGEST) or _is_above(found, limit)
+        for sign, limit in limits.items()
+        if kind is float
+        or limit not in (MOST, LARGEST)
+        or (isinstance(found, int) and found > limit)
     ]
-    return " and ".join(["a whole number" if kind is int else "a number", *limits])
+    return " and ".join(["a whole number" if kind is int else "a number", *named])
 
 
-def _construct(cls: type[T], node: Mapping[Any, Any]) -> T:
-    return cls(**{str(key): value for key, value in node.items()})
-
-
-def _is_mapping(node: Any) -> bool:
-    return isinstance(node, Mapping)
-
-
-def _is_above(found: Any, limit: int) -> bool:
-    return isinstance(found, int) and found > limit
-
-
-def _parts(hint: Any) -> tuple[Any, list[Any], str | None]:
-    """Return the type inside `Annotated`, its bounds, and its description if it has one."""
+def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Return the type inside `Annotated`, and its notes."""
     if get_origin(hint) is not Annotated:
-        return hint, [], None
+        return hint, ()
     kind, *notes = get_args(hint)
-    bounds: list[Any] = []
-    description = None
-    for note in notes:
-        bounds += note.metadata if isinstance(note, FieldInfo) else [note]
-        if isinstance(note, FieldInfo) and note.description is not None:
-            description = note.description
-    return kind, bounds, description
-
-
-def _message(error: PydanticError, cls: type, node: Mapping[Any, Any], key: str) -> str:
-    """Return one line about the first error, unknown keys before others, and the other keys."""
-    details = error.errors(include_url=False)
-    order = ("unexpected_keyword_argument", "missing")
-    details.sort(key=lambda d: order.index(d["type"]) if d["type"] in order else len(order))
-    lines: dict[str, str] = {}
-    for detail in details:
-        named, line = _line(detail, cls, node, key)
-        lines.setdefault(named, line)
-    (_, first), *others = lines.items()
-    if not others:
-        return first
-    shown = ", ".join(name for name, _ in others[:3]) + ", ..." * (len(others) > 3)
-    return f"{first} (and {len(others)} more: {shown})"
-
-
-def _line(detail: ErrorDetails, cls: Any, node: Any, key: str) -> tuple[str, str]:
-    """Return the key of an error and its message.
-
-    cls: class of the section `key`; node: the section, from which it was to be built.
-    """
-    rest = list(detail["loc"])
-    hint: Any = cls
-    while rest:
-        part = rest[0]
-        if dataclasses.is_dataclass(hint) and isinstance(node, Mapping):
-            name = str(part)
-            if detail["type"] == "unexpected_keyword_argument" and len(rest) == 1:
-                known = [field.name for field in dataclasses.fields(hint)]
-                return f"{key}.{name}", unknown_key(name, known, f"{key}.", node)
-            if detail["type"] == "missing" and len(rest) == 1:
-                return f"{key}.{name}", f"{key}.{name} is missing from the configuration"
-            key, node = f"{key}.{name}", node[name]
-            hint = get_type_hints(hint, include_extras=True)[name]
-        elif isinstance(part, int) and _is_section(_item(hint)):
-            key, node, hint = f"{key}[{part}]", node[part], _item(hint)
-        else:
-            break
-        rest.pop(0)
-        hint = _parts(hint)[0] if _is_section(hint) else hint
-    if detail["type"] == "value_error" and dataclasses.is_dataclass(hint):
-        broken = detail["ctx"]["error"]
-        return key, broken.words(f"{key}.") if isinstance(broken, RuleError) else f"{key}.{broken}"
-    found = detail["input"] if rest and all(isinstance(part, int) for part in rest) else node
-    return key, refused(key, found, allowed(hint, found))
-
-
-def _is_section(hint: Any) -> bool:
-    return dataclasses.is_dataclass(_parts(hint)[0])
-
-
-def _item(hint: Any) -> Any:
-    """Return the type of the items of `tuple[T, ...]`; None of another type."""
-    kind = _parts(hint)[0]
-    return get_args(kind)[0] if get_origin(kind) is tuple else None
+    return kind, tuple(notes)

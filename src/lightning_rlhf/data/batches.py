@@ -202,13 +202,13 @@ class StageData(LightningDataModule):
             "batch size": self.schedule.batch_size,
             "seed": self.schedule.seed,
             "pool_batches": self.schedule.pool_batches,
-            "digest of the training examples": digest(self.train),
-            "digest of the validation examples": digest(self.val),
+            "digest of the training examples": digest_examples(self.train),
+            "digest of the validation examples": digest_examples(self.val),
             "digest of the columns that a reward reads": digest_columns(self.columns),
         }
 
 
-def digest(examples: Sequence[Any]) -> str:
+def digest_examples(examples: Sequence[Any]) -> str:
     """Return a digest of the examples in their order, 16 hexadecimal digits.
 
     examples: dataclasses whose fields are numbers and sequences of numbers.

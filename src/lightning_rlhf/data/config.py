@@ -15,7 +15,7 @@ from lightning_rlhf.core.validation import (
     rule,
     section,
 )
-from lightning_rlhf.data.formats import AUTO, NAMES, columns_of
+from lightning_rlhf.data.formats import AUTO, NAMES, formats_of
 
 FormatName = Annotated[
     str,
@@ -32,7 +32,7 @@ JudgePath = Annotated[Text, Field(pattern=r"\.py:", description="path.py:functio
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
 class Split:
-    """Two sources, each a local file or a hub data set; see `data.sources.open_source`."""
+    """Two sources, each a local file or a hub data set; see `data.readers.open_source`."""
 
     train: Source | None
     """null where the stage at hand does not need it."""
@@ -75,7 +75,7 @@ class DataConfig:
     """`path.py:function` that scores responses in evaluations, or null."""
 
     def __post_init__(self) -> None:
-        known = columns_of(self.format)
+        known = {column for form in formats_of(self.format) for column in form.reads}
         for name, column in self.columns.items():
             near = difflib.get_close_matches(name, known, n=1)
             meant = f"; did you mean data.columns.{near[0]}?" if near else ""

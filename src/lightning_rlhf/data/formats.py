@@ -1,8 +1,8 @@
 """Formats of rows: the columns of each, the function that reads it, and how one is found.
 
-A function reads a row for any kind of data. It returns the turns of the prompt where prompts are
-read, and else a demonstration, a preference, whose chosen side is a demonstration too, or a scored
-response. It raises BadRow for a row that cannot be used.
+A function reads the columns of a row that have a value, for any kind of data. It returns the turns
+of the prompt where prompts are read, and else a demonstration, a preference, whose chosen side is a
+demonstration too, or a scored response. It raises BadRow for a row that cannot be used.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from lightning_rlhf.data.rows import (
     IDENTICAL,
     BadRow,
     Demonstration,
+    Message,
     Messages,
     Preference,
     Prompt,
@@ -30,15 +31,13 @@ from lightning_rlhf.data.rows import (
     checked_prompt,
     checked_text,
     dialogue,
-    has,
-    messages_in,
     missing,
-    prompt_messages,
     prompt_row,
     split_last,
     text_in,
-    user_turn,
+    turns_in,
 )
+from lightning_rlhf.io.user_code import FAULTS
 
 Kind = Literal["demonstrations", "preferences", "prompts"]
 Found = Messages | Demonstration | Preference | Scored
@@ -92,19 +91,12 @@ def flag_in(row: Row, field: str) -> bool:
     return known[text.lower()]
 
 
-def pair(prompt: Messages, chosen: str, rejected: str, margin: float | None) -> Preference:
-    """Return the pair. Raises BadRow if its responses are the same."""
-    if chosen.strip() == rejected.strip():
-        raise BadRow(IDENTICAL)
-    return Preference(prompt, chosen, rejected, margin)
-
-
 def native(row: Row, kind: Kind) -> Found:
     """Read {"prompt"}, with "response" or with "chosen" and "rejected", whole dialogues {"chosen",
     "rejected"}, or {"messages"}.
     """
     order = _ORDER[kind]
-    fields = [field for field in order if has(row, field)]
+    fields = [field for field in order if field in row]
     if not fields or (kind == "preferences" and len(fields) < 2):
         lacking = next(field for field in order if field not in fields)
         raise missing(lacking, row, NEEDS[kind])
@@ -118,9 +110,9 @@ def native(row: Row, kind: Kind) -> Found:
         with suppress(BadRow):
             margin = number_in(row, "margin")
         strength = None if margin is None or margin < 0 else margin
-        return pair(chosen.prompt, chosen.response, rejected.response, strength)
+        return Preference(chosen.prompt, chosen.response, rejected.response, strength)
     if fields[0] == "prompt":
-        return prompt_messages(row)
+        return turns_in(row["prompt"], "prompt", "user")
     if fields[0] != "messages":
         return split_last(dialogue(row, fields[0]), fields[0])
     return _messages(row, kind)
@@ -128,13 +120,10 @@ def native(row: Row, kind: Kind) -> Found:
 
 def _alpaca(row: Row, kind: Kind) -> Found:
     """Read {"instruction", "input", "output"}; an empty input is none."""
-    given = row.get("input")
-    if given is not None and not isinstance(given, str):
-        raise BadRow("field 'input' is not text", f"found {type(given).__name__}")
-    text = text_in(row, "instruction")
-    if given is not None and given.strip():
+    text, given = text_in(row, "instruction"), row.get("input", "")
+    if not isinstance(given, str) or given.strip():
         text = f"{text}\n\n{checked_text(given, 'input')}"
-    prompt = user_turn(text)
+    prompt = (Message("user", text),)
     return prompt if kind == "prompts" else Demonstration(prompt, text_in(row, "output"))
 
 
@@ -156,7 +145,7 @@ def _sharegpt(row: Row, kind: Kind) -> Found:
                 raise BadRow("unknown role in 'conversations'", f"{where}; known are {known}")
             turn = {"role": role, "content": turn["value"]}
         turns.append(turn)
-    found = messages_in(turns, "conversations")
+    found = turns_in(turns, "conversations")
     users = [i for i, turn in enumerate(found) if turn.role == "user"]
     system = found[:1] if found[0].role == "system" else ()
     found = (*system, *(found[users[0] :] if users else ()))
@@ -171,7 +160,7 @@ def _sharegpt(row: Row, kind: Kind) -> Found:
 
 def _messages(row: Row, kind: Kind) -> Found:
     """Read OpenAI's {"messages": [{"role", "content"}, ...]}."""
-    turns = messages_in(row["messages"], "messages")
+    turns = turns_in(row["messages"], "messages")
     return turns if kind == "prompts" else split_last(turns, "messages")
 
 
@@ -197,13 +186,13 @@ def _shp(row: Row, kind: Kind) -> Found:
     """Read {"history", "human_ref_A", "human_ref_B", "labels", "score_ratio"}; labels 1: A is
     preferred; the margin is the logarithm of the ratio of the scores.
     """
-    prompt = user_turn(text_in(row, "history"))
+    prompt = (Message("user", text_in(row, "history")),)
     if kind == "prompts":
         return prompt
     sides = (text_in(row, "human_ref_A"), text_in(row, "human_ref_B"))
     chosen, rejected = sides if flag_in(row, "labels") else sides[::-1]
-    ratio = number_in(row, "score_ratio") if has(row, "score_ratio") else 0.0
-    return pair(prompt, chosen, rejected, math.log(ratio) if ratio >= 1 else None)
+    ratio = number_in(row, "score_ratio") if "score_ratio" in row else 0.0
+    return Preference(prompt, chosen, rejected, math.log(ratio) if ratio >= 1 else None)
 
 
 def _tldr(row: Row, kind: Kind) -> Found:
@@ -212,13 +201,14 @@ def _tldr(row: Row, kind: Kind) -> Found:
 
     Source: the request of Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix B
     """
-    is_compared = has(row, "summaries")
+    is_compared = "summaries" in row
     post = row["info"] if is_compared else row
     if not isinstance(post, dict):
         raise BadRow("field 'info' is no object", f"found {type(post).__name__}")
     subreddit, title, text = (text_in(post, name) for name in ("subreddit", "title", "post"))
     name = f"r/{subreddit.removeprefix('r/')}"
-    prompt = user_turn(f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:")
+    post_text = f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:"
+    prompt = (Message("user", post_text),)
     if kind == "prompts":
         return prompt
     if not is_compared:
@@ -228,24 +218,24 @@ def _tldr(row: Row, kind: Kind) -> Found:
     if not is_two or not all(isinstance(summary, dict) for summary in summaries):
         raise BadRow("field 'summaries' is not two objects {\"text\"}")
     chosen, rejected = (text_in(summaries[i], "text") for i in (choice, not choice))
-    return pair(prompt, chosen, rejected, None)
+    return Preference(prompt, chosen, rejected)
 
 
 def _helpsteer(row: Row, kind: Kind) -> Found:
     """Read {"prompt", "response", "helpfulness"}, or two responses and a preference, below 0 where
     the first is better.
     """
-    if has(row, "response1"):
-        prompt = messages_in(row["context"], "context")
+    if "response1" in row:
+        prompt = turns_in(row["context"], "context")
         sides, strength = ("response1", "response2"), "overall_preference"
     else:
         first, *rest = _STEER_TURN.split(text_in(row, "prompt"))
         turns = [("user", first), *zip(map(str.lower, rest[::2]), rest[1::2], strict=True)]
-        prompt = messages_in([{"role": role, "content": text} for role, text in turns], "prompt")
+        prompt = turns_in([{"role": role, "content": text} for role, text in turns], "prompt")
         sides, strength = ("response_1", "response_2"), "preference_strength"
     if kind == "prompts":
         return checked_prompt(prompt)
-    if has(row, "response"):
+    if "response" in row:
         response = text_in(row, "response")
         if kind == "demonstrations":
             return Demonstration(prompt, response)
@@ -254,7 +244,7 @@ def _helpsteer(row: Row, kind: Kind) -> Found:
     if margin == 0:
         raise UnusedRow(TIE)
     chosen, rejected = (text_in(row, side) for side in (sides if margin < 0 else sides[::-1]))
-    return pair(checked_prompt(prompt), chosen, rejected, abs(margin))
+    return Preference(checked_prompt(prompt), chosen, rejected, abs(margin))
 
 
 def _completion(row: Row, kind: Kind) -> Found:
@@ -277,7 +267,7 @@ def _kto(row: Row, kind: Kind) -> Found:
 def _text(row: Row, kind: Kind) -> Found:
     """Read {"text"}: for demonstrations a text without a prompt, for prompts what the user asks."""
     text = text_in(row, "text")
-    return user_turn(text) if kind == "prompts" else Demonstration((), text)
+    return (Message("user", text),) if kind == "prompts" else Demonstration((), text)
 
 
 _ALL: tuple[Kind, ...] = get_args(Kind)
@@ -301,11 +291,6 @@ class Format:
     """Columns that prompts are read from where the others are missing; empty: `columns`."""
 
     @property
-    def title(self) -> str:
-        """Return the format and its columns, for errors."""
-        return f"data.format={self.name} ({', '.join(self.columns)})"
-
-    @property
     def reads(self) -> tuple[str, ...]:
         """Return all columns that may be read."""
         return (*self.columns, *self.also, *(NATIVE if self.function is native else ()))
@@ -314,28 +299,31 @@ class Format:
         """Return the columns that a row must have for a kind of data."""
         return self.prompt_columns or self.columns if kind == "prompts" else self.columns
 
-    def read(self, row: Row, kind: Kind) -> Any:
+    def read(self, raw: Row, kind: Kind) -> Any:
         """Return the record that a row holds. Raises BadRow if it holds none."""
+        row = {column: value for column, value in raw.items() if value is not None}
         if self.function is not native:  # which names the columns of all its forms
             for column in self.needed(kind):
-                if not has(row, column):
-                    raise missing(column, row, f"{self.title} is read")
+                if column not in row:
+                    raise missing(column, row, f"{self} is read")
         found = self.function(row, kind)
+        if isinstance(found, Preference) and found.chosen.strip() == found.rejected.strip():
+            raise BadRow(IDENTICAL)
         if kind == "demonstrations" and isinstance(found, Preference):
             return Demonstration(found.prompt, found.chosen)
         if kind != "prompts":
             return found
-        turns = found.prompt if isinstance(found, Demonstration) else found
-        assert isinstance(turns, tuple)
+        turns = found if isinstance(found, tuple) else found.prompt
         if turns and turns[-1].role == "assistant":
             turns = turns[:-1]
-        others = {key: value for key, value in row.items() if key not in ("prompt", "messages")}
-        return Prompt(checked_prompt(turns), others | prompt_row(turns))
+        others = {key: value for key, value in raw.items() if key not in ("prompt", "messages")}
+        answers = {"response", "completion", "chosen", "messages", *self.columns} - {"prompt"}
+        is_answered = not answers.isdisjoint(row.keys() - {*self.prompt_columns})
+        return Prompt(checked_prompt(turns), others | prompt_row(turns), is_answered)
 
-    def is_answered(self, row: Row) -> bool:
-        """Return whether a row holds more than a prompt; several rows may then share the prompt."""
-        names = {"response", "completion", "chosen", "messages", *self.columns}
-        return any(has(row, name) for name in names - {"prompt", *self.prompt_columns})
+    def __str__(self) -> str:
+        """Return the format and its columns, for errors."""
+        return f"data.format={self.name} ({', '.join(self.columns)})"
 
 
 FORMATS: tuple[Format, ...] = (
@@ -371,24 +359,21 @@ FORMATS: tuple[Format, ...] = (
 with the most columns; but before the package's own those that have its columns and further ones,
 unless the row has a `margin`, which is the package's own."""
 NAMES = tuple(dict.fromkeys(form.name for form in FORMATS))
-"""Names of the formats, in their order."""
 
 
-def formats_of(name: str, kind: Kind) -> list[Format]:
-    """Return the formats of a name that hold data of a kind; a function's are the package's own."""
+def formats_of(name: str, kind: Kind | None = None) -> list[Format]:
+    """Return the formats of a name that hold data of a kind, or of any.
+
+    Those of a function are the package's own.
+    """
     name = "native" if ":" in name else name
-    return [form for form in FORMATS if name in (AUTO, form.name) and kind in form.kinds]
-
-
-def columns_of(name: str) -> list[str]:
-    """Return the columns that a format reads."""
-    forms = [form for form in FORMATS if name in (AUTO, form.name)]
-    return list(dict.fromkeys(column for form in forms for column in form.reads))
+    named = [form for form in FORMATS if name in (AUTO, form.name)]
+    return [form for form in named if kind is None or kind in form.kinds]
 
 
 def serving(kind: Kind) -> list[str]:
-    """Return the formats that hold data of a kind."""
-    return [name for name in NAMES if formats_of(name, kind)]
+    """Return the names of the formats that hold data of a kind."""
+    return list(dict.fromkeys(form.name for form in formats_of(AUTO, kind)))
 
 
 def check_serves(name: str, kind: Kind, key: str) -> None:
@@ -397,7 +382,7 @@ def check_serves(name: str, kind: Kind, key: str) -> None:
     key: key of the configuration that names the source.
     """
     if not formats_of(name, kind):
-        held = dict.fromkeys(k for form in FORMATS if form.name == name for k in form.kinds)
+        held = dict.fromkeys(k for form in formats_of(name) for k in form.kinds)
         raise DataError(
             f"data.format={name} holds {' and '.join(held)}, no {kind}, which {key} needs; "
             f"{NEEDS[kind]}; allowed: {', '.join(serving(kind))}"
@@ -410,8 +395,8 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
     best = max(fit, key=lambda form: (form.name == "native", len(form.columns)), default=None)
     if best is None or best.name != "native" or "margin" in columns:
         return best
-    more = [f for f in fit if {*best.columns} < {*f.columns} <= {*columns}]
-    further = [form for form in more if form.function is not native]
+    further = [form for form in fit if form.function is not native
+               and {*best.columns} < {*form.columns} <= {*columns}]  # fmt: skip
     return max(further, key=lambda form: len(form.columns), default=best)
 
 
@@ -421,7 +406,7 @@ def hint(columns: Collection[str], kind: Kind) -> str:
     for other in (kind, *_ALL):
         form = fitting(columns, AUTO, other)
         if form and not (len(columns) > 1 and {*form.columns} <= {"prompt", "chosen"}):
-            found += f"; its rows are of {form.title}"
+            found += f"; its rows are of {form}"
             if other == kind:
                 return found
             held, names = " and ".join(form.kinds), ", ".join(serving(kind))
@@ -431,5 +416,26 @@ def hint(columns: Collection[str], kind: Kind) -> str:
         formats_of(AUTO, kind),
         key=lambda form: (len({*form.needed(kind)} - {*columns}), form.name != "native"),
     )
-    listed = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
-    return f"{found}; {kind} have {listed}; data.columns.COLUMN=NAME reads one of another name"
+    near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
+    return f"{found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of another name"
+
+
+def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
+    """Return the row in the package's own form that a user's function makes of a row.
+
+    The function returns the turns of a dialogue, a dictionary with some columns of NATIVE, or None
+    for a row to leave out; other columns stay.
+    """
+    try:
+        found = function(dict(row))
+    except FAULTS as error:
+        raise BadRow("the function of data.format fails", repr(error)[:200]) from error
+    if found is None:
+        raise UnusedRow("the function of data.format returns None")
+    found = {"messages": found} if isinstance(found, list) else found
+    if not isinstance(found, dict):
+        raise BadRow(
+            "the function of data.format returns no row",
+            f"found {type(found).__name__}; allowed: a list of messages, a dictionary, None",
+        )
+    return {key: value for key, value in row.items() if key not in NATIVE} | found

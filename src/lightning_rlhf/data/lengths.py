@@ -20,8 +20,15 @@ from typing import Any, Generic, TypeVar
 from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.readers import Rows, counts_text
-from lightning_rlhf.data.rows import Demonstration, Message, Messages, Preference, Prompt
+from lightning_rlhf.data.rows import (
+    Demonstration,
+    Message,
+    Messages,
+    Preference,
+    Prompt,
+    Rows,
+    counts_text,
+)
 
 E = TypeVar("E")
 _OTHER_TEXT = "\ue000"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from scipy.stats import binomtest
+
 from lightning_rlhf.core.errors import percent
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, prompt_text
+from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, Rows, prompt_text
 
 EXAMPLES = 3
 """Maximum number of examples of each problem."""
@@ -65,8 +65,7 @@ class LengthShare:
         if self.share is None or self.interval is None:
             return False
         low, high = self.interval
-        beyond_chance = not low <= 0.5 <= high
-        return beyond_chance and max(self.share, 1 - self.share) >= LONGER_SHARE
+        return not low <= 0.5 <= high and max(self.share, 1 - self.share) >= LONGER_SHARE
 
     @property
     def line(self) -> str:
@@ -79,11 +78,9 @@ class LengthShare:
             f"{self.longer + self.shorter:,} pairs of different lengths (95% interval "
             f"{percent(low)} to {percent(high)})"
         )
-        if not self.one_sided:
-            return words
-        side = "longer" if self.share > 0.5 else "shorter"
-        right = percent(max(self.share, 1 - self.share))
-        return f"{words}; taking the {side} response is right in {right}, whatever it says"
+        right, side = max((self.share, "longer"), (1 - self.share, "shorter"))
+        rule = f"; taking the {side} response is right in {percent(right)}, whatever it says"
+        return words + rule * self.one_sided
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +107,6 @@ class Problems:
         return found if self.leaks is None else (*found, self.leaks)
 
 
-_Place = tuple[str, Preference]
-"""A pair, and where in the data it stands: "held-out row 3"."""
-
-
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
     """Find problems in all pairs; responses are compared without surrounding white space.
 
@@ -122,78 +115,64 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
         train: pairs that the reward model was trained on; None if they are unknown.
     """
     sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
-    places = [
-        (f"{side} row {number}", pair)
-        for side, rows in sides.items()
-        for number, pair in enumerate(rows.rows, start=1)
-    ]
-    left_out = sum(rows.left_out[IDENTICAL] for rows in sides.values())
-    read = len(places) + sum(rows.left_out.total() for rows in sides.values())
-    leaks = None
-    if train is not None:
-        first: dict[Messages, str] = {}
-        for place, pair in places[len(train) :]:
-            first.setdefault(pair.prompt, place)
-        trained_on = {pair.prompt for pair in train.rows}
-        leaked = [f"{first[p]}: {prompt_text(p)}" for p in first if p in trained_on]
-        what = "held-out prompts that are trained on as well"
-        leaks = Problem(what, len(leaked), len(first), "prompts", tuple(leaked[:EXAMPLES]))
-    what = "left out, its two responses being identical"
+    first: dict[tuple[Messages, str, str], str] = {}
+    duplicates: list[str] = []
+    contradictions: list[str] = []
+    asked: dict[str, dict[Messages, str]] = {"training": {}, "held-out": {}}
+    answered: dict[str, list[tuple[str, Messages]]] = {}
+    for side, rows in sides.items():
+        for number, pair in enumerate(rows.rows, start=1):
+            place, prompt = f"{side} row {number}", pair.prompt
+            chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
+            if earlier := first.get((prompt, chosen, rejected)):
+                duplicates.append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            if earlier := first.get((prompt, rejected, chosen)):
+                contradictions.append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            first.setdefault((prompt, chosen, rejected), place)
+            asked[side].setdefault(prompt, place)
+            answered.setdefault(chosen, []).append((place, prompt))
+    prompts = {response: len({p for _, p in given}) for response, given in answered.items()}
+    many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
+    for_many = [f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}" for r in many]
+    leaked = [f"{place}: {prompt_text(prompt)}" for prompt, place in asked["held-out"].items()
+              if prompt in asked["training"]]  # fmt: skip
+    pairs = sum(map(len, sides.values()))
+    left_out = sum((rows.left_out for rows in sides.values()), Counter())
+
+    def problem(what: str, found: Sequence[str], of: int, unit: str, count: int) -> Problem:
+        return Problem(what, count, of, unit, tuple(found[:EXAMPLES]))
+
+    def repeated(what: str, found: Sequence[str]) -> Problem:
+        return problem(f"{what} of an earlier pair", found, pairs, "pairs", len(found))
+
     return Problems(
-        identical=Problem(what, left_out, read, "rows", ()),
-        duplicates=_repeats("duplicates", places, swapped=False),
-        contradictions=_repeats("contradictions", places, swapped=True),
-        one_for_many=_one_for_many(places),
-        leaks=leaks,
-        length=length_share([pair for _, pair in places]),
-    )
+        identical=problem(
+            "left out, its two responses being identical", (), pairs + left_out.total(), "rows",
+            left_out[IDENTICAL],
+        ),
+        duplicates=repeated("duplicates", duplicates),
+        contradictions=repeated("contradictions", contradictions),
+        one_for_many=problem(
+            f"response chosen for {MANY_PROMPTS} different prompts or more", for_many, pairs,
+            "pairs", sum(len(answered[r]) for r in many),
+        ),
+        leaks=None if train is None else problem(
+            "held-out prompts that are trained on as well", leaked, len(asked["held-out"]),
+            "prompts", len(leaked),
+        ),
+        length=length_share(pair for rows in sides.values() for pair in rows.rows),
+    )  # fmt: skip
 
 
 def length_share(pairs: Iterable[Preference]) -> LengthShare:
     """Return how often chosen is longer than rejected, with Wilson's interval.
-
-    With p = k / n and z = 1.96:
-        (p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)
 
     Source: Brown, Cai and DasGupta 2001, eq. 4, https://doi.org/10.1214/ss/1009213286
     """
     signs = Counter((len(p.chosen) > len(p.rejected)) - (len(p.chosen) < len(p.rejected))
                     for p in pairs)  # fmt: skip
     longer, shorter, same = signs[1], signs[-1], signs[0]
-    n, z = longer + shorter, 1.96
-    if not n:
+    if not (n := longer + shorter):
         return LengthShare(longer, shorter, same, None, None)
-    share = longer / n
-    middle = share + z**2 / (2 * n)
-    reach = z * math.sqrt(share * (1 - share) / n + z**2 / (4 * n**2))
-    low, high = ((middle + side * reach) / (1 + z**2 / n) for side in (-1, 1))
-    return LengthShare(longer, shorter, same, share, (low, high))
-
-
-def _repeats(what: str, places: Sequence[_Place], *, swapped: bool) -> Problem:
-    """Return the pairs that repeat an earlier pair, or with its responses swapped."""
-    first: dict[tuple[Messages, str, str], str] = {}
-    found: list[str] = []
-    for place, pair in places:
-        sides = pair.chosen.strip(), pair.rejected.strip()
-        key = (pair.prompt, *(sides[::-1] if swapped else sides))
-        if key in first:
-            found.append(f"{place} and {first[key]}: {prompt_text(pair.prompt)}")
-        first.setdefault((pair.prompt, *sides), place)
-    examples = tuple(found[:EXAMPLES])
-    return Problem(f"{what} of an earlier pair", len(found), len(places), "pairs", examples)
-
-
-def _one_for_many(places: Sequence[_Place]) -> Problem:
-    by_response: dict[str, list[_Place]] = {}
-    for place in places:
-        by_response.setdefault(place[1].chosen.strip(), []).append(place)
-    prompts = {r: len({pair.prompt for _, pair in found}) for r, found in by_response.items()}
-    many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
-    examples = (
-        f"chosen for {prompts[r]} prompts, first in {by_response[r][0][0]}: {r}"
-        for r in many[:EXAMPLES]
-    )
-    what = f"response chosen for {MANY_PROMPTS} different prompts or more"
-    count = sum(len(by_response[r]) for r in many)
-    return Problem(what, count, len(places), "pairs", tuple(examples))
+    low, high = binomtest(longer, n).proportion_ci(method="wilson")
+    return LengthShare(longer, shorter, same, longer / n, (float(low), float(high)))

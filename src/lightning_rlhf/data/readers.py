@@ -1,22 +1,32 @@
-"""Reading of a source into checked rows, and rows to train on and held-out rows of a stage.
+"""Rows of a source: a file of lines, a JSON array, CSV, Parquet or a Hub dataset; no model needed.
 
-Needs no model or tokenizer.
+Texts are read by the standard library, so that every cell keeps its characters: "NA" and "007".
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
+import json
+import os
 import random
+import re
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, combinations, islice
-from typing import Any, Generic, Literal, Self, TypeVar
+from functools import partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
-from lightning_rlhf.core.errors import ConfigError, DataError
+from pyarrow import ArrowException, parquet
+
+from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.formats import (
     AUTO,
-    NATIVE,
     NEEDS,
     Format,
     Kind,
@@ -24,6 +34,7 @@ from lightning_rlhf.data.formats import (
     fitting,
     formats_of,
     hint,
+    own_row,
 )
 from lightning_rlhf.data.rows import (
     BadRow,
@@ -32,43 +43,28 @@ from lightning_rlhf.data.rows import (
     Preference,
     Prompt,
     Row,
+    Rows,
     Scored,
+    Unit,
     UnusedRow,
+    counts_text,
+    paired,
 )
-from lightning_rlhf.data.sources import Numbered, Unit, file_of, open_source
-from lightning_rlhf.io.user_code import FAULTS, check_file, load_function
+from lightning_rlhf.io.user_code import check_file, load_function
 
+ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 FIRST_ROWS = 100
 """Number of rows by whose columns the format of a source is found."""
-UNPAIRED = "no other response to the prompt has another score"
-"""Reason for leaving out a scored response."""
-OnBadRow = Literal["stop", "skip"]
-T = TypeVar("T")
+_OTHER_FILES = (".tsv", ".gz", ".arrow", ".zip")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_NO_UTF8 = re.compile("[\udc80-\udcff]")
+"""A byte that is not UTF-8, as "surrogateescape" decodes it."""
+_UNREADABLE = (ArrowException, OSError, ValueError, OverflowError)
+"""Errors of a damaged table, and of a value that Python cannot represent."""
+_ONE_A_LINE = "allowed: one JSON object a line"
+Numbered = Iterator[tuple[int, Row | BadRow]]
+"""Rows of a source with their numbers, from 1; one that cannot be read is the reason why."""
 S = TypeVar("S", Demonstration, Preference, Prompt)
-
-
-@dataclass(frozen=True)
-class Rows(Generic[T]):
-    """Usable rows of one source, in the order of the file."""
-
-    source: str
-    rows: tuple[T, ...]
-    left_out: Counter[str]
-    """Number of rows of the source that are not in `rows`, by reason."""
-    unit: Unit
-    numbers: tuple[int, ...]
-    """Number of each row in the source, in `unit`, from 1."""
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def only(self, positions: Sequence[int]) -> Self:
-        """Return the rows at these positions of `rows`."""
-        return replace(
-            self,
-            rows=tuple(self.rows[i] for i in positions),
-            numbers=tuple(self.numbers[i] for i in positions),
-        )
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
 
     Without a validation source, `val_fraction` of the different prompts (at least one), drawn with
     `seed`, are held out with all their rows, so that no prompt is on both sides. All validation
-    rows are returned; `sample` draws `max_val_rows` of those that fit.
+    rows are returned; `draw_rows` draws `max_val_rows` of those that fit.
 
     Raises:
         ConfigError: no source is set.
@@ -95,7 +91,7 @@ def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     if val is not None:
         return TrainVal(rows, read(kind, val, config.on_bad_row, config.format, config.columns))
     # Texts have no prompt; each is held out by itself.
-    keys = [getattr(row, "response", "") if not row.prompt else row.prompt for row in rows.rows]
+    keys = [row.prompt or getattr(row, "response", "") for row in rows.rows]
     prompts = list(dict.fromkeys(keys))
     if len(prompts) == 1:
         raise DataError(
@@ -124,13 +120,13 @@ def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
     for part, source in (("train", split.train), ("val", split.val)):
         try:
             if source is not None:
-                file_of(source)
+                _path_of(source)
         except DataError as error:
             raise DataError(f"{key}.{part}: {error}") from error
     return split.train, split.val
 
 
-def sample(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
+def draw_rows(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
     """Return `limit` of the rows, drawn with `seed`, in their order; None returns all."""
     if limit is None or len(rows) <= limit:
         return rows
@@ -139,24 +135,19 @@ def sample(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
     return replace(rows.only(kept), left_out=left_out)
 
 
-def counts_text(counts: Counter[str]) -> str:
-    """Return counts as text, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
-    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
-
-
 def read(
     kind: Kind,
     source: str,
-    on_bad_row: OnBadRow,
+    on_bad_row: Literal["stop", "skip"],
     format: str = AUTO,
     columns: Mapping[str, str] | None = None,
 ) -> Rows[Any]:
     """Read the rows of one kind of data.
 
-    A prompt that comes with responses is kept once, at its first occurrence; rows that hold only a
-    prompt are all kept, since their other columns may differ. Scored responses to one prompt are
-    paired, each with every other that has another score; the number of a pair is that of the row
-    with the chosen response.
+    A prompt that comes with responses is kept once, at its first occurrence; rows that hold
+    only a prompt are all kept, since their other columns may differ. Scored responses to one prompt
+    are paired, each with every other that has another score; the number of a pair is that of the
+    row with the chosen response.
 
     format: name of a format, or "path.py:function"; see `own_row`.
     columns: column of the format -> column of the source that is read as it.
@@ -176,10 +167,9 @@ def read(
     for number, raw in raw_rows:
         try:
             row = renamed(raw, columns)
-            row = row if own is None else own_row(own, row)
-            record = form.read(row, kind)
-            if kind == "prompts":
-                if record.prompt in prompts and form.is_answered(row):
+            record = form.read(own_row(own, row) if own else row, kind)
+            if isinstance(record, Prompt):
+                if record.is_answered and record.prompt in prompts:
                     raise UnusedRow("repeated prompt")
                 prompts.add(record.prompt)
         except BadRow as bad:
@@ -194,62 +184,7 @@ def read(
         reasons = f": {counts_text(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}{advice}")
     found = Rows(source, tuple(rows), left_out, unit, tuple(numbers))
-    return _paired(found) if isinstance(rows[0], Scored) else found
-
-
-def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
-    """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
-    if isinstance(row, BadRow):
-        raise row
-    if not columns:
-        return row
-    found = {c: row.get(name) for c, name in columns.items() if name in row or c in row}
-    return {**row, **found}
-
-
-def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
-    """Return the row in the package's own form that a user's function makes of a row.
-
-    The function returns the turns of a dialogue, a dictionary with some columns of NATIVE, or None
-    for a row to leave out; other columns stay.
-    """
-    try:
-        found = function(dict(row))
-    except FAULTS as error:
-        raise BadRow("the function of data.format fails", repr(error)[:200]) from error
-    if found is None:
-        raise UnusedRow("the function of data.format returns None")
-    found = {"messages": found} if isinstance(found, list) else found
-    if not isinstance(found, dict):
-        raise BadRow(
-            "the function of data.format returns no row",
-            f"found {type(found).__name__}; allowed: a list of messages, a dictionary, None",
-        )
-    return {key: value for key, value in row.items() if key not in NATIVE} | found
-
-
-def _paired(read: Rows[Scored]) -> Rows[Preference]:
-    """Return the pairs of responses to one prompt with different scores, in the file's order."""
-    by_prompt: dict[Messages, list[int]] = {}
-    for i, row in enumerate(read.rows):
-        by_prompt.setdefault(row.prompt, []).append(i)
-    pairs: list[Preference] = []
-    numbers: list[int] = []
-    used: set[int] = set()
-    for positions in by_prompt.values():
-        for two in combinations(positions, 2):
-            better, worse = sorted(two, key=lambda i: -read.rows[i].score)
-            high, low = read.rows[better], read.rows[worse]
-            if high.score == low.score or high.response.strip() == low.response.strip():
-                continue
-            margin = high.score - low.score if high.is_graded else None
-            pairs.append(Preference(high.prompt, high.response, low.response, margin))
-            numbers.append(read.numbers[better])
-            used.update(two)
-    left_out = read.left_out + Counter({UNPAIRED: len(read) - len(used)})
-    if not pairs:
-        raise DataError(f"{read.source} holds no pair of responses: {counts_text(left_out)}")
-    return Rows(read.source, tuple(pairs), left_out, read.unit, tuple(numbers))
+    return paired(found) if isinstance(rows[0], Scored) else found
 
 
 def _open(
@@ -271,17 +206,228 @@ def _open(
     present |= {ours: None for ours, name in columns.items() if name in names}
     for row in (row for _, row in head if not isinstance(row, BadRow)):
         seen |= dict.fromkeys(row)
-        present |= {
-            name: None for name, value in renamed(row, columns).items() if value is not None
-        }
+        given = renamed(row, columns).items()
+        present |= {name: None for name, value in given if value is not None}
     is_own = ":" in format
-    form = None if is_own else fitting(present, format, kind)
-    read_columns = columns if form is None else (*form.needed(kind), *form.also, *seen)
+    fit = None if is_own else fitting(present, format, kind)
+    read_columns = (*fit.needed(kind), *fit.also, *seen) if fit else columns
     for ours, name in columns.items():
         if seen and name not in seen and ours in read_columns:
             there = f"its columns are {', '.join(map(repr, seen))[:200]}"
             raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}")
-    if names and form is not None and kind != "prompts":
-        rows = open_rows({*form.reads, *(columns.get(name, name) for name in form.reads)})
-    advice = hint(present, kind) if form is None and present and not is_own else ""
-    return unit, form or formats_of(format, kind)[0], advice, chain(head, rows)
+    if names and fit and kind != "prompts":  # of which a reward may want any column
+        rows = open_rows({*fit.reads, *(columns.get(name, name) for name in fit.reads)})
+    advice = hint(present, kind) if present and not (fit or is_own) else ""
+    return unit, fit or formats_of(format, kind)[0], advice, chain(head, rows)
+
+
+def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
+    """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
+    if isinstance(row, BadRow):
+        raise row
+    found = {c: row.get(name) for c, name in columns.items() if name in row or c in row}
+    return {**row, **found} if columns else row
+
+
+def _path_of(source: str) -> Path | None:
+    """Return the path of a file, or None for a Hub dataset `org/name` or `org/name:split`.
+
+    Raises DataError if the file is missing, or the name is neither.
+    """
+    path = Path(os.path.expanduser(source))
+    if source.endswith(ENDINGS):
+        if not path.is_file():
+            what = "is no file" if path.exists() else "does not exist"
+            raise DataError(f"data file {source} {what}")
+        return path
+    name = source.partition(":")[0]
+    here = path.exists() or Path(name).exists()
+    if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(name):
+        raise DataError(
+            f"data source {source!r} is neither a file ending in {', '.join(ENDINGS)} "
+            "nor a hub data set org/name or org/name:split"
+        )
+    return None
+
+
+def open_source(
+    source: str,
+) -> tuple[Unit, Sequence[str], Callable[[Collection[str] | None], Numbered]]:
+    """Return the unit of a source's rows, the columns of a table, and a function to the rows.
+
+    A `.json` file holds an array of objects, or JSON lines. A line of a `.txt` file is a row with
+    the one column "text". A Hub dataset is read from its split "train" unless another is named.
+    Blank lines are skipped but counted. The function takes the columns to read of a table.
+
+    Raises DataError for a file that cannot be read, and HubError for a data set.
+    """
+    path = _path_of(source)
+    if path is None:
+        import datasets  # which takes a second; files do not need it
+
+        name, _, split = source.partition(":")
+        try:
+            table = datasets.load_dataset(name, split=split or "train")
+        except Exception as error:  # of half a dozen libraries, where the Hub is unreachable
+            raise HubError(
+                f"data set {name}, split {split or 'train'}, cannot be loaded: "
+                f"{first_line(error)}. A local file ending in {', '.join(ENDINGS)} can be given "
+                "instead"
+            ) from error
+        names = list(table.column_names)
+        return "row", names, partial(_table_rows, source, names, table.select_columns)
+    if source.endswith(".parquet"):
+        try:
+            names = parquet.read_schema(path).names
+        except _UNREADABLE as error:
+            raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
+        return "row", names, partial(_table_rows, source, names, partial(_parquet_rows, path))
+    if source.endswith(".csv"):
+        rows = _csv_rows(path)
+        number, names = next(rows, (1, []))
+        if isinstance(names, BadRow):
+            raise DataError(f"data file {path}, line {number}: {names}")
+        return "line", names, lambda columns: rows
+    if source.endswith(".json") and next(_lines(path), (0, ""))[1].lstrip().startswith("["):
+        return "row", (), lambda columns: _array_rows(path)
+    row_of = _text_row if source.endswith(".txt") else _json_row
+    return "line", (), lambda columns: ((n, row_of(line)) for n, line in _lines(path))
+
+
+def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
+    """Yield the lines of a text file with their numbers, without a byte order mark.
+
+    A byte that is not UTF-8 becomes half a surrogate pair. Blank lines are left out unless `blank`.
+    """
+    form: Any = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "\n"}
+    try:
+        with gzip.open(path, "rt", **form) if path.suffix == ".gz" else path.open(**form) as file:
+            for number, line in enumerate(file, start=1):
+                if blank or line.strip(" \t\n\r\v\f"):
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"data file {path} cannot be read: {error}") from error
+
+
+def _text_row(line: str) -> Row | BadRow:
+    """Return the row {"text"} of a line; a BadRow if it is not UTF-8."""
+    if not line.isascii() and (found := _NO_UTF8.search(line)):
+        byte = len(line[: found.start()].encode()) + 1
+        where = f"at byte {byte} of the line; allowed: UTF-8, not UTF-16 or such"
+        return BadRow("not UTF-8", where)
+    return {"text": line.rstrip("\r\n")}
+
+
+def _json_row(line: str) -> Row | BadRow:
+    """Return the object in a line of JSON; a BadRow if it is not UTF-8, no JSON, or no object."""
+    text = _text_row(line)
+    if isinstance(text, BadRow):
+        return text
+    try:
+        row = json.loads(text["text"], object_pairs_hook=_once_each)
+    except BadRow as bad:
+        return bad
+    except json.JSONDecodeError as error:
+        where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+        is_spread = line.strip() == "{" or line.lstrip().startswith("[")
+        return BadRow("broken JSON", _ONE_A_LINE if is_spread else where)
+    except (ValueError, RecursionError) as error:  # too many digits or levels
+        return BadRow("broken JSON", str(error))
+    if not isinstance(row, dict):
+        return BadRow("not a JSON object", f"found {type(row).__name__}; {_ONE_A_LINE}")
+    return row
+
+
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object made of `pairs`.
+
+    Raises BadRow if a name occurs twice, since JSON does not define which value counts.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise BadRow("a field stands twice in one object", f"found {twice!r}")
+    return found
+
+
+def _array_rows(path: Path) -> Numbered:
+    """Yield the objects of a JSON array; an element that is no object is a BadRow.
+
+    Raises DataError where the array is not JSON, since nothing after that can be read.
+    """
+    lines = list(_lines(path, blank=True))
+    if spoilt := [number for number, line in lines if _NO_UTF8.search(line)]:
+        raise DataError(f"data file {path}, line {spoilt[0]}: not UTF-8")
+    try:
+        elements = json.loads("".join(line for _, line in lines), object_pairs_hook=_once_each)
+    except (ValueError, RecursionError, BadRow) as error:  # also too many digits or levels
+        line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        why = getattr(error, "msg", str(error))
+        raise DataError(f"data file {path}{line}: broken JSON ({why})") from error
+    for number, row in enumerate(elements, start=1):
+        bad = BadRow("not a JSON object", f"found {type(row).__name__}")
+        yield number, row if isinstance(row, dict) else bad
+
+
+def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the names of the columns of a CSV file, then its rows, without blank lines.
+
+    Rows are numbered by the lines in which they begin. Every value is text, and an empty one is
+    None. Raises DataError where a quote is never closed, since nothing after it can be read.
+    """
+    csv.field_size_limit(sys.maxsize)
+    reader = csv.reader((line for _, line in _lines(path, blank=True)), strict=True)
+    names: list[str] = []
+    while True:
+        number = reader.line_num + 1
+        try:
+            cells = next(reader, None)
+        except csv.Error as error:
+            if reader.line_num > number:  # a quote may have been open since
+                raise DataError(
+                    f"data file {path}, line {number}: broken CSV ({error}); the quotes of a "
+                    "cell are doubled inside it and closed at its end"
+                ) from error
+            yield number, BadRow("broken CSV", str(error))
+            continue
+        if cells is None:
+            return
+        if any(_NO_UTF8.search(cell) for cell in cells):
+            yield number, BadRow("not UTF-8", "in a cell")
+        elif cells and not names:
+            names = cells
+            yield number, names
+        elif cells and len(cells) != len(names):
+            columns = counted(len(names), "column")
+            found = f"found {counted(len(cells), 'cell')}, the first row names {columns}"
+            yield number, BadRow("another number of cells than columns", found)
+        elif cells:
+            yield number, {n: cell or None for n, cell in zip(names, cells, strict=True)}
+
+
+def _parquet_rows(path: Path, columns: list[str]) -> Iterator[Row]:
+    with parquet.ParquetFile(path) as file:
+        for batch in file.iter_batches(batch_size=1024, columns=columns):
+            try:
+                rows = batch.to_pylist()
+            except _UNREADABLE:  # one by one, up to the row that cannot be read
+                rows = (batch.slice(i, 1).to_pylist()[0] for i in range(batch.num_rows))
+            yield from rows
+
+
+def _table_rows(
+    source: str,
+    names: Sequence[str],
+    open_rows: Callable[[list[str]], Iterable[Row]],
+    columns: Collection[str] | None,
+) -> Numbered:
+    """Yield the rows of a table. Raises DataError at one that cannot be read."""
+    number = 0
+    try:
+        kept = [name for name in names if columns is None or name in columns]
+        for number, row in enumerate(open_rows(kept), start=1):
+            yield number, row
+    except _UNREADABLE as error:
+        raise DataError(
+            f"{source}, row {number + 1} cannot be read: {first_line(error)}"
+        ) from error

@@ -8,17 +8,27 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any, Literal, Self, get_args
+from dataclasses import dataclass, replace
+from itertools import chain, combinations
+from typing import Any, Generic, Literal, Self, TypeVar, get_args
+
+from lightning_rlhf.core.errors import DataError
 
 Row = Mapping[str, Any]
-"""Columns of one row of a source; a null counts as absent, as Parquet fills absent columns."""
+"""Columns of one row of a source. A format reads those with a value: Parquet fills absent ones with
+null."""
 MAX_CHARACTERS = 1_000_000
 """Maximum length of one text (a message, a prompt or a response) in characters."""
 IDENTICAL = "chosen and rejected are identical"
 """Reason for leaving out a pair whose two responses are the same."""
+UNPAIRED = "no other response to the prompt has another score"
+"""Reason for leaving out a scored response."""
+Unit = Literal["line", "row"]
+"""Unit in which the rows of a source are numbered."""
+T = TypeVar("T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HH_START = "\n\nHuman:"
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
@@ -103,6 +113,8 @@ class Prompt:
     columns: dict[str, Any]
     """Other columns of the row, unchanged, with "prompt" as the prompt's text and "messages" as its
     turns, {"role", "content"} each."""
+    is_answered: bool = False
+    """True if the row holds more than a prompt; several rows may then share the prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +126,57 @@ class Scored:
     score: float
     is_graded: bool
     """True if a difference of two scores is the strength of a preference."""
+
+
+@dataclass(frozen=True)
+class Rows(Generic[T]):
+    """Usable rows of one source, in the order of the file."""
+
+    source: str
+    rows: tuple[T, ...]
+    left_out: Counter[str]
+    """Number of rows of the source that are not in `rows`, by reason."""
+    unit: Unit
+    numbers: tuple[int, ...]
+    """Number of each row in the source, in `unit`, from 1."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def only(self, positions: Sequence[int]) -> Self:
+        """Return the rows at these positions of `rows`."""
+        return replace(
+            self,
+            rows=tuple(self.rows[i] for i in positions),
+            numbers=tuple(self.numbers[i] for i in positions),
+        )
+
+
+def counts_text(counts: Counter[str]) -> str:
+    """Return counts as text, the most frequent first: "2 broken JSON, 1 repeated prompt"."""
+    return ", ".join(f"{count} {reason}" for reason, count in counts.most_common())
+
+
+def paired(read: Rows[Scored]) -> Rows[Preference]:
+    """Return the pairs of responses to one prompt with different scores, in the file's order."""
+    by_prompt: dict[Messages, list[int]] = {}
+    for i, row in enumerate(read.rows):
+        by_prompt.setdefault(row.prompt, []).append(i)
+    pairs: list[Preference] = []
+    numbers: list[int] = []
+    used: set[int] = set()
+    for two in chain.from_iterable(combinations(group, 2) for group in by_prompt.values()):
+        better, worse = sorted(two, key=lambda i: -read.rows[i].score)
+        high, low = read.rows[better], read.rows[worse]
+        if high.score != low.score and high.response.strip() != low.response.strip():
+            margin = high.score - low.score if high.is_graded else None
+            pairs.append(Preference(high.prompt, high.response, low.response, margin))
+            numbers.append(read.numbers[better])
+            used.update(two)
+    left_out = read.left_out + Counter({UNPAIRED: len(read) - len(used)})
+    if not pairs:
+        raise DataError(f"{read.source} holds no pair of responses: {counts_text(left_out)}")
+    return Rows(read.source, tuple(pairs), left_out, read.unit, tuple(numbers))
 
 
 def prompt_row(messages: Messages) -> dict[str, Any]:
@@ -129,22 +192,20 @@ def prompt_text(messages: Messages) -> str:
     return "\n\n".join(f"{turn.role.capitalize()}: {turn.content}" for turn in messages)
 
 
-def has(row: Row, field: str) -> bool:
-    """Return whether the row has a value in the field."""
-    return row.get(field) is not None
-
-
 def missing(field: str, row: Row, needed: str) -> BadRow:
     """Return the error for a field that the row lacks; needed: description of what is allowed."""
-    found = ", ".join(repr(name) for name in row if has(row, name)) or "none"
+    found = ", ".join(map(repr, row)) or "none"
     return BadRow(f"field {field!r} is missing", f"found {found[:200]}; {needed}")
 
 
-def checked_text(text: str, field: str, place: str = "") -> str:
-    """Return the text if it can be used; raise BadRow otherwise.
+def checked_text(text: Any, field: str, place: str = "") -> str:
+    """Return a text that can be used. Raises BadRow for any other value.
 
     place: position of the text within the field, if the field holds more than one text.
     """
+    if not isinstance(text, str):
+        found = f"{place} is {type(text).__name__}" if place else f"found {type(text).__name__}"
+        raise BadRow(f"field '{field}' is not text", found)
     if not text.strip():
         raise BadRow(f"field '{field}' is empty or blank", place)
     if len(text) > MAX_CHARACTERS:
@@ -160,27 +221,18 @@ def checked_text(text: str, field: str, place: str = "") -> str:
 
 def text_in(row: Row, field: str) -> str:
     """Return the text in a field. Raises BadRow if it is missing, of another type or unusable."""
-    if not has(row, field):
+    if row.get(field) is None:
         raise missing(field, row, f"{field!r} is a text")
-    if not isinstance(row[field], str):
-        raise BadRow(f"field '{field}' is not text", f"found {type(row[field]).__name__}")
     return checked_text(row[field], field)
-
-
-def user_turn(text: str) -> Messages:
-    """Return a text as a prompt of one turn."""
-    return (Message("user", text),)
 
 
 def dialogue(row: Row, field: str) -> Messages:
     """Return the turns in `field`, after the row's prompt if it has one."""
+    prompt = turns_in(row["prompt"], "prompt", "user") if "prompt" in row else ()
     value = row[field]
-    prompt = prompt_messages(row) if has(row, "prompt") else ()
-    if isinstance(value, str) and not value.startswith(_HH_START):
-        if not prompt:
-            raise missing("prompt", row, f"{field!r} is a text, which answers one")
-        return (*prompt, Message("assistant", checked_text(value, field)))
-    turns = messages_in(value, field)
+    if not prompt and isinstance(value, str) and not value.startswith(_HH_START):
+        raise missing("prompt", row, f"{field!r} is a text, which answers one")
+    turns = turns_in(value, field, "assistant")
     return turns if turns[: len(prompt)] == prompt else (*prompt, *turns)
 
 
@@ -201,22 +253,18 @@ def checked_prompt(prompt: Messages) -> Messages:
     return prompt
 
 
-def prompt_messages(row: Row) -> Messages:
-    """Return the turns of the field "prompt"; a text is one user turn."""
-    value = row["prompt"]
-    if isinstance(value, str):
-        if not value.startswith(_HH_START):
-            return user_turn(checked_text(value, "prompt"))
-        # Some copies of the HH data end the prompt with the marker of the next turn.
-        value = value.rstrip().removesuffix("\n\nAssistant:")
-    return messages_in(value, "prompt")
+def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
+    """Return the turns of a list of messages, or of a text in the HH format.
 
-
-def messages_in(value: Any, field: str) -> Messages:
-    """Return the turns of a list of messages, or of a text in the HH format."""
-    if isinstance(value, str):
-        if not value.startswith(_HH_START):
+    plain: role of the one turn that any other text is; None refuses it.
+    """
+    if isinstance(value, str) and not value.startswith(_HH_START):
+        if plain is None:
             raise BadRow(f"field '{field}' is text but not a dialogue")
+        return (Message(plain, checked_text(value, field)),)
+    if isinstance(value, str):
+        if field == "prompt":  # some copies of the HH data end it with the marker of the next turn
+            value = value.rstrip().removesuffix("\n\nAssistant:")
         _, *pieces = _HH_TURN.split(value)
         return tuple(
             Message("user" if speaker == "Human" else "assistant",
@@ -225,37 +273,35 @@ def messages_in(value: Any, field: str) -> Messages:
                 zip(pieces[::2], pieces[1::2], strict=True), start=1)
         )  # fmt: skip
     if not isinstance(value, list):
-        raise BadRow(f"field '{field}' is neither text nor a list of messages",
-                     f"found {type(value).__name__}")  # fmt: skip
+        found = f"found {type(value).__name__}"
+        raise BadRow(f"field '{field}' is neither text nor a list of messages", found)
     if not value:
         raise BadRow(f"field '{field}' is empty or blank")
-    return tuple(
-        _message(turn, field, f"{field}[{i}]", is_last=i == len(value) - 1)
-        for i, turn in enumerate(value)
-    )
+    last = len(value) - 1
+    return tuple(_message(turn, field, f"{field}[{i}]", i == last) for i, turn in enumerate(value))
 
 
-def _message(turn: Any, field: str, place: str, *, is_last: bool) -> Message:
+def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
-    role = turn.get("role") if isinstance(turn, dict) else None
-    content = turn.get("content") if isinstance(turn, dict) else None
-    calls = role == "assistant" and turn.get("tool_calls")
-    if not isinstance(turn, dict) or "role" not in turn or not (calls or "content" in turn):
-        names = ", ".join(map(repr, turn)) or "nothing" if isinstance(turn, dict) else ""
-        found = f"has {names[:200]}" if names else f"is {type(turn).__name__}"
+    keys = turn.keys() if isinstance(turn, dict) else ()
+    calls = "role" in keys and turn["role"] == "assistant" and turn.get("tool_calls")
+    if "role" not in keys or not (calls or "content" in keys):
+        found = f"is {type(turn).__name__}"
+        if isinstance(turn, dict):
+            found = f"has {', '.join(map(repr, turn))[:200] or 'nothing'}"
         raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
+    role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"
         raise BadRow(f"unknown role in '{field}'", f"found {role!r} in {place}.role; {known}")
     if calls:
-        content = content or (None if is_last else "")
         turn = turn | {"tool_calls": _tool_calls(calls, field, f"{place}.tool_calls")}
-    if not isinstance(content, str):
-        found = f"{place}.content is {type(content).__name__}"
-        if isinstance(content, list):
-            found = f"{place}.content is a list of parts; allowed: one text"
-        elif calls:
-            found += f", and {place}.tool_calls stands for it; a response is a text"
+        content = content or (None if is_last else "")
+        if content is None:
+            found = f"{place}.content is NoneType, and {place}.tool_calls stands for it"
+            raise BadRow(f"field '{field}' is not text", f"{found}; a response is a text")
+    if isinstance(content, list):
+        found = f"{place}.content is a list of parts; allowed: one text"
         raise BadRow(f"field '{field}' is not text", found)
     if content or not calls:
         checked_text(content, field, f"{place}.content")
@@ -271,10 +317,8 @@ def _tool_calls(value: Any, field: str, place: str) -> list[dict[str, Any]]:
     for i, call in enumerate(value if isinstance(value, list) else [value]):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            allowed = '{"function": {"name", "arguments"}}'
-            raise BadRow(
-                f"a call of a tool in '{field}' has no name", f"{place}[{i}] is not {allowed}"
-            )
+            found = f'{place}[{i}] is not {{"function": {{"name", "arguments"}}}}'
+            raise BadRow(f"a call of a tool in '{field}' has no name", found)
         if isinstance(function.get("arguments"), str):
             with suppress(ValueError, RecursionError):  # text that is no JSON stays as it is
                 function = function | {"arguments": json.loads(function["arguments"])}

@@ -29,10 +29,10 @@ from lightning_rlhf.models.build_roles import (
     random_reward,
     warn_of_one_head,
 )
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find, tokenizer_hash
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, find, local_folder, tokenizer_hash
 from lightning_rlhf.models.classifier import check_classifier, load_classifier, positions
 from lightning_rlhf.models.config import REWARD, SFT
-from lightning_rlhf.models.loading import load_tokenizer, local_folder
+from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import (
     ComponentConfig,

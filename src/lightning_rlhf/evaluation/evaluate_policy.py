@@ -32,7 +32,8 @@ from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
-from lightning_rlhf.data.readers import Rows, load, sample
+from lightning_rlhf.data.readers import draw_rows, load
+from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation.build_rewards import build_reward, hub_rewards, light_sources
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
 from lightning_rlhf.evaluation.policies import (
@@ -67,8 +68,7 @@ from lightning_rlhf.report.comparison import (
 )
 from lightning_rlhf.report.evaluation_page import PAGE, PolicyReport
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_mine
-from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
 from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -145,7 +145,7 @@ def fitting_tokens(ready: Run, rows: Rows[Any], limit: int | None) -> Sequence[A
     fits = tokenise(rows, ready.chat, ready.settings.data)
     place = {number: i for i, number in enumerate(rows.numbers)}
     usable = rows.only([place[number] for number in fits.numbers])
-    kept = set(sample(usable, limit, ready.settings.seed).numbers)
+    kept = set(draw_rows(usable, limit, ready.settings.seed).numbers)
     pairs = zip(fits.examples, fits.numbers, strict=True)
     return [example for example, number in pairs if number in kept]
 
@@ -222,7 +222,7 @@ def sample_responses(
     config, ready = task.config, task.ready
     key = f"{ready.settings.stage}.batch_size"
     kind = NativeSampler if roles.caches else HFSampler
-    batches = deal(batches_of(task, count), ready.replicas, divides=kind is NativeSampler)
+    batches = shard(batches_of(task, count), ready.replicas, divides=kind is NativeSampler)
     params = SamplingParams(
         max_response_tokens=config.max_response_tokens,
         temperature=temperature,
@@ -234,7 +234,7 @@ def sample_responses(
     rows = MicrobatchSize(key, config.batch_size)
 
     def parts() -> Iterator[Part]:
-        for numbers, sampled in sample_mine(sampler, batches, generator):
+        for numbers, sampled in sample_local(sampler, batches, generator):
             rollout = annotate(
                 sampled,
                 roles,
@@ -246,7 +246,8 @@ def sample_responses(
             )
             yield numbers, rollout.to("cpu")
 
-    with roles.use_role(role), Working(f"sampling from {name}", count_mine(batches)) as work:
+    count = sum(len(batch.numbers) for batch in batches)
+    with roles.use_role(role), Working(f"sampling from {name}", count) as work:
         try:
             return list(work.track(parts(), lambda part: len(part[1])))
         except LogitsError as error:

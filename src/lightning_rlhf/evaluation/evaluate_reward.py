@@ -28,8 +28,8 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import Problems, find_problems
-from lightning_rlhf.data.readers import Rows, load, sample
-from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.data.readers import draw_rows, load
+from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import build_reward, light_sources
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -51,8 +51,13 @@ from lightning_rlhf.rewards.format_check import (
 )
 from lightning_rlhf.rewards.learned import LearnedReward, TextReward
 from lightning_rlhf.rewards.weighted import Reward, Source
-from lightning_rlhf.rollout.build_sampler import count_mine, deal, sample_reference
-from lightning_rlhf.rollout.collector import decode_responses, encode_responses, score_texts
+from lightning_rlhf.rollout.collector import (
+    decode_responses,
+    encode_responses,
+    sample_reference,
+    score_texts,
+    shard,
+)
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, reward_role, run_name
@@ -169,7 +174,7 @@ def held_out_pairs(rows: Rows[Preference], ready: Run) -> Sequence[Preference]:
     """
     data = ready.settings.data
     fits = fitting_pairs(rows, ready.chat, data)
-    pairs = sample(fits, data.max_val_rows, ready.settings.seed).rows
+    pairs = draw_rows(fits, data.max_val_rows, ready.settings.seed).rows
     if not pairs:
         raise DataError(
             f"no held-out pair of {rows.source} is within data.max_prompt_tokens "
@@ -324,11 +329,11 @@ def sft_samples(
         )
         for start in range(0, count, config.batch_size)
     )
-    dealt = deal(((batch, 1) for batch in batches), replicas, divides=False)
-    with Working("sampling from the SFT model", count_mine(dealt)) as working:
+    shards = shard(((batch, 1) for batch in batches), replicas, divides=False)
+    with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         samples = sample_reference(
             roles,
-            working.track(dealt, lambda batch: len(batch.mine)),
+            working.track(shards, lambda batch: len(batch.numbers)),
             SamplingParams(
                 max_response_tokens=settings.data.max_response_tokens,
                 temperature=config.temperature,
@@ -415,7 +420,7 @@ def labelled_pairs(ready: Run) -> list[tuple[Mapping[str, Any], str, str]]:
     except (DataError, HubError) as error:  # PPO does not need the pairs
         print_line(f"data.preferences, to check the format of rewards with: {error}")
         return []
-    some = sample(held_out, data.max_val_rows, ready.settings.seed)
+    some = draw_rows(held_out, data.max_val_rows, ready.settings.seed)
     rows = fitting_pairs(some, ready.chat, data).rows[:COUNT]
     return [(prompt_row(row.prompt), row.chosen, row.rejected) for row in rows]
 

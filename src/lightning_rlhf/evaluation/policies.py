@@ -11,8 +11,7 @@ from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.models.adapter import json_object
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
 from lightning_rlhf.models.config import SFT, LoRASettings
 from lightning_rlhf.runs.changes import read_config
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, earlier, folder_of

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, groupby
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, JUDGE
-from lightning_rlhf.data.ranked import RankedRows, rank
-from lightning_rlhf.data.readers import counts_text
+from lightning_rlhf.data.formats import Kind, formats_of
+from lightning_rlhf.data.rows import BadRow, counts_text
 from lightning_rlhf.evaluation.evaluate_policy import Scorer, Task, sample_policy
 from lightning_rlhf.evaluation.evaluate_reward import leave_final
 from lightning_rlhf.evaluation.policies import RESPONDER, check_policy, responder
@@ -44,12 +48,7 @@ def run_rank(ready: Run) -> Path:
     if not ready.replicas.is_first:
         sys.exit()
     samples = [sample | {"messages": task.rows[sample["index"]]["messages"]} for sample in scored]
-    ranked = rank(
-        samples,
-        pairs=config.pairs,
-        min_margin=config.min_margin,
-        accept_above=config.accept_above,
-    )
+    ranked = rank_samples(samples, config)
     if not ranked.demonstrations:
         raise DataError(
             f"no response can be used: {counts_text(ranked.left_out)}; rank.max_response_tokens is "
@@ -87,6 +86,67 @@ def run_rank(ready: Run) -> Path:
     for file in files:
         print_line(f"written: {final / file}")
     return final
+
+
+@dataclass(frozen=True)
+class RankedRows:
+    """Rows in the form that stage=sft, stage=rm and stage=dpo read."""
+
+    preferences: list[dict[str, Any]] = field(default_factory=list)
+    """{"prompt", "chosen", "rejected", "margin"}, with the difference of the scores as margin."""
+    demonstrations: list[dict[str, Any]] = field(default_factory=list)
+    """{"prompt", "response", "score"}: the best response to each prompt."""
+    accepted: list[dict[str, Any]] = field(default_factory=list)
+    """{"prompt", "response", "score"}: each response of at least the score to be accepted."""
+    left_out: Counter[str] = field(default_factory=Counter)
+    """Number of responses that no row has, by reason."""
+
+    def is_read(self, row: Mapping[str, Any], kind: Kind) -> bool:
+        """Return whether the readers of the data read a row; else count the reason."""
+        try:
+            formats_of("native", kind)[0].read(row, kind)
+        except BadRow as bad:
+            self.left_out[bad.reason] += 1
+            return False
+        return True
+
+
+def rank_samples(samples: Sequence[Mapping[str, Any]], config: RankConfig) -> RankedRows:
+    """Return the rows from samples with the keys index, messages, response, ended and score.
+
+    Responses that did not end, and such as the readers of the data refuse, are left out; so are
+    repetitions of a response to the same prompt. Of equal scores the response that was sampled
+    first counts as the better one.
+
+    samples: those of one prompt, which `index` numbers, next to each other.
+    """
+    rows = RankedRows()
+    for _, group in groupby(samples, key=lambda sample: sample["index"]):
+        usable, seen = [], set()
+        for sample in group:
+            turns, response = sample["messages"], sample["response"]
+            is_text = len(turns) == 1 and turns[0]["role"] == "user"
+            prompt = turns[0]["content"] if is_text else turns
+            row = {"prompt": prompt, "response": response, "score": sample["score"]}
+            if not sample["ended"]:
+                rows.left_out["cut at max_response_tokens"] += 1
+            elif response in seen:
+                rows.left_out["repeated response"] += 1
+            elif rows.is_read(row, "demonstrations"):
+                usable.append(row)
+            seen |= {response} if sample["ended"] else set()
+        usable.sort(key=lambda row: -row["score"])
+        rows.demonstrations.extend(usable[:1])
+        if config.accept_above is not None:
+            rows.accepted.extend(row for row in usable if row["score"] >= config.accept_above)
+        best_worst = [(usable[0], usable[-1])] if usable else []
+        for better, worse in combinations(usable, 2) if config.pairs == "all" else best_worst:
+            margin = better["score"] - worse["score"]
+            sides = {"chosen": better["response"], "rejected": worse["response"]}
+            row = {"prompt": better["prompt"], **sides, "margin": margin}
+            if margin > 0 and margin >= config.min_margin and rows.is_read(row, "preferences"):
+                rows.preferences.append(row)
+    return rows
 
 
 def rank_metrics(samples: Sequence[Sample], ranked: RankedRows, n: int) -> dict[str, float]:

@@ -21,11 +21,14 @@ from lightning_rlhf.callbacks.checkpoint_files import (
     read_run,
     step_named,
 )
-from lightning_rlhf.callbacks.checkpoints import Checkpoints
+from lightning_rlhf.callbacks.checkpoints import (
+    Checkpoints,
+    divergence_advice,
+    require_finite_weights,
+)
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.contract import divergence_advice, position, require_finite_weights
 from lightning_rlhf.callbacks.loggers import read_rows
-from lightning_rlhf.callbacks.progress import number_text
+from lightning_rlhf.callbacks.progress import number_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require

@@ -7,8 +7,7 @@ from typing import Any
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.models.adapter import json_object
-from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict
+from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict, json_object
 from lightning_rlhf.rewards.config import LearnedConfig, RandomConfig
 from lightning_rlhf.runs.changes import differing_keys, read_config
 from lightning_rlhf.runs.folders import CONFIG, FINAL, folder_of, reward_role

@@ -14,14 +14,17 @@ from time import monotonic
 from typing import Any, TypeVar
 
 from rich import get_console
+from rich.console import RenderableType
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
 )
+from rich.text import Text
 
 CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 """Unicode categories that are escaped: control, format, half of a surrogate pair, line separator,
@@ -37,8 +40,7 @@ def visible(text: str) -> str:
     """
     if text.isprintable():
         return text
-    hidden = {c for c in text if is_hidden(c) and c != "\n"}
-    return "".join(ascii(c)[1:-1] if c in hidden else c for c in text)
+    return "".join(ascii(c)[1:-1] if is_hidden(c) and c != "\n" else c for c in text)
 
 
 def visible_line(text: str) -> str:
@@ -76,6 +78,31 @@ def clock_text(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
+class Bar(Progress):
+    """A progress bar of one task on the terminal, with a line of text below it."""
+
+    below = ""
+    """Line below the bar; an empty text for none."""
+
+    def __init__(
+        self, what: str, total: int, time: ProgressColumn, *, done: int = 0, stays: bool = True
+    ) -> None:
+        """time: last column, which may show the field `times`; stays: False to erase it at last."""
+        name = TextColumn("{task.description}", markup=False, style="bold" if stays else "none")
+        columns = (SpinnerColumn(), name, BarColumn(bar_width=24), MofNCompleteColumn(), time)
+        super().__init__(*columns, console=get_console(), transient=not stays)
+        self.add_task(what, completed=done, total=total, times="")
+
+    def show(self, **changes: Any) -> None:
+        """Change the task, as `Progress.update` does."""
+        self.update(self.task_ids[0], **changes)
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield from super().get_renderables()
+        if self.below:
+            yield Text(self.below, style="cyan")
+
+
 T = TypeVar("T")
 PERIOD_S = 10.0
 """Seconds before the first line, and between lines."""
@@ -103,7 +130,7 @@ class Working:
         self._line = line
         self._done = 0
         self._stopped = Event()
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
 
     def __enter__(self) -> Working:
         self.start()
@@ -116,16 +143,7 @@ class Working:
         """Start the display; `with` blocks call it."""
         self._start = monotonic()
         if self._total is not None and get_console().is_terminal:
-            self._bar = Progress(
-                SpinnerColumn(),
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                console=get_console(),
-                transient=True,
-            )
-            self._task = self._bar.add_task(self._what, total=self._total)
+            self._bar = Bar(self._what, self._total, TimeElapsedColumn(), stays=False)
             self._bar.start()
         else:
             Thread(target=self._print_lines, daemon=True).start()
@@ -152,7 +170,7 @@ class Working:
         """Add `done` units to the finished amount of work."""
         self._done += done
         if self._bar is not None:
-            self._bar.advance(self._task, done)
+            self._bar.show(advance=done)
 
     def track(self, items: Iterable[T], size: Callable[[T], int] = lambda _: 1) -> Iterator[T]:
         """Yield the items; each counts as `size(item)` units once the next one is requested."""

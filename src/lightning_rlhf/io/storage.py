@@ -7,6 +7,7 @@ import glob
 import json
 import os
 import re
+import resource
 import secrets
 import shutil
 import stat
@@ -45,15 +46,6 @@ REPLACED: dict[Kind, tuple[There, ...]] = {
     "folder": ("lightning-rlhf folder",),
 }
 """Kind of what is to be written -> the kinds that it replaces."""
-
-
-def decide(target: Path, kind: Kind, there: There) -> Literal["write", "replace", "refuse"]:
-    """Return what to do where a `kind` is to be written at a path at which `there` stands."""
-    if target.name in ("", ".."):  # as of "/" and "."
-        return "refuse"
-    if there == "nothing":
-        return "write"
-    return "replace" if there in REPLACED[kind] else "refuse"
 
 
 def standing(path: Path) -> There:
@@ -115,8 +107,12 @@ def restore(target: Path) -> None:
 
 
 def refuse_foreign(target: Path, kind: Kind) -> None:
-    """Raise StorageError where something stands at `target` that a `kind` does not replace."""
-    if decide(target, kind, there := standing(target)) == "refuse":
+    """Raise StorageError where something stands at `target` that a `kind` does not replace.
+
+    Nothing is ever written to a path without a name, as "/" and ".".
+    """
+    there = standing(target)
+    if target.name in ("", "..") or there not in ("nothing", *REPLACED[kind]):
         allowed = ", ".join(["nothing", *(f"a {one}" for one in REPLACED[kind])])
         raise StorageError(f"{target} was not written: a {there} stands there; allowed: {allowed}")
 
@@ -153,20 +149,16 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
             os.replace(beside, target)
         flush_entry(target.parent)
     except BaseException as error:
-        begun = 0
+        size = size_of(beside)
         if os.path.lexists(beside):
-            begun = size_of(beside)
             delete(beside)
-        if (number := full_disk(error)) is None:
-            ours = map(str, (beside, *beside.parents))
-            if isinstance(error, OSError) and str(error.filename) in ours:
-                raise StorageError(f"{target} was not written: {error.strerror}") from error
-            raise
-        size = f"{readable(max(needed or 0, begun))}{'' if needed else ' or more'}"
-        raise StorageError(
-            f"{target} was not written: {os.strerror(number)}. It needs {size}, and "
-            f"{room(number, target.parent)}"
-        ) from error
+        needs = f". It needs {readable(max(needed or 0, size))}{'' if needed else ' or more'}, and"
+        if (told := no_room(error, target, needs)) is not None:
+            raise told from error
+        ours = map(str, (beside, *beside.parents))
+        if isinstance(error, OSError) and str(error.filename) in ours:
+            raise StorageError(f"{target} was not written: {error.strerror}") from error
+        raise
 
 
 @contextmanager
@@ -180,33 +172,31 @@ def full_disk_told(path: Path | None = None) -> Iterator[None]:
     except StorageError:
         raise
     except Exception as error:
-        if (number := full_disk(error)) is None:
-            raise
         name = path or getattr(error, "filename", None)
-        where = Path(name).parent if name else None
-        raise StorageError(
-            f"{name or 'a file'} was not written: {os.strerror(number)}; {room(number, where)}"
-        ) from error
+        if (told := no_room(error, Path(name) if name else None)) is not None:
+            raise told from error
+        raise
 
 
-def room(number: int, folder: Path | None) -> str:
-    """Return a text on the space left of the resource in error `number`, and how to continue."""
-    if number == errno.EFBIG:
-        limit = largest_file()
-        if limit is None:
-            return "the file system takes no larger file. Write to another one"
-        return f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
-    if folder is None:
-        return "make room"
-    return f"{readable(shutil.disk_usage(folder).free)} are free now. Make room there"
+def no_room(error: BaseException, path: Path | None, needs: str = ";") -> StorageError | None:
+    """Return the error about a file that does not fit, and how to continue; None for other errors.
 
-
-def largest_file() -> int | None:
-    """Return the largest size of a file of this process, in bytes; None where there is no limit."""
-    import resource  # not there on Windows, which has no such limit either
-
+    needs: text between what happened and what there is, on the size of the file.
+    """
+    if (number := full_disk(error)) is None:
+        return None
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
+    if number == errno.EFBIG and limit == resource.RLIM_INFINITY:
+        room = "the file system takes no larger file. Write to another one"
+    elif number == errno.EFBIG:
+        room = f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
+    elif path is None:
+        room = "make room"
+    else:
+        free = readable(shutil.disk_usage(path.parent).free)
+        room = f"{free} are free now. Make room there"
+    name = "a file" if path is None else path
+    return StorageError(f"{name} was not written: {os.strerror(number)}{needs} {room}")
 
 
 def full_disk(error: BaseException | None) -> int | None:

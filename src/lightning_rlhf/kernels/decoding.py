@@ -22,10 +22,15 @@ from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 from lightning_rlhf.core.errors import first_line
 from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
-from lightning_rlhf.kernels.layers import LINEAR, is_zero_centred, own_class, weight_and_eps
+from lightning_rlhf.kernels.layers import (
+    LINEAR,
+    computing_dtype,
+    is_zero_centred,
+    own_class,
+    weight_and_eps,
+)
 from lightning_rlhf.kernels.lora import FusedLoRALinear, JointLinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
-from lightning_rlhf.kernels.products import computing_dtype
 
 
 class DecodeLayer:

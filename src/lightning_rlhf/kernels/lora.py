@@ -14,8 +14,7 @@ from peft.tuners.lora import Linear as LoRALinear
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_rlhf.kernels.layers import FastLayer
-from lightning_rlhf.kernels.products import by_onednn, computing_dtype, linear, product
+from lightning_rlhf.kernels.layers import FastLayer, by_onednn, computing_dtype, linear, product
 
 MERGE_FROM = 2  # ratio of operations saved to those of adding an adapter to W, from which to merge
 

@@ -14,11 +14,9 @@ from transformers import PreTrainedModel
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import ConfigError, first_line
 from lightning_rlhf.kernels.attention import use_fast_sdpa
-from lightning_rlhf.kernels.decoder import FAMILIES, family, packed_class
-from lightning_rlhf.kernels.layers import LINEAR, FastLayer, fast_class
+from lightning_rlhf.kernels.decoder import FAMILIES, Packing, family, packed_class
+from lightning_rlhf.kernels.layers import LINEAR, FastLayer, computing_dtype, fast_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.kernels.packing import Packing
-from lightning_rlhf.kernels.products import computing_dtype
 
 LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
 """Attributes of PEFT's linear layer that the fast one reads."""
@@ -38,54 +36,36 @@ class Kernels(NamedTuple):
 
 
 def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
-    """Patch the model's layers by `choice`, or restore its own.
+    """Patch the model's layers by `choice` on the device of its weights, or restore its own.
 
     Fast layers that change the model's results are removed again; with auto, a warning is printed.
 
     Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
     unpatch(model)
-    kernels = choose_kernels(choice, model)
-    if kernels.kind == "plain":
-        return kernels
-    fault = patch_fault(model)
-    if fault is None:
-        return kernels
-    unpatch(model)
-    reason = f"{model.config.model_type} of transformers {transformers.__version__}: {fault}"
-    if choice == "fast":
-        raise ConfigError(f"model.kernels is 'fast', but {reason}; allowed: auto, plain")
-    warnings.warn(f"the model keeps its own layers, which are slower: {reason}", stacklevel=2)
-    return Kernels("plain", reason)
-
-
-def choose_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
-    """Return the kernels for a model on the device of its weights.
-
-    Raises ConfigError where the choice is fast and the model is of another family, or sharded.
-    """
     name, device = model.config.model_type, model.device.type
-    place = "the CPU" if device == "cpu" else device
-    sharded = any(hasattr(parameter, "device_mesh") for parameter in model.parameters())
+    place, allowed = "the CPU" if device == "cpu" else device, "auto, plain"
     if choice == "plain":
         return Kernels("plain", "model.kernels=plain")
     if family(model) is None:
-        found = f"{name} has layers of another kind"
-        if choice == "fast":
-            raise ConfigError(
-                f"model.kernels is 'fast', but {found}; allowed: auto, plain, or a model of "
-                f"{FAMILIES}"
+        reason = f"{name} has layers of another kind"
+        allowed = f"auto, plain, or a model of {FAMILIES}"
+    elif any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+        reason = "the weights are sharded"
+    elif choice == "auto" and device != "cpu":
+        reason = f"fast ones are not measured on {place}"
+    elif (fault := patch_fault(model)) is None:
+        return Kernels("fast", f"{name} on {place}")
+    else:
+        unpatch(model)
+        reason = f"{name} of transformers {transformers.__version__}: {fault}"
+        if choice == "auto":
+            warnings.warn(
+                f"the model keeps its own layers, which are slower: {reason}", stacklevel=2
             )
-        return Kernels("plain", found)
-    if sharded:
-        if choice == "fast":
-            raise ConfigError(
-                "model.kernels is 'fast', but the weights are sharded; allowed: auto, plain"
-            )
-        return Kernels("plain", "the weights are sharded")
-    if choice == "auto" and device != "cpu":
-        return Kernels("plain", f"fast ones are not measured on {place}")
-    return Kernels("fast", f"{name} on {place}")
+    if choice == "fast":
+        raise ConfigError(f"model.kernels is 'fast', but {reason}; allowed: {allowed}")
+    return Kernels("plain", reason)
 
 
 def patch_layers(model: nn.Module) -> None:

@@ -7,7 +7,6 @@ model and its parent model.
 from __future__ import annotations
 
 import warnings
-from pathlib import Path
 
 import torch
 from peft import PeftModel
@@ -20,8 +19,14 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.kernels.patch import rounding, same_logits
-from lightning_rlhf.models.adapter import check_adapter, check_weights
-from lightning_rlhf.models.checkpoint import Final, find
+from lightning_rlhf.models.checkpoint import (
+    ROLES,
+    Final,
+    check_adapter,
+    check_weights,
+    find,
+    naming,
+)
 from lightning_rlhf.models.config import (
     BASE,
     CRITIC,
@@ -33,7 +38,7 @@ from lightning_rlhf.models.config import (
     ModelConfig,
 )
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.loading import load_causal_lm, naming
+from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.quantization import quantization_of
 from lightning_rlhf.models.roles import Roles
 
@@ -52,7 +57,7 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
     The parent is the model that it was trained from, to which an adapter is applied. None where
     the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
     """
-    file = final.own_file(FINGERPRINT)
+    file = final.path / ROLES / FINGERPRINT
     if not file.is_file():
         return None
     try:
@@ -65,26 +70,20 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
 
 
 def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
-    """Return True if `role` gives the logits stored in `final`, or `final` has no fingerprint."""
+    """Return True if `role` gives the logits stored in `final`, or `final` has no fingerprint.
+
+    They may differ by rounding. A quantised model may be used with a checkpoint of full precision,
+    or of another kind of rounding; a different model deviates by more than that.
+    """
     expected = fingerprint(final, of)
     if expected is None:
         return True
-    found = roles.probe(role)
-    return found.shape == expected.shape and same_logits(found, expected, tolerance(roles, final))
-
-
-def tolerance(roles: Roles, final: Final) -> float:
-    """Return the largest relative difference between a model's logits and its fingerprint.
-
-    A quantised model may be used with a checkpoint of full precision, or of another kind of
-    rounding; a different model deviates by more than that.
-    """
-    here, there = quantization_of(roles.causal_lm), trained_on(final)
-    if here == "none":
-        return rounding(roles.causal_lm)
-    dtype = str(roles.causal_lm.dtype).removeprefix("torch.")
-    alike = (here, dtype) == there
-    return max(rounding(roles.causal_lm), REROUNDED[here]) if alike else 0.5
+    found, here = roles.probe(role), quantization_of(roles.causal_lm)
+    tolerance = rounding(roles.causal_lm)
+    if here != "none":
+        alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained_on(final)
+        tolerance = max(tolerance, REROUNDED[here]) if alike else 0.5
+    return found.shape == expected.shape and same_logits(found, expected, tolerance)
 
 
 def trained_on(final: Final) -> tuple[str, str]:
@@ -131,21 +130,18 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
             f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model",
             stacklevel=2,
         )
-    if not sft.is_adapter:
-        model = load_causal_lm(config, str(sft.path), trainable=trainable, seed=seed)
-        roles = Roles(model, config.kernels)
-        check_fingerprint(roles, REFERENCE, sft, "self")
-        return roles
-    if trainable:
+    if sft.is_adapter and trainable:
         raise CheckpointError(
             f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
             "finetune=lora, or an SFT model trained with sft.finetune=full"
         )
+    weights = sft.base_folder if sft.is_adapter else str(sft.path)
     base_seed = sft.manifest.base_seed if sft.manifest else seed
-    model = load_causal_lm(config, sft.base_folder, trainable=False, seed=base_seed)
+    model = load_causal_lm(config, weights, trainable=trainable, seed=base_seed)
     roles = Roles(model, config.kernels)
-    check_fingerprint(roles, BASE, sft, "below")
-    roles.load_adapter(SFT, sft.path, trainable=False)
+    if sft.is_adapter:
+        check_fingerprint(roles, BASE, sft, "below")
+        roles.load_adapter(SFT, sft.path, trainable=False)
     check_fingerprint(roles, REFERENCE, sft, "self")
     return roles
 
@@ -376,7 +372,7 @@ def whole_weights(
     weights, adapters = None, []
     for final in (sft, reward):
         if final is not None and final.is_adapter:
-            adapters.append(str(final.adapter))
+            adapters.append(final.adapter)
         elif final is not None:
             weights, adapters = str(final.path), []
     if weights is None and sft is not None:  # an adapter on the base that it was trained on
@@ -387,10 +383,10 @@ def whole_weights(
     if quantised:
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
-        check_weights(Path(adapter))
-        check_adapter(Path(adapter))
-        with naming(adapter, "ppo.critic"):
-            model = PeftModel.from_pretrained(model, adapter).merge_and_unload()
+        check_weights(adapter)
+        check_adapter(adapter)
+        with naming(str(adapter), "ppo.critic"):
+            model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 
 
@@ -399,7 +395,7 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
 
     Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
     """
-    file = final.own_file(f"{name}_head.safetensors")
+    file = final.path / ROLES / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
     try:

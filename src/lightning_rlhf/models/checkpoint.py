@@ -1,8 +1,4 @@
-"""The outcome of a fitness report, as stored in a checkpoint.
-
-The manifest of a `final/` folder: the origin of the model and its final metrics.
-
-The `final/` folder: the model that a stage writes for later stages and for other programs.
+"""The `final/` folder: the model that a stage writes for later stages and for other programs.
 
 adapter_model.safetensors, adapter_config.json   or   model.safetensors, config.json
 tokenizer.json, tokenizer_config.json, chat_template.jinja
@@ -12,6 +8,9 @@ roles/                       what only the stages here read
     reward_head.safetensors | value_head.safetensors
     fingerprint.safetensors  logits on a fixed probe input: of this model, and of its parent model
     adapter_model.safetensors, adapter_config.json   of a reward model: its adapter on the SFT model
+
+Files of a folder are checked before a library reads them. Only safetensors are read, which hold
+tensors alone: a pickle can run code of whoever wrote it.
 """
 
 from __future__ import annotations
@@ -19,31 +18,211 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import math
 import os
-import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from lightning_rlhf.core.errors import CheckpointError
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass as validated
+
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
+from lightning_rlhf.core.validation import LARGEST, STRICT, Options, Seed, build, described
 from lightning_rlhf.io.storage import is_number
-from lightning_rlhf.models.adapter import (
-    ADAPTER,
-    PICKLES,
-    check_adapter,
-    is_folder,
-    json_object,
-    refuse_missing_folder,
-)
-from lightning_rlhf.models.config import SFT
+from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.models.config import LARGEST_RANK, SFT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-
+MANIFEST, ROLES, ADAPTER = "manifest.json", "roles", "adapter_config.json"
+"""Names in a folder; ROLES holds what other programs must not take for weights of the model."""
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+OF_ADAPTER = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
+FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md")
+"""Patterns of the files that are downloaded from the hub."""
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+DEEPEST = 1000
+"""Largest allowed number of layers; building one takes milliseconds, independent of its size."""
+FLAGS = ("inference_mode", "fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "lora_bias",
+         "ensure_weight_tying")  # fmt: skip
+"""Keys of adapter_config.json that hold true or false."""
 PAGE = "report.md"
 """Name of the file that a fitness report is written to."""
+FROM_CONFIG = "from_config"
+"""Value of Manifest.base for a model that was trained from random weights."""
+PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
+"""Names of the packages whose versions are recorded in a manifest."""
+FLOAT32_MAX = (2 - 2**-23) * 2.0**127
+"""Largest finite float32 number."""
+
+
+def is_folder(source: str) -> bool:
+    """Return True if `source` is a folder of this machine, not a hub id."""
+    return os.path.isdir(os.path.expanduser(source))
+
+
+def refuse_missing_folder(source: str, key: str) -> None:
+    """Raise CheckpointError where `source` looks like a path, but there is no such folder."""
+    if not is_folder(source) and (
+        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
+    ):
+        raise missing_folder(source, key)
+
+
+def missing_folder(source: str, key: str) -> CheckpointError:
+    """Return the error about a folder that does not exist, with the nearest one that does."""
+    return CheckpointError(
+        f"{key}={source}: no such folder{nearest_path(source)}; allowed: a folder with "
+        "config.json, weights and tokenizer, or a hub id"
+    )
+
+
+def local_folder(
+    source: str, key: str, revision: str | None = None, patterns: Sequence[str] = FILES
+) -> Path:
+    """Return `source` if it is a folder, else the folder of its snapshot from the hub.
+
+    patterns: those of the files that are downloaded.
+
+    Raises CheckpointError where `source` is the path of a missing folder, HubError where the hub
+    does not provide it.
+    """
+    if is_folder(source):
+        return Path(os.path.expanduser(source))
+    refuse_missing_folder(source, key)
+    from huggingface_hub import snapshot_download  # slow, and seldom needed
+
+    with naming(source, key):
+        return Path(snapshot_download(source, revision=revision, allow_patterns=[*patterns]))
+
+
+@contextmanager
+def naming(source: str, key: str) -> Iterator[None]:
+    """Convert any exception of the block into one short CheckpointError or HubError.
+
+    The message names `source` and, where a setting helps, the configuration key. All exceptions
+    are converted, since a damaged file makes the libraries raise errors of any type.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = " ".join(str(error).split())[:200]
+        short = text if " " in text else repr(error)  # the text of a KeyError is only its key
+        if "trust_remote_code" in str(error):
+            own = f"{key.rpartition('.')[0]}.trust_remote_code"
+            raise CheckpointError(
+                f"{source} asks for Python code that it brings (auto_map in its configuration), "
+                f"which is not run unless {own}=true"
+            ) from error
+        if is_folder(source):
+            raise CheckpointError(f"{source} cannot be loaded: {short}") from error
+        if os.path.isdir(source.partition("/")[0]):  # `outputs/sft`, which may be a hub id too
+            raise missing_folder(source, key) from error
+        raise HubError(
+            f"{source!r} is neither a local folder nor reachable on the hub ({short}). Download "
+            f"it on a machine with access (hf download {source} --local-dir FOLDER) and set "
+            f"{key}=FOLDER"
+        ) from error
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file. Raises CheckpointError where it is missing or damaged."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CheckpointError(f"{file} cannot be loaded: {reason}") from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{file} holds no JSON object, but a {type(found).__name__}")
+    return found
+
+
+def check_weights(folder: Path) -> None:
+    """Raise CheckpointError unless the folder holds its weights as safetensors.
+
+    The weights of an adapter are required where the folder has adapter_config.json, else those of
+    a whole model.
+    """
+    names = (OF_ADAPTER,) if (folder / ADAPTER).is_file() else (WHOLE, INDEX)
+    found = [name for name in names if (folder / name).is_file()]
+    if not found:
+        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLES)
+        has = "no weights"
+        if pickles:
+            has = f"only a pickle, {pickles[0]}, which may run code when it is read"
+        raise CheckpointError(
+            f"{folder} cannot be loaded: it has {has}; allowed: {' or '.join(names)}"
+        )
+    if found == [INDEX]:
+        shards = json_object(folder / INDEX).get("weight_map")
+        if not isinstance(shards, dict) or not all(
+            str(name).endswith(".safetensors") for name in shards.values()
+        ):
+            raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
+    if names != (OF_ADAPTER,):
+        check_references(folder / "config.json")
+
+
+def check_references(config: Path) -> None:
+    """Raise CheckpointError where a model's configuration asks for what `config_faults` names."""
+    for key, value, allowed in config_faults(json_object(config)):
+        raise CheckpointError(f"{config}: {key} is {value!r}{allowed}")
+
+
+def config_faults(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """Yield keys of a model's configuration, nested ones too, with value and what is allowed.
+
+    They are those that refer to weights other than safetensors or to code on the hub (an attention
+    implementation named org/repository, which transformers would download and run), and numbers of
+    layers below 1 or above DEEPEST.
+    """
+    for key, value in tree.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from config_faults(value, f"{name}.")
+        elif key in ("attn_implementation", "_attn_implementation") and "/" in str(value):
+            yield name, value, (", code on the hub; allowed: eager, sdpa, flash_attention_2, or "
+                                "none and model.attn_implementation")  # fmt: skip
+        elif name == "transformers_weights" and value and not str(value).endswith(".safetensors"):
+            yield name, value, "; allowed: *.safetensors"
+        elif key in LAYERS and isinstance(value, int) and not 1 <= value <= DEEPEST:
+            yield name, value, f"; allowed: 1 to {DEEPEST}"
+
+
+def check_adapter(folder: Path) -> None:
+    """Raise CheckpointError unless the folder's adapter_config.json is that of a LoRA adapter.
+
+    It may not repeat layers of the base model (layer_replication), nor name a Python module to
+    load (megatron_config). Values that PEFT would take for others are refused; PEFT refuses what
+    else is wrong with it.
+    """
+    config = json_object(folder / ADAPTER)
+    r, alpha = config.get("r", 1), config.get("lora_alpha", 1)
+    rules = [
+        ("peft_type", config.get("peft_type") == "LORA", "LORA"),
+        ("layer_replication", config.get("layer_replication") is None, "null"),
+        ("megatron_config", config.get("megatron_config") is None, "null"),
+        ("r", is_number(r) and r in range(1, LARGEST_RANK + 1), f"1 to {LARGEST_RANK}"),
+        ("lora_alpha", is_number(alpha) and math.isfinite(alpha), "a finite number"),
+        *((flag, type(config.get(flag, False)) is bool, "true or false") for flag in FLAGS),
+    ]
+    for key, holds, allowed in rules:
+        if not holds:
+            raise CheckpointError(
+                f"{folder} cannot be loaded: {ADAPTER}: {key} is {config.get(key)!r:.100}; "
+                f"allowed: {allowed}"
+            )
+    base = config.get("base_model_name_or_path", 0)
+    if base is not None and not isinstance(base, str):
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {ADAPTER} does not say by base_model_name_or_path which "
+            "model it adapts"
+        )
 
 
 @dataclass(frozen=True)
@@ -73,14 +252,20 @@ class Verdict:
         return "yellow" if self.reasons else ""
 
 
-MANIFEST = "manifest.json"
-FROM_CONFIG = "from_config"
-"""Value of Manifest.base for a model that was trained from random weights."""
-PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
-"""Names of the packages whose versions are recorded in a manifest."""
+def _is_verdict(node: dict[str, Any]) -> dict[str, Any]:
+    if not Verdict.is_json(node):
+        raise ValueError("no verdict")
+    return node
 
 
-@dataclass(frozen=True, kw_only=True)
+Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
+Verdicts = Annotated[
+    dict[str, Annotated[dict[str, Any], AfterValidator(_is_verdict)]],
+    described("a mapping of names to verdicts"),
+]
+
+
+@validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})
 class Manifest:
     """The origin and the final metrics of a checkpoint, in plain JSON types only."""
 
@@ -88,58 +273,41 @@ class Manifest:
     """Name of the stage that wrote the checkpoint."""
     base: str
     """Hub id or folder of the base weights, or "from_config"."""
-    base_seed: int
+    base_seed: Seed
     """Seed of the base's random weights where `base` is "from_config"."""
-    parents: dict[str, str]
+    parents: Annotated[
+        dict[str, Annotated[str, Field(min_length=1)]], described("a mapping of roles to folders")
+    ]
     """Role -> the `final/` folder that it was initialised from; relative to this folder where both
     are in outputs/, so that these can be moved. `Final.parent` returns the path."""
     tokenizer_hash: str
     """Hash of the tokenizer's vocabulary, as `tokenizer_hash` returns it."""
     chat_template: str
     """Jinja source of the chat template."""
-    reward_mean: int | float | None
+    reward_mean: Number | None
     """Mean reward on SFT samples; None unless this is a reward model."""
-    reward_std: int | float | None
+    reward_std: Number | None
     """Standard deviation of the reward on SFT samples; None unless this is a reward model."""
-    metrics: dict[str, float]
+    metrics: Annotated[dict[str, Number], described("a mapping of names to numbers")]
     """Metric name -> its value at the end of the stage."""
-    config: dict[str, Any]
+    config: Options
     """The resolved configuration of the stage."""
     versions: dict[str, str]
     """Package name -> version of the package that wrote the checkpoint."""
-    verdicts: dict[str, Any] = field(default_factory=dict)
+    verdicts: Verdicts = field(default_factory=dict)
     """Reward -> the verdict of its fitness report: under "rm" the verdict of stage=rm on its own
     model; under component names the verdicts on the reward components of stage=ppo."""
-    chosen: dict[str, Any] = field(default_factory=dict)
+    chosen: Options = field(default_factory=dict)
     """Step of the run that this model is, the rule that chose it, and the metrics there and at the
     last step; {} for a model that was saved without them."""
-
-    def __post_init__(self) -> None:
-        """Raise TypeError where a value has the wrong type, as in a file of another program."""
-        for key, kind in typing.get_type_hints(type(self)).items():
-            origin = typing.get_origin(kind)
-            kind = dict if origin is dict else kind
-            if not isinstance(getattr(self, key), kind):
-                raise TypeError(f"{key} is {getattr(self, key)!r}")
-        if not 0 <= self.base_seed < 2**32:
-            raise TypeError(f"base_seed is {self.base_seed!r}")
-        for name, value in self.metrics.items():
-            if not is_number(value):
-                raise TypeError(f"metrics.{name} is {value!r:.60}")
-        for role, source in self.parents.items():
-            if not source or not isinstance(source, str):
-                raise TypeError(f"parents.{role} is {source!r:.60}")
-        for name, verdict in self.verdicts.items():
-            if not Verdict.is_json(verdict):
-                raise TypeError(f"verdicts.{name} is {verdict!r}")
 
 
 def read_manifest(file: Path) -> Manifest:
     """Return the manifest in a file. Raises CheckpointError where the file is not a manifest."""
     try:
-        return Manifest(**json_object(file))
-    except (TypeError, CheckpointError) as error:
-        reason = str(error).removeprefix("Manifest.__init__() ").removeprefix(f"{file} ")
+        return build(Manifest, json_object(file), "manifest")
+    except (ConfigError, CheckpointError) as error:
+        reason = str(error).removeprefix("manifest.").removeprefix(f"{file} ")
         raise CheckpointError(f"{file} is not a manifest of this program: {reason}") from error
 
 
@@ -153,12 +321,6 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 def versions() -> dict[str, str]:
     """Return package name -> installed version, for the packages in PACKAGES."""
     return {name: importlib.metadata.version(name) for name in PACKAGES}
-
-
-ROLES = "roles"
-"""Name of the folder of the files that other programs must not take for weights of the model."""
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-"""Largest finite float32 number."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +347,6 @@ class Final:
         own = self.path / ROLES
         return own if (own / ADAPTER).is_file() else self.path
 
-    def own_file(self, name: str) -> Path:
-        """Return the path of a file that only the stages here read."""
-        return self.path / ROLES / name
-
     def parent(self, role: str) -> Path | None:
         """Return the folder of the model that it was trained from; None where it has none.
 
@@ -210,7 +368,6 @@ class Final:
         adapter_config.json names it by an absolute path, since PEFT and transformers take a
         relative one to start at the working directory. The manifest finds it in a run that was
         moved. An adapter that was trained on an adapter has the same base as that one.
-
         """
         sft = self.parent(SFT)
         if sft is not None and (sft / ADAPTER).is_file():
@@ -222,16 +379,13 @@ class Final:
 
     def require_manifest(self, stage: str) -> Manifest:
         """Return the manifest. Raises CheckpointError unless it was written by `stage`."""
-        if self.manifest is None:
+        found = self.manifest
+        if found is None or found.stage != stage:
+            what = f"has no {MANIFEST}" if found is None else f"was written by stage={found.stage}"
             raise CheckpointError(
-                f"{self.path} has no {MANIFEST}; allowed: the final/ folder of a stage={stage} run"
+                f"{self.path} {what}; allowed: the final/ folder of a stage={stage} run"
             )
-        if self.manifest.stage != stage:
-            raise CheckpointError(
-                f"{self.path} was written by stage={self.manifest.stage}; allowed: the final/ "
-                f"folder of a stage={stage} run"
-            )
-        return self.manifest
+        return found
 
     @property
     def verdict(self) -> Verdict | None:
@@ -249,11 +403,8 @@ class Final:
         """
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
-        for key, value, allowed in (
-            ("reward_mean", mean, mean is not None and abs(mean) <= FLOAT32_MAX),
-            ("reward_std", std, std is not None and 0 < std <= FLOAT32_MAX),
-        ):
-            if not allowed:
+        for key, value, least in (("reward_mean", mean, -math.inf), ("reward_std", std, 0)):
+            if value is None or not least < value or abs(value) > FLOAT32_MAX:
                 raise CheckpointError(
                     f"{self.path / MANIFEST}: {key} is {value}; allowed: the finite number that "
                     "stage=rm measured, above 0 for a deviation. Train the reward model again"
@@ -268,16 +419,7 @@ def find(source: str, key: str) -> Final:
 
     key: configuration key that names the source, for error messages.
     """
-    if is_folder(source):
-        path = Path(os.path.expanduser(source))
-    else:
-        refuse_missing_folder(source, key)
-        from huggingface_hub import snapshot_download
-
-        from lightning_rlhf.models.loading import naming
-
-        with naming(source, key):
-            path = Path(snapshot_download(source, ignore_patterns=[f"*{p}" for p in PICKLES]))
+    path = local_folder(source, key)
     for folder in (path, path / ROLES):
         if (folder / ADAPTER).is_file():
             check_adapter(folder)

@@ -21,8 +21,8 @@ from transformers import (
 
 from lightning_rlhf.core.config import PAIR, ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError, require
-from lightning_rlhf.models.adapter import check_references, check_weights
-from lightning_rlhf.models.loading import local_folder, naming, read_weights
+from lightning_rlhf.models.checkpoint import check_references, check_weights, local_folder, naming
+from lightning_rlhf.models.loading import read_weights
 
 
 class Classifier:

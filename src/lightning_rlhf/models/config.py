@@ -8,11 +8,13 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.core.config import DType, KernelChoice, Quantization
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, described, rule, section
+from lightning_rlhf.core.validation import STRICT, Text, described, rule, section
 
 BASE, SFT, REFERENCE = "base", "sft", "reference"
 POLICY, REWARD, CRITIC, VALUE = "policy", "reward", "critic", "value"
 """Names of the roles on one base model, and of the heads on it."""
+LARGEST_RANK = 4096
+"""Largest rank of an adapter."""
 ModuleName = Annotated[str, Field(min_length=1)]
 
 
@@ -20,7 +22,7 @@ ModuleName = Annotated[str, Field(min_length=1)]
 class LoRASettings:
     """Low-rank adapters, https://arxiv.org/abs/2106.09685."""
 
-    r: PositiveInt
+    r: Annotated[int, Field(ge=1, le=LARGEST_RANK)]
     alpha: Annotated[int | float, Field(gt=0)]
     target_modules: Annotated[
         ModuleName | Annotated[tuple[ModuleName, ...], Field(strict=False, min_length=1)],

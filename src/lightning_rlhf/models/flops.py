@@ -32,8 +32,7 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lightning_rlhf.models.language_model import linear_layers
-from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.models.roles import Roles, linear_layers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,7 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from lightning_rlhf.models.adapter import json_object
+from lightning_rlhf.models.checkpoint import json_object
 
 
 class ScalarHead(nn.Module):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import math
-import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
@@ -26,29 +23,31 @@ from transformers import (
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rlhf.core.config import ClassifierConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
-from lightning_rlhf.models.adapter import (
-    DEEPEST,
-    beyond_depth,
+from lightning_rlhf.models.checkpoint import (
     check_references,
     check_weights,
-    is_folder,
-    missing_folder,
-    refuse_missing_folder,
+    config_faults,
+    local_folder,
+    naming,
 )
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import restore_padding
-from lightning_rlhf.models.quantization import quantization_config, quantization_of
+from lightning_rlhf.models.quantization import (
+    quantization_config,
+    quantization_of,
+    use_exact_layers,
+)
 
+DESCRIPTION = ("config.json", "*.py")
+"""Patterns of the files on the hub that describe a model: its configuration, and code that may come
+with it."""
 RoleContext = Callable[[], AbstractContextManager[None]]
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
-    """Return the layers that are recomputed one by one.
-
-    Raises ConfigError where the model has none.
-    """
+    """Return the layers that are recomputed one by one. Raises ConfigError where there are none."""
     found = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not found:
         raise ConfigError(
@@ -71,28 +70,19 @@ def checkpoint_layers(model: PreTrainedModel, current_role: Callable[[], RoleCon
 
     current_role: returns the context that a layer computed now must be recomputed in.
     """
+
+    def checkpointed(layer: GradientCheckpointingLayer, *args: Any, **kwargs: Any) -> Any:
+        forward = partial(type(layer).forward, layer)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        role = current_role()
+        return checkpoint(
+            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), role()),
+            preserve_rng_state=False, **kwargs,  # there is no dropout
+        )  # fmt: skip
+
     for layer in layers_of(model):
-        layer.forward = partial(_checkpointed, layer, current_role)
-
-
-def _checkpointed(
-    layer: GradientCheckpointingLayer,
-    current_role: Callable[[], RoleContext],
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    forward = partial(type(layer).forward, layer)
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)  # type: ignore[no-any-return]
-    role = current_role()
-    return checkpoint(  # type: ignore[no-any-return]
-        forward,
-        *args,
-        use_reentrant=False,
-        preserve_rng_state=False,  # there is no dropout
-        context_fn=lambda: (nullcontext(), role()),
-        **kwargs,
-    )
+        layer.forward = partial(checkpointed, layer)
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -129,7 +119,7 @@ def load_causal_lm(
     Raises ConfigError, CheckpointError or HubError.
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
-    if dtype != getattr(torch, config.dtype):
+    if trainable and config.dtype != "float32":
         warnings.warn(
             f"model.dtype={config.dtype} is for frozen weights; all weights are trained here, in "
             "float32",
@@ -172,13 +162,10 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     source, key = str(config.name_or_path), "model.name_or_path"
     folder = local_folder(source, key, config.revision, DESCRIPTION)
     check_references(folder / "config.json")
-    trusted = config.trust_remote_code
+    trusts = {"trust_remote_code": config.trust_remote_code}
     with naming(source, key), torch.device("meta"):
-        described = AutoConfig.from_pretrained(folder, trust_remote_code=trusted)
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            described, trust_remote_code=trusted
-        )
-    return model
+        described = AutoConfig.from_pretrained(folder, **trusts)
+        return AutoModelForCausalLM.from_config(described, **trusts)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -195,8 +182,8 @@ def naming_sizes() -> Iterator[None]:
 
 def described_sizes(from_config: Mapping[str, Any]) -> PretrainedConfig:
     """Return the configuration of random weights. Raises ConfigError for too many layers."""
-    for key, layers in beyond_depth(from_config):
-        require(False, f"model.from_config.{key}", layers, f"1 to {DEEPEST}")
+    for key, value, allowed in config_faults(from_config):
+        raise ConfigError(f"model.from_config.{key} is {value!r}{allowed}")
     return AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
 
 
@@ -206,24 +193,19 @@ def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     Its sizes are checked before memory is allocated. Raises ConfigError.
     """
     assert config.from_config is not None
-    described = described_sizes(config.from_config)
-
-    def build() -> PreTrainedModel:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            described,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
-        return model
-
+    build = partial(
+        AutoModelForCausalLM.from_config,
+        described_sizes(config.from_config),
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+    )
     with torch.device("meta"):
         shapes = {name: tuple(x.shape) for name, x in build().named_parameters()}
-    empty = next((name for name, shape in shapes.items() if 0 in shape), None)
-    if empty is not None:
-        raise ConfigError(
-            f"model.from_config gives {empty} the shape {shapes[empty]}; allowed: sizes of 1 and "
-            "more"
-        )
+    for name, shape in shapes.items():
+        if 0 in shape:
+            raise ConfigError(
+                f"model.from_config gives {name} the shape {shape}; allowed: sizes of 1 and more"
+            )
     count, there = sum(map(math.prod, shapes.values())), total_memory(torch.device("cpu"))
     if 4 * count > there:  # transformers makes random weights in float32
         raise ConfigError(
@@ -231,7 +213,7 @@ def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
             f"float32, and this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
         )
     torch.manual_seed(seed)
-    return build()
+    return build()  # type: ignore[no-any-return]
 
 
 def read_weights(
@@ -267,62 +249,5 @@ def read_weights(
             "random"
         )
     if quantization_of(model) in ("int8", "nf4"):
-        from lightning_rlhf.models.quantized_layers import use_exact_layers  # see quantization.py
-
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
-
-
-FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py", "README.md"]
-"""Patterns of the files that are downloaded from the hub."""
-DESCRIPTION = ["config.json", "*.py"]
-"""Patterns of those that describe a model: its configuration, and code that may come with it."""
-
-
-def local_folder(
-    source: str, key: str, revision: str | None, patterns: Sequence[str] = FILES
-) -> Path:
-    """Return `source` if it is a folder, else the folder of its snapshot from the hub.
-
-    patterns: those of the files that are downloaded.
-
-    Raises CheckpointError where `source` is the path of a missing folder, HubError where the hub
-    does not provide it.
-    """
-    if is_folder(source):
-        return Path(os.path.expanduser(source))
-    refuse_missing_folder(source, key)
-    with naming(source, key):
-        return Path(snapshot_download(source, revision=revision, allow_patterns=[*patterns]))
-
-
-@contextmanager
-def naming(source: str, key: str) -> Iterator[None]:
-    """Convert any exception of the block into one short CheckpointError or HubError.
-
-    The message names `source` and, where a setting helps, the configuration key. All exceptions
-    are converted, since a damaged file makes the libraries raise errors of any type.
-    """
-    try:
-        yield
-    except Exception as error:
-        if "trust_remote_code" in str(error):
-            own = f"{key.rpartition('.')[0]}.trust_remote_code"
-            raise CheckpointError(
-                f"{source} asks for Python code that it brings (auto_map in its configuration), "
-                f"which is not run unless {own}=true"
-            ) from error
-        if is_folder(source):
-            raise CheckpointError(f"{source} cannot be loaded: {_in_short(error)}") from error
-        if os.path.isdir(source.partition("/")[0]):  # `outputs/sft`, which may be a hub id too
-            raise missing_folder(source, key) from error
-        raise HubError(
-            f"{source!r} is neither a local folder nor reachable on the hub "
-            f"({_in_short(error)}). Download it on a machine with access "
-            f"(hf download {source} --local-dir FOLDER) and set {key}=FOLDER"
-        ) from error
-
-
-def _in_short(error: Exception) -> str:
-    words = " ".join(str(error).split())[:200]
-    return words if " " in words else repr(error)  # the text of a KeyError is only its key

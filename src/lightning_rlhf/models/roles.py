@@ -1,8 +1,4 @@
-"""Addition of LoRA adapters to a model: new ones, and those of a checkpoint.
-
-The output layer, through which all roles predict, and the probe input of fingerprints.
-
-Several roles on one base model.
+"""Several roles on one base model, computed by fast or plain layers.
 
 Every role is the base model with a stack of active adapters:
 
@@ -18,80 +14,84 @@ whether the SFT adapter was merged or is a separate adapter.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from inspect import signature
 from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from peft import LoraConfig, PeftModel
+from peft.tuners.lora import Linear as LoRALinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.errors import CheckpointError, first_line, require
-from lightning_rlhf.core.masking import from_first_real
-from lightning_rlhf.kernels.decoder import merged_adapters
-from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits
-from lightning_rlhf.models.adapter import check_adapter, check_weights
+from lightning_rlhf.core.errors import CheckpointError, first_line
+from lightning_rlhf.core.masking import from_first_real, picker
+from lightning_rlhf.kernels.decoder import (
+    COLUMNS,
+    Packing,
+    family,
+    merged_adapters,
+    rotates_by_length,
+)
+from lightning_rlhf.kernels.layers import ROWS, compiles_by_shape, computing_dtype
+from lightning_rlhf.kernels.lora import FusedLoRALinear, can_be_packed
+from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits, use_kernels
+from lightning_rlhf.models.checkpoint import check_adapter, check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.language_model import LanguageModel, linear_layers
-from lightning_rlhf.models.loading import checkpoint_layers, naming
+from lightning_rlhf.models.loading import checkpoint_layers
+
+MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
+"""Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
+UNWINDOWED = {"full_attention", "linear_attention"}
+"""Kinds of layers that need no mask where no position is padding."""
 
 
-def with_new_adapter(
-    model: PreTrainedModel | PeftModel, name: str, settings: LoRASettings, seed: int
-) -> PeftModel:
-    """Return the model with a new adapter, whose initial weights depend on (seed, name) alone.
+def copied_bytes(causal_lm: PreTrainedModel) -> int:
+    """Return the bytes of the copies of weights from which model.kernels=fast samples.
 
-    Raises: ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds no
-        module to adapt.
+    They are all linear layers as a step of decoding reads them (`JointLinear`), in the dtype of the
+    computation; the output layer, if it is packed or of another dtype; and in fp32 the layers that
+    have adapters once more, with the adapters added.
     """
-    check_settings(settings, model.get_base_model() if isinstance(model, PeftModel) else model)
-    targets = settings.target_modules
-    config = LoraConfig(
-        r=settings.r,
-        lora_alpha=settings.alpha,
-        target_modules=targets if isinstance(targets, str) else list(targets),
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-    )
-    start = np.random.SeedSequence((seed, *name.encode())).generate_state(1)
-    try:
-        with torch.random.fork_rng(devices=[]):  # PEFT draws the weights on the CPU
-            torch.manual_seed(int(start[0]))
-            if isinstance(model, PeftModel):
-                model.add_adapter(name, config)
-                return model
-            return PeftModel(model, config, adapter_name=name)
-    except ValueError as error:
-        raise CheckpointError(
-            f"model.lora.target_modules={targets}: {first_line(error)}"
-        ) from error
+    dtype = computing_dtype(causal_lm)
+    layers = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
+    head = causal_lm.get_output_embeddings().weight
+    copied = 0
+    if all(weight.dtype in (dtype, torch.float32) for weight in layers):
+        copied = sum(weight.numel() for weight in layers) * dtype.itemsize
+        if head.dtype != dtype or can_be_packed(head):
+            copied += head.numel() * dtype.itemsize
+    if dtype != torch.float32:
+        return copied
+    adapted = (layer for layer in causal_lm.modules() if isinstance(layer, LoRALinear))
+    return copied + sum(layer.base_layer.weight.nbytes for layer in adapted)
 
 
-def check_settings(settings: LoRASettings, model: PreTrainedModel) -> None:
-    """Raise ConfigError where the rank of a new adapter is above the model's largest layer."""
-    sizes = (max(inputs, outputs) for *_, inputs, outputs in linear_layers(model.base_model))
-    largest = max(sizes, default=int(model.config.get_text_config().hidden_size))
-    require(settings.r <= largest, "model.lora.r", settings.r,
-            f"at most {largest}, the model's largest layer")  # fmt: skip
+def linear_layers(
+    trunk: nn.Module, adapters: Collection[str] = ()
+) -> Iterator[tuple[str, Any, int, int]]:
+    """Yield name, layer, inputs and outputs of each linear layer, and of those of the adapters."""
+    for name, layer in trunk.named_modules():
+        if "lora_" in name and name.rpartition(".")[2] not in adapters:
+            continue
+        if isinstance(layer, Conv1D):  # GPT-2's
+            yield name, layer, layer.nx, layer.nf
+        elif isinstance(layer, nn.Linear):
+            yield name, layer, layer.in_features, layer.out_features
 
 
-def with_loaded_adapter(model: PreTrainedModel | PeftModel, name: str, folder: Path) -> PeftModel:
-    """Return the model with the adapter of a `final/` folder. Raises CheckpointError."""
-    check_weights(folder)
-    check_adapter(folder)
-    with naming(str(folder), name), warnings.catch_warnings():
-        warnings.filterwarnings("error", ".*missing adapter keys.*")
-        if isinstance(model, PeftModel):
-            model.load_adapter(str(folder), adapter_name=name)
-            return model
-        return PeftModel.from_pretrained(model, str(folder), adapter_name=name)
+def trainable_names(module: nn.Module) -> list[str]:
+    """Return the names of the trainable parameters."""
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
@@ -120,8 +120,8 @@ def check_output_layer(causal_lm: PreTrainedModel) -> None:
         )
 
 
-class Roles(LanguageModel):
-    """A causal language model with its adapters and scalar heads.
+class Roles(nn.Module):
+    """A causal language model with its adapters and scalar heads, on its device.
 
     One role is active at a time: the one last given to `set_role`, or inside `use_role` the one
     given there.
@@ -129,7 +129,10 @@ class Roles(LanguageModel):
 
     def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
         """kernels: which layers compute; with auto the place of the weights decides."""
-        super().__init__(causal_lm, kernels)
+        super().__init__()
+        self.model: PreTrainedModel | PeftModel = causal_lm
+        self._kernel_choice: KernelChoice = kernels
+        self._set_kernels()
         self.heads = nn.ModuleDict()
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self.role = BASE
@@ -138,6 +141,111 @@ class Roles(LanguageModel):
         if getattr(causal_lm, "recomputes", False):
             self.recompute_layers()
         check_output_layer(causal_lm)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """Return the language model without the adapter wrapper."""
+        return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
+
+    @property
+    def hidden_size(self) -> int:
+        """Return the size of a hidden state."""
+        return int(self.causal_lm.get_output_embeddings().in_features)
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of logits of the output layer."""
+        return int(self.causal_lm.get_output_embeddings().out_features)
+
+    @property
+    def caches(self) -> bool:
+        """Return True if the trunk accepts transformers' key-value cache for incremental decoding.
+
+        Mamba and RWKV have a state of another form, and ignore such a cache.
+        """
+        return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of the parameters."""
+        return next(self.parameters()).device
+
+    @property
+    def row_multiple(self) -> int:
+        """Return the number to a multiple of which rows of products are best rounded up.
+
+        It is 1 but where a library compiles for each number of rows and keeps what it compiled.
+        """
+        return ROWS if compiles_by_shape(self.causal_lm.get_input_embeddings().weight) else 1
+
+    def _set_kernels(self) -> None:
+        self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
+        """Layers that compute: fast or plain."""
+        self._kernel_device = self.device.type
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the weights; torch has no public hook for a module inside another."""
+        super()._apply(fn, recurse)
+        if self.device.type != self._kernel_device:
+            self._set_kernels()
+        return self
+
+    @property
+    def copies_weights(self) -> bool:
+        """Return True if the fast layers sample from copies of the trunk's weights."""
+        return self.kernels.kind == "fast"
+
+    def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
+        """Return the last hidden states of the active role, for rows that start with a real token.
+
+        The model is causal, so padding after the last token needs no mask, and attention without
+        a mask is faster. `from_first_real` converts left-padded rows to this form.
+        """
+        return self.causal_lm.base_model(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
+        ).last_hidden_state
+
+    def hidden_at(
+        self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
+    ) -> Float[Tensor, "M d"]:
+        """Return the hidden states at the positions where `wanted` is True, in row-major order.
+
+        Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
+        positions need. Where `wanted` is on the CPU, the device of the tokens is not waited for.
+        """
+        if self.kernels.kind == "plain":
+            return picker(wanted)(self.hidden(tokens))
+        trunk = self.causal_lm.base_model
+        few_shapes = self.row_multiple > 1
+        if few_shapes and not rotates_by_length(self.causal_lm):
+            tokens, wanted = (F.pad(x, (0, -x.shape[1] % COLUMNS)) for x in (tokens, wanted))
+        packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
+        hidden = trunk(
+            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
+        ).last_hidden_state
+        return hidden[: packing.count]
+
+    def _no_masks(self) -> dict[str, None] | None:
+        """Return the masks of causal attention without padding, as the trunk takes them.
+
+        On a device other than the CPU, None has transformers read the positions from it, to find
+        out whether several sequences share a row. Some trunks take a mask for each kind of layer.
+        """
+        config = self.causal_lm.config
+        kinds = set(getattr(config, "layer_types", None) or [])
+        takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
+        if self.device.type == "cpu" or not (takes_masks and kinds):
+            return None
+        return dict.fromkeys(kinds)
+
+    @property
+    def head_is_trained(self) -> bool:
+        """Return True if the output layer has trainable parameters."""
+        return any(p.requires_grad for p in self.causal_lm.get_output_embeddings().parameters())
+
+    def head(self, hidden: Float[Tensor, "*n d"]) -> Float[Tensor, "*n V"]:
+        """Return the logits of hidden states."""
+        return self.causal_lm.get_output_embeddings()(hidden)
 
     def recompute_layers(self) -> None:
         """Recompute the layers for the gradient, in the role that they were computed in."""
@@ -148,15 +256,40 @@ class Roles(LanguageModel):
 
         Its initial weights depend on (seed, role) alone.
 
-        Raises ConfigError where `settings` do not fit the model, CheckpointError where PEFT finds
-        no module to adapt.
+        Raises CheckpointError where PEFT finds no module to adapt.
         """
-        self.model = with_new_adapter(self.model, role, settings, seed)
+        targets = settings.target_modules
+        config = LoraConfig(
+            r=settings.r,
+            lora_alpha=settings.alpha,
+            target_modules=targets if isinstance(targets, str) else list(targets),
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+        start = np.random.SeedSequence((seed, *role.encode())).generate_state(1)
+        try:
+            with torch.random.fork_rng(devices=[]):  # PEFT draws the weights on the CPU
+                torch.manual_seed(int(start[0]))
+                if isinstance(self.model, PeftModel):
+                    self.model.add_adapter(role, config)
+                else:
+                    self.model = PeftModel(self.model, config, adapter_name=role)
+        except ValueError as error:
+            raise CheckpointError(
+                f"model.lora.target_modules={targets}: {first_line(error)}"
+            ) from error
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
-        self.model = with_loaded_adapter(self.model, role, folder)
+        check_weights(folder)
+        check_adapter(folder)
+        with naming(str(folder), role), warnings.catch_warnings():
+            warnings.filterwarnings("error", ".*missing adapter keys.*")
+            if isinstance(self.model, PeftModel):
+                self.model.load_adapter(str(folder), adapter_name=role)
+            else:
+                self.model = PeftModel.from_pretrained(self.model, str(folder), adapter_name=role)
         self._stack(role, trainable=trainable)
         if role == SFT:
             self._stacks[REFERENCE] = self._stacks[SFT]
@@ -280,8 +413,3 @@ class Roles(LanguageModel):
             return (
                 self.head(self.hidden(probe_tokens(self.causal_lm))[:, -1]).float().cpu().squeeze(0)
             )
-
-
-def trainable_names(module: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -1,1 +1,1 @@
-"""The stages: one LightningModule each, sharing functions and no ancestor."""
+"""The stages: one LightningModule each; SFT, reward model and DPO share a base class."""

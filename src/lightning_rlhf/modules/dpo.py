@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -12,7 +14,6 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import DPOScores, DPOStep
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.optim import backward, halving_microbatches, zero_gradients
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
@@ -36,48 +37,32 @@ class DPOModule(SupervisedModule):
     def __init__(self, roles: Roles, config: DPOConfig, replicas: Replicas = ONE) -> None:
         super().__init__("dpo", POLICY, roles, config, replicas)
 
-    @halving_microbatches
-    def accumulate(self, batch: Preferences) -> tuple[Tensor, list[DPOScores]]:
-        zero_gradients(self)
-        pairs = len(batch)
-        tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
-        loss, parts, size = torch.zeros((), device=self.device), [], self.guard.microbatch.rows
-        mine = batch.select(self.replicas.rows)
-        targets = target_mask(mine).cpu().unflatten(0, (2, len(mine))).split(size, dim=1)
-        for micro_batch, mask in zip(mine.split(size), targets, strict=False):
-            scores = self.scores(micro_batch, mask.flatten(0, 1))
-            loss += backward(self, self.loss(scores, pairs, tokens))
-            parts.append(scores.detach())
-        return loss, parts
+    def total(self, batch: Preferences) -> tuple[int, Tensor]:
+        """Return the numbers of pairs and of tokens of chosen responses."""
+        return len(batch), (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
 
-    def loss(self, scores: DPOScores, pairs: int, tokens: Tensor) -> Tensor:
-        """Return the share of a micro-batch in the loss of its batch, 0-d.
+    def columns(self, batch: Preferences) -> Sequence[Tensor]:
+        local = batch.select(self.replicas.rows)
+        return (target_mask(local).cpu().unflatten(0, (2, len(local))).transpose(0, 1),)
 
-        pairs, tokens: numbers of pairs and of tokens of chosen responses in the batch.
-        """
+    def loss_share(
+        self, micro_batch: Preferences, total: tuple[int, Tensor], *known: Bool[Tensor, "B 2 W"]
+    ) -> tuple[Tensor, DPOScores]:
+        pairs, tokens = total
+        scores = self.scores(micro_batch, *(mask.transpose(0, 1).flatten(0, 1) for mask in known))
         nll = -scores.chosen_logprob.sum() / tokens
-        return scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
+        loss = scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
+        return loss, scores.detach()
 
-    def validation_step(self, batch: Preferences, batch_idx: int) -> DPOScores:  # type: ignore[override]
-        return self.joined(self.scores_of_share(batch), batch)
-
-    @halving_microbatches
-    def scores_of_share(self, batch: Preferences) -> list[DPOScores]:
-        """Return the scores of each micro-batch of this process's rows."""
-        mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
-        return [self.scores(micro_batch) for micro_batch in mine]
-
-    def row_loss(self, row: Preferences) -> Tensor:
-        """Return the loss of a batch of one pair, 0-d."""
-        scores = self.scores(row)
-        return self.loss(scores, 1, scores.chosen_tokens.sum())
-
-    def scores(self, batch: Preferences, known: Bool[Tensor, "2B W"] | None = None) -> DPOScores:
+    def scores(
+        self, micro_batch: Preferences, known: Bool[Tensor, "2B W"] | None = None
+    ) -> DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs.
 
-        known: the batch's `target_mask` on the CPU, where it is known.
+        known: their `target_mask` on the CPU, where it is known.
         """
-        config, (tokens, _), targets = self.config, batch.stacked(), target_mask(batch)
+        config, (tokens, _) = self.config, micro_batch.stacked()
+        targets = target_mask(micro_batch)
         known = targets if known is None else known
         if config.reference_free:
             reference = torch.zeros(len(tokens), device=tokens.device)
@@ -98,7 +83,7 @@ class DPOModule(SupervisedModule):
             ),
             chosen_logprob=chosen_logprob,
             rejected_logprob=rejected_logprob,
-            chosen_tokens=counts[: len(batch)],
+            chosen_tokens=counts[: len(micro_batch)],
         )  # fmt: skip
 
     def logprobs(

@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import wraps
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import lightning as L
 import torch
-from jaxtyping import Float
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,
     ConfigError,
-    LogitsError,
     NotFiniteError,
-    PolicyLogitsError,
     require,
 )
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import PPOTerms
 from lightning_rlhf.models.roles import trainable_names
-from lightning_rlhf.parallel.replicas import Replicas
 
 
 def build_optimizer(
@@ -85,11 +78,6 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
             return 1.0
 
 
-def zero_gradients(module: L.LightningModule) -> None:
-    """Clear the gradient of the previous update."""
-    _optimizer(module).zero_grad()
-
-
 def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
     """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
 
@@ -102,34 +90,10 @@ def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-def sum_gradients(module: L.LightningModule, numbers: Float[Tensor, " n"]) -> Tensor:
-    """Replace the gradient of this process's rows by that of all processes' rows.
-
-    Returns: the numbers of each process, [processes, n], as `Replicas.sum_gradients`.
-    """
-    replicas: Replicas = module.replicas  # type: ignore[assignment]
-    return replicas.sum_gradients(trained_parameters(module), numbers)
-
-
-def clip_gradients(module: L.LightningModule, max_norm: float) -> Tensor:
-    """Scale the gradient down to `max_norm`; return its global norm before that, 0-d."""
-    return nn.utils.clip_grad_norm_(trained_parameters(module), max_norm)
-
-
 def trained_parameters(module: L.LightningModule) -> list[nn.Parameter]:
     """Return the parameters that the optimizer updates, in its order."""
-    return [p for group in _optimizer(module).param_groups for p in group["params"]]
-
-
-def step(module: L.LightningModule) -> None:
-    """Make one optimizer step with the present gradient."""
-    _optimizer(module).step()
-
-
-def _optimizer(module: L.LightningModule) -> LightningOptimizer:
-    optimizer = module.optimizers()
-    assert isinstance(optimizer, LightningOptimizer)
-    return optimizer
+    optimizer: Any = module.optimizers()
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def check_epochs_and_replicas(module: L.LightningModule) -> None:
@@ -140,13 +104,6 @@ def check_epochs_and_replicas(module: L.LightningModule) -> None:
     replicas, found = module.replicas, module.trainer.world_size
     require(found == replicas.size, "the number of the Trainer's processes", found,
             f"{replicas.size}, that of the module's argument `replicas`")  # fmt: skip
-
-
-def advance_schedule(module: L.LightningModule) -> None:
-    """Advance the learning-rate schedule by one step, which manual optimization must do itself."""
-    scheduler = module.lr_schedulers()
-    assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
-    scheduler.step()
 
 
 def log_headline(module: Any, metrics: Mapping[str, Tensor]) -> None:
@@ -181,24 +138,6 @@ def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters; others are in the checkpoints it started from."""
     state = nn.Module.state_dict(module)
     return {name: state[name] for name in trainable_names(module)}
-
-
-T = TypeVar("T")
-
-
-def halving_microbatches(method: Callable[..., T]) -> Callable[..., T]:
-    """Repeat a module's method with smaller micro-batches as long as the memory runs out.
-
-    The method reads their size, `self.guard.microbatch.rows`, at each call, and leaves nothing
-    behind where it fails.
-    """
-
-    @wraps(method)
-    def repeated(self: Any, *args: Any, **kwargs: Any) -> T:
-        microbatch: MicrobatchSize = self.guard.microbatch
-        return microbatch.fitting(lambda _: method(self, *args, **kwargs))
-
-    return repeated
 
 
 class UpdateGuard:
@@ -243,21 +182,6 @@ class UpdateGuard:
             )
         return False
 
-    @contextmanager
-    def naming(self, where: str, *, iterations: int) -> Iterator[None]:
-        """Raise PolicyLogitsError in place of a LogitsError of the sampling inside the block.
-
-        Args:
-            where: iteration or evaluation that samples.
-            iterations: number of finished iterations.
-        """
-        try:
-            yield
-        except LogitsError as error:
-            raise PolicyLogitsError(
-                where, iterations=iterations, nonfinite=self.nonfinite
-            ) from error
-
     def state_dict(self) -> dict[str, int]:
         """Return the state as plain numbers for a checkpoint."""
         return {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
@@ -275,13 +199,13 @@ def check_loss(terms: Any, name: str) -> None:
     loss = terms.loss if isinstance(terms, PPOTerms) else None
     if isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad:
         return
-    found = f"an object of type {type(terms).__name__}"
-    if isinstance(terms, PPOTerms):
+    if not isinstance(terms, PPOTerms):
+        found = f"an object of type {type(terms).__name__}"
+    elif isinstance(loss, Tensor):
+        gradient = "with" if loss.requires_grad else "without"
+        found = f"a loss of shape {[*loss.shape]} {gradient} gradient"
+    else:
         found = f"a loss of type {type(loss).__name__}"
-    if isinstance(loss, Tensor):
-        found = (
-            f"a loss of shape {[*loss.shape]} with{'' if loss.requires_grad else 'out'} gradient"
-        )
     raise ConfigError(
         f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
         "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"

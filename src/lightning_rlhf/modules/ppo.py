@@ -12,9 +12,15 @@ import lightning as L
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_rlhf.core.errors import NotFiniteError, RewardError, require
+from lightning_rlhf.core.errors import (
+    LogitsError,
+    NotFiniteError,
+    PolicyLogitsError,
+    RewardError,
+    require,
+)
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import (
@@ -34,9 +40,9 @@ from lightning_rlhf.core.records import (
     Rollout,
     Scores,
     UpdateStats,
-    counted,
     known_mask,
     row_lengths,
+    with_lengths,
 )
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
@@ -45,7 +51,7 @@ from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import UpdateGuard
-from lightning_rlhf.modules.ptx import PTX
+from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import Collector
@@ -157,11 +163,22 @@ class PPOModule(L.LightningModule):
         before, self.looked = self.looked, time.perf_counter()
         return self.looked - before
 
-    def roll_out(self, prompts: Prompts, generator: torch.Generator) -> Rollout:
-        """Return the responses of an iteration. Raises PolicyLogitsError where none can be drawn,
-        which names the iteration."""
-        with self.guard.naming(f"iteration {self.iteration + 1}", iterations=self.iteration):
-            return self.collector.roll_out(prompts, generator, self.config.samples_per_prompt)
+    def roll_out(
+        self, prompts: Prompts, generator: torch.Generator, *, evaluates: bool = False
+    ) -> Rollout:
+        """Return the responses of an iteration, or one to each prompt of an evaluation.
+
+        Raises PolicyLogitsError where none can be drawn, which names the iteration.
+        """
+        count, where = self.config.samples_per_prompt, f"iteration {self.iteration + 1}"
+        if evaluates:
+            count, where = 1, f"the evaluation after iteration {self.iteration}"
+        try:
+            return self.collector.roll_out(prompts, generator, count)
+        except LogitsError as error:
+            raise PolicyLogitsError(
+                where, iterations=self.iteration, nonfinite=self.guard.nonfinite
+            ) from error
 
     def make_experience(self, rollout: Rollout) -> Experience:
         """Return what an iteration learns from: the responses with their scores, rewards per token,
@@ -192,7 +209,7 @@ class PPOModule(L.LightningModule):
         config = self.config
         for number, minibatch in enumerate(
             minibatches(
-                counted(experience),
+                with_lengths(experience),
                 ppo_epochs=config.ppo_epochs,
                 minibatch_size=config.minibatch_size,
                 generator=generator,
@@ -208,7 +225,7 @@ class PPOModule(L.LightningModule):
 
         After the updates: an error during them leaves the state from before the iteration.
         """
-        optim.advance_schedule(self)
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.moments = self.moments.including(experience)
         self.kl_coef = next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
@@ -227,9 +244,10 @@ class PPOModule(L.LightningModule):
         for attempt in self.guard.microbatch.attempts():
             with attempt:
                 share = vars(self.accumulate(minibatch))
-        shares = optim.sum_gradients(self, torch.stack([*share.values()]))
+        trained = optim.trained_parameters(self)
+        shares = self.replicas.sum_gradients(trained, torch.stack([*share.values()]))
         terms = sum_terms([PPOTerms(**dict(zip(share, row, strict=True))) for row in shares])
-        grad_norm = optim.clip_gradients(self, config.max_grad_norm)
+        grad_norm = nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         # The only wait for the device in an update, for all that the limits compare.
         loss, norm, approx_kl, ratio_mean = torch.stack(
             [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
@@ -244,7 +262,7 @@ class PPOModule(L.LightningModule):
         self.stopped = is_finite and optim.exceeds(approx_kl, config.target_kl, "target_kl", name)
         skipped = is_finite and optim.exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
         if is_finite and not (self.stopped or skipped):
-            optim.step(self)
+            self.optimizers().step()  # type: ignore[union-attr]
         return UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,
@@ -266,32 +284,33 @@ class PPOModule(L.LightningModule):
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
         )
         critic_apart = self.critic is not None and not self.critic.shares_trunk
-        optim.zero_gradients(self)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
         loss, shares = torch.zeros((), device=self.device), []
         minibatch, weights = minibatch.select(rows), weights[rows]
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
             loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, self.kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
-                policy = policy_outputs(self.roles, hidden, micro_batch, config)
+                policy: PolicyOutputs | None = policy_outputs(
+                    self.roles, hidden, micro_batch, config
+                )
+            parts, values = [], None
             if policy_learns and critic_apart:
                 # Two backward passes: the first frees the policy's activations for the second.
-                of_policy = self.backpropagate(loss_terms(policy=policy, values=None))
-                values = self.values(hidden, micro_batch)
-                of_critic = self.backpropagate(loss_terms(policy=None, values=values))
-                loss = loss + of_policy.loss + of_critic.loss
-                shares.append(sum_terms([of_policy, of_critic]))
-            else:  # also where the critic learns alone: the policy's outputs have no graph then
-                values = self.values(hidden, micro_batch)
-                of_both = self.backpropagate(loss_terms(policy=policy, values=values))
-                loss = loss + of_both.loss
-                shares.append(of_both)
+                parts.append(self.backpropagate(loss_terms(policy=policy, values=None)))
+                policy = None
+            if self.critic is not None:
+                values = self.critic.values(micro_batch, policy_hidden=hidden)
+            # Where the critic learns alone, the policy's outputs have no graph.
+            parts.append(self.backpropagate(loss_terms(policy=policy, values=values)))
+            for part in parts:  # in the order of the passes
+                loss = loss + part.loss
+            shares.append(sum_terms(parts))
         ptx_loss = torch.zeros_like(loss)
         if self.ptx is not None and policy_learns:
             demonstrations = self.ptx.batch(self.iteration, self.update_number)
             ptx_loss = self.ptx.backpropagate(self, self.roles, demonstrations, size)
             loss = loss + config.ptx_coef * ptx_loss
-        # The loss that was backpropagated, in the order of the passes.
         zeros = {field.name: torch.zeros_like(loss) for field in fields(PPOTerms)}
         terms = sum_terms(shares or [PPOTerms(**zeros)])
         return replace(terms, loss=loss, ptx_loss=ptx_loss)
@@ -343,14 +362,6 @@ class PPOModule(L.LightningModule):
         optim.check_loss(terms, type(self).__name__)
         return replace(terms, loss=optim.backward(self, terms.loss))
 
-    def values(
-        self, hidden: Float[Tensor, "N d"], micro_batch: Experience
-    ) -> Float[Tensor, " N"] | None:
-        """Return the critic's values of a micro-batch; hidden: the policy's hidden states there."""
-        if self.critic is None:
-            return None
-        return self.critic.values(micro_batch, policy_hidden=hidden)
-
     def validation_step(  # type: ignore[override]
         self, prompts: Prompts, batch_idx: int
     ) -> EvaluationResult:
@@ -358,9 +369,7 @@ class PPOModule(L.LightningModule):
 
         Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
         """
-        where = f"the evaluation after iteration {self.iteration}"
-        with self.guard.naming(where, iterations=self.iteration):
-            rollout = self.collector.roll_out(prompts, self.generator(EVALUATION, batch_idx))
+        rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float, Int
@@ -14,7 +16,6 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import PairScores, RewardStep
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.optim import backward, halving_microbatches, zero_gradients
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
@@ -37,33 +38,27 @@ class RewardModule(SupervisedModule):
         super().__init__("rm", REWARD, roles, config, replicas)
         self.seed = seed
 
-    @halving_microbatches
-    def accumulate(self, batch: Preferences) -> tuple[Tensor, list[PairScores]]:
-        zero_gradients(self)
-        size, rows = self.guard.microbatch.rows, self.replicas.rows
-        mine, draws = batch.select(rows), self.draws(len(batch))[rows]
-        loss, scores = torch.zeros((), device=self.device), []
-        lengths = torch.stack([mine.chosen_mask.sum(1), mine.rejected_mask.sum(1)], dim=1).cpu()
-        parts = (mine.split(size), draws.split(size), lengths.split(size))
-        for micro_batch, drawn, length in zip(*parts, strict=False):
-            rewards = self.rewards(micro_batch, length.T.flatten())
-            loss += backward(self, self.loss_sum(micro_batch, rewards, drawn) / len(batch))
-            scores.append(mean_scores(*rewards))
-        return loss, scores
+    def columns(self, batch: Preferences) -> Sequence[Tensor]:
+        """Return how often each head draws each pair, and the numbers of tokens of both sides."""
+        rows = self.replicas.rows
+        draws, local = self.draws(len(batch))[rows], batch.select(rows)
+        lengths = torch.stack([local.chosen_mask.sum(1), local.rejected_mask.sum(1)], dim=1)
+        return draws, lengths.cpu()
 
-    def validation_step(self, batch: Preferences, batch_idx: int) -> PairScores:  # type: ignore[override]
-        return self.joined(self.scores_of_share(batch), batch)
-
-    @halving_microbatches
-    def scores_of_share(self, batch: Preferences) -> list[PairScores]:
-        """Return the scores of each micro-batch of this process's rows."""
-        mine = batch.select(self.replicas.rows).split(self.guard.microbatch.rows)
-        return [mean_scores(*self.rewards(micro_batch)) for micro_batch in mine]
-
-    def row_loss(self, row: Preferences) -> Tensor:
-        """Return the loss of a batch of one pair, 0-d, from which each head learns once."""
-        rewards = self.rewards(row)
-        return self.loss_sum(row, rewards, torch.ones_like(rewards[0]))
+    def loss_share(
+        self, micro_batch: Preferences, total: int, *known: Tensor
+    ) -> tuple[Tensor, PairScores]:
+        """Return the share as the base class; each head learns from a pair once without draws."""
+        config, lengths = self.config, known[1].T.flatten() if known else None
+        rewards = self.rewards(micro_batch, lengths)
+        losses = bradley_terry_loss(
+            *rewards,
+            margin=config.margin_coef * micro_batch.margin[:, None],
+            label_smoothing=config.label_smoothing,
+        )
+        losses = losses + config.center_coef * centering_loss(*rewards)
+        draws = known[0] if known else torch.ones_like(losses)
+        return (draws * losses).mean(dim=1).sum() / total, mean_scores(*rewards)
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""
@@ -74,21 +69,8 @@ class RewardModule(SupervisedModule):
             rates = torch.poisson(rates, generator)
         return upload(rates, self.device)
 
-    def loss_sum(
-        self,
-        batch: Preferences,
-        rewards: tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]],
-        draws: Float[Tensor, "B H"],
-    ) -> Tensor:
-        """Return the loss summed over the pairs, 0-d, from the result of `rewards`."""
-        config = self.config
-        losses = bradley_terry_loss(
-            *rewards,
-            margin=config.margin_coef * batch.margin[:, None],
-            label_smoothing=config.label_smoothing,
-        )
-        losses = losses + config.center_coef * centering_loss(*rewards)
-        return (draws * losses).mean(dim=1).sum()
+    def scores(self, micro_batch: Preferences) -> PairScores:
+        return mean_scores(*self.rewards(micro_batch))
 
     def rewards(
         self, batch: Preferences, lengths: Int[Tensor, " 2B"] | None = None

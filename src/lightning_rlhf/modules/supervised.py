@@ -1,43 +1,34 @@
-"""Base class of the modules that learn from given texts, and supervised fine-tuning."""
+"""Base class of the modules that learn from given texts, SFT, and its loss as a term of PPO's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any, TypeVar
 
 import lightning as L
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_rlhf.core.config import SFTConfig, SupervisedConfig
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.masking import picker
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Demonstrations, Record
 from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTStep
+from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
+from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.optim import (
-    UpdateGuard,
-    advance_schedule,
-    backward,
-    build_optimizer,
-    check_epochs_and_replicas,
-    check_parameters,
-    clip_gradients,
-    halving_microbatches,
-    log_headline,
-    step,
-    sum_gradients,
-    trainable_state,
-    zero_gradients,
-)
+from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 R = TypeVar("R", bound=Record)
 
 
 class SupervisedModule(L.LightningModule):
-    """Base class of SFT, the reward model and DPO, which differ in `accumulate`."""
+    """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
     step_type: type[Any]
     """Class of the result of a step."""
@@ -64,7 +55,7 @@ class SupervisedModule(L.LightningModule):
         self.roles = roles
         self.config = config
         self.replicas = replicas
-        self.guard = UpdateGuard(stage, config)
+        self.guard = optim.UpdateGuard(stage, config)
         self.iteration = 0
         """Number of finished batches, over all resumes; updates that were not made count too."""
         self.logs_headline = True
@@ -74,11 +65,11 @@ class SupervisedModule(L.LightningModule):
         loss, grad_norm, facts = self.gradient(batch)
         is_made = self.guard.check_finite(self, loss, grad_norm)
         if is_made:
-            step(self)
-        advance_schedule(self)
+            self.optimizers().step()  # type: ignore[union-attr]
+        self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.iteration += 1
         result = self.step_type(loss=loss, grad_norm=grad_norm, is_made=is_made, **facts)
-        log_headline(self, result.headline)
+        optim.log_headline(self, result.headline)
         return {RESULT: result}
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -87,16 +78,54 @@ class SupervisedModule(L.LightningModule):
         Returns: the loss and the norm of its gradient before clipping, 0-d, and what else the
             result of the step holds, from before the update.
         """
-        share, parts = self.accumulate(batch)
-        loss = sum_gradients(self, share[None]).sum()
-        return loss, clip_gradients(self, self.config.max_grad_norm), self.facts(parts, batch)
+        share, parts = self.guard.microbatch.fitting(lambda rows: self.accumulate(batch, rows))
+        trained = optim.trained_parameters(self)
+        loss = self.replicas.sum_gradients(trained, share[None]).sum()
+        grad_norm = nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+        return loss, grad_norm, self.facts(parts, batch)
 
-    def accumulate(self, batch: Any) -> tuple[Tensor, list[Any]]:
-        """Backpropagate this process's rows of a batch.
+    def accumulate(self, batch: Any, size: int) -> tuple[Tensor, list[Any]]:
+        """Backpropagate this process's rows of a batch, `size` at a time.
 
         Returns: their share of its loss, 0-d, and the scores of each micro-batch.
         """
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        loss, parts, total = torch.zeros((), device=self.device), [], self.total(batch)
+        columns = (column.split(size) for column in self.columns(batch))
+        local = batch.select(self.replicas.rows).split(size)
+        for micro_batch, *known in zip(local, *columns, strict=False):
+            share, scores = self.loss_share(micro_batch, total, *known)
+            loss += optim.backward(self, share)
+            parts.append(scores)
+        return loss, parts
+
+    def total(self, batch: Any) -> Any:
+        """Return the denominator of the loss of a batch; without a choice its number of rows."""
+        return len(batch)
+
+    def columns(self, batch: Any) -> Sequence[Tensor]:
+        """Return what is read once for this process's rows of a batch, each [rows, ...]."""
+        return ()
+
+    def loss_share(self, micro_batch: Any, total: Any, *known: Any) -> tuple[Tensor, Any]:
+        """Return the share of a micro-batch in the loss of its batch, 0-d, and its scores.
+
+        total: as `total` returns it. known: its rows of `columns`; none where they are not read.
+        """
         raise NotImplementedError
+
+    def local_scores(self, batch: Any) -> list[Any]:
+        """Return the scores of each micro-batch of this process's rows."""
+        rows = batch.select(self.replicas.rows)
+        return self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
+
+    def scores(self, micro_batch: Any) -> Any:
+        """Return what is measured of each row of a micro-batch, or of all its tokens in SFT."""
+        raise NotImplementedError
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the scores of each row of a batch."""
+        return self.joined(self.local_scores(batch), batch)
 
     def facts(self, parts: Sequence[Record], batch: Any) -> dict[str, Tensor]:
         """Return the scores of a batch by name, from those of this process's micro-batches."""
@@ -105,14 +134,11 @@ class SupervisedModule(L.LightningModule):
     @torch.no_grad()
     def row_losses(self, batch: Record) -> Float[Tensor, " B"]:
         """Return the loss of each row of a batch by itself, without a gradient."""
-        return torch.stack([self.row_loss(row) for row in batch.split(1)])
-
-    def row_loss(self, row: Any) -> Tensor:
-        """Return the loss of a batch of one row, 0-d."""
-        raise NotImplementedError
+        rows = batch.split(1)
+        return torch.stack([self.loss_share(row, self.total(row))[0] for row in rows])
 
     def on_fit_start(self) -> None:
-        check_epochs_and_replicas(self)
+        optim.check_epochs_and_replicas(self)
 
     def joined(self, parts: Sequence[R], batch: Record) -> R:
         """Return the records of the rows of a batch from those of each process's rows.
@@ -124,17 +150,17 @@ class SupervisedModule(L.LightningModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
+        return optim.build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
+        return optim.trainable_state(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["iteration"] = self.iteration
         checkpoint["learner"] = self.guard.state_dict()
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        check_parameters(self, checkpoint)
+        optim.check_parameters(self, checkpoint)
         self.iteration = checkpoint["iteration"]
         self.guard.load_state_dict(checkpoint["learner"])
 
@@ -169,44 +195,107 @@ class SFTModule(SupervisedModule):
     def __init__(self, roles: Roles, config: SFTConfig, replicas: Replicas = ONE) -> None:
         super().__init__("sft", roles.role, roles, config, replicas)
 
-    @halving_microbatches
-    def accumulate(self, batch: Demonstrations) -> tuple[Tensor, list[Any]]:
-        zero_gradients(self)
-        loss, tokens = torch.zeros((), device=self.device), batch.target_mask.sum()
-        size, mine = self.guard.microbatch.rows, batch.select(self.replicas.rows)
-        targets = mine.target_mask.cpu().split(size)
-        for micro_batch, mask in zip(mine.split(size), targets, strict=False):
-            loss += backward(self, -self.logprobs(micro_batch, mask).sum() / tokens)
-        return loss, []
+    def total(self, batch: Demonstrations) -> Tensor:
+        return batch.target_mask.sum()
+
+    def columns(self, batch: Demonstrations) -> Sequence[Tensor]:
+        return (batch.select(self.replicas.rows).target_mask.cpu(),)
+
+    def loss_share(
+        self, micro_batch: Demonstrations, total: Tensor, *known: Bool[Tensor, "B S"]
+    ) -> tuple[Tensor, None]:
+        return self.scores(micro_batch, *known) / total, None
 
     def facts(self, parts: Sequence[Record], batch: Demonstrations) -> dict[str, Tensor]:
         return {"tokens": batch.target_mask.sum()}
 
-    def validation_step(self, batch: Demonstrations, batch_idx: int) -> SFTEvaluation:  # type: ignore[override]
-        nll_sum = self.replicas.sum(self.nll_of_share(batch))
+    def scores(self, micro_batch: Demonstrations, *known: Bool[Tensor, "B S"]) -> Tensor:
+        """Return the negative log-likelihood of the target tokens, summed, nats; 0-d.
+
+        known: the batch's `target_mask` on the CPU, where it is known.
+        """
+        (targets,) = known or (micro_batch.target_mask,)
+        return -target_logprobs(self.roles, micro_batch.tokens, targets).sum()
+
+    def validation_step(self, batch: Demonstrations, batch_idx: int) -> Any:
+        """Return an SFTEvaluation."""
+        sums = self.local_scores(batch) or [torch.zeros((), device=self.device)]
+        nll_sum = self.replicas.sum(torch.stack(sums).sum())
         return SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
 
-    @halving_microbatches
-    def nll_of_share(self, batch: Demonstrations) -> Tensor:
-        """Return `nll_sum` of this process's rows of a batch."""
-        rows = batch.select(self.replicas.rows)
-        sums = [self.nll_sum(micro_batch) for micro_batch in rows.split(self.guard.microbatch.rows)]
-        return torch.stack(sums).sum() if sums else torch.zeros((), device=self.device)
 
-    def row_loss(self, row: Demonstrations) -> Tensor:
-        """Return the loss of a batch of one row, 0-d."""
-        return -self.logprobs(row).mean()
+class PTX:
+    """Term of the loss of stage=sft, on demonstrations, in the loss of each update of PPO.
 
-    def nll_sum(self, batch: Demonstrations) -> Tensor:
-        """Return the negative log-likelihood of the batch's target tokens, summed, nats; 0-d."""
-        return -self.logprobs(batch).sum()
+        loss = PPO's loss + ptx_coef * ptx_loss
+        ptx_loss = 1/N sum_i sum_t -log pi(y_it | x_i, y_i<t)
 
-    def logprobs(
-        self, batch: Demonstrations, targets: Bool[Tensor, "B S"] | None = None
-    ) -> Float[Tensor, " N"]:
-        """Return the log-probability of each target token, row after row, nats.
+    The sums are over the demonstrations of a batch and their N target tokens, at temperature 1. The
+    batch of update m in iteration k is number k * M + m of a `Schedule`, where M is the number of
+    updates in an iteration: a function of (seed, k, m), in which all demonstrations come once
+    before one comes again. Updates that ppo.target_kl leaves out leave out their batches.
+    Source: Ouyang et al. 2022, eq. 2, https://arxiv.org/abs/2203.02155
+    Departs: the texts are the demonstrations of SFT instead of those of pretraining, and the mean
+    is over tokens.
+    """
 
-        targets: the batch's `target_mask` on the CPU, where it is known.
+    def __init__(
+        self,
+        examples: Sequence[DemonstrationTokens],
+        config: PPOConfig,
+        *,
+        pad_id: int,
+        seed: int,
+    ) -> None:
+        """Set up the batches; pad_id: id of the padding token; seed: seed of their order."""
+        self.examples = examples
+        self.coef = config.ptx_coef
+        self.updates = config.updates_per_iteration
+        self.pad_id = pad_id
+        self.schedule = Schedule(
+            lengths=[example.length for example in examples],
+            batch_size=config.ptx_batch_size,
+            batches=config.iterations * self.updates,
+            seed=seed,
+            pool_batches=1,
+        )
+
+    @property
+    def longest(self) -> int:
+        """Return the number of tokens of the longest demonstration."""
+        return max(example.length for example in self.examples)
+
+    def batch(self, iteration: int, update: int) -> Demonstrations:
+        """Return the demonstrations of an update; both numbers count from 0."""
+        rows = self.schedule.batch(iteration * self.updates + update)
+        return collate_demonstrations([self.examples[row] for row in rows], self.pad_id)
+
+    def backpropagate(
+        self, module: Any, roles: Roles, batch: Demonstrations, rows: int
+    ) -> Float[Tensor, ""]:
+        """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
+
+        The role that is active is read. rows: number of demonstrations in a forward and backward
+        pass. The share of each pass is divided by the target tokens of the whole batch, so that the
+        shares add up.
         """
-        mask = batch.target_mask if targets is None else targets
-        return target_logprobs(self.roles, batch.tokens, mask)
+        batch = batch.to(module.device)
+        tokens, loss = batch.target_mask.sum(), torch.zeros((), device=module.device)
+        for part in batch.select(module.replicas.rows).split(rows):
+            share = -target_logprobs(roles, part.tokens, part.target_mask).sum() / tokens
+            optim.backward(module, self.coef * share)
+            loss = loss + share.detach()
+        return loss
+
+    @cached_property
+    def digest(self) -> str:
+        """Return a digest of the demonstrations in their order."""
+        return digest_examples(self.examples)
+
+    def check(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise CheckpointError where a checkpoint was trained on other demonstrations."""
+        if "ptx" in checkpoint and checkpoint["ptx"] != self.digest:
+            raise CheckpointError(
+                "the demonstrations of ppo.ptx_coef are others now, or in another order (digest "
+                f"{self.digest}, was {checkpoint['ptx']})"
+            )

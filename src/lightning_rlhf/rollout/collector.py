@@ -1,14 +1,16 @@
-"""The collection of scored responses: sample, annotate, decode, score."""
+"""Responses: of the configured sampler, sampled in shards, given as text; annotated and scored."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.masking import by_length, real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -16,13 +18,64 @@ from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Samp
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
+from lightning_rlhf.io.user_code import FAULTS, load_class
+from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
-from lightning_rlhf.rollout.build_sampler import build_sampler
+from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import Sampler, SamplingParams, Share
+from lightning_rlhf.rollout.sampler import KEY, CheckedSampler, Sampler, SamplingParams, Share
 from lightning_rlhf.rollout.score import Critic, annotate, score
+
+OURS = ("native", "hf")
+"""Names of the package's samplers; any other name is that of a user's class."""
+
+
+def build_sampler(
+    name: str, roles: Roles, params: SamplingParams, critic: Critic | None, key: str = KEY
+) -> Sampler:
+    """Return the sampler of that name; a user's is wrapped in a `CheckedSampler`.
+
+    key: configuration key that holds the name, for the errors.
+
+    Raises: ConfigError where it does not fit the model, or does not name a sampler.
+    """
+    if name == "native":
+        require(roles.caches, key, name,
+                f"hf, for {roles.causal_lm.config.model_type}, which takes no cache")  # fmt: skip
+        on_trunk = critic is not None and critic.shares_trunk
+        return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
+    if name == "hf":
+        return HFSampler(roles, params)
+    try:
+        return CheckedSampler(
+            load_sampler(name, key)(roles, params),
+            name,
+            max_response_tokens=params.max_response_tokens,
+            vocab_size=roles.vocab_size,
+            key=key,
+        )
+    except FAULTS as error:
+        if isinstance(error, RLHFError):
+            raise
+        raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
+
+
+def load_sampler(name: str, key: str = KEY) -> Any:
+    """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
+
+    Raises: ConfigError where it does not name a class with the members of `Sampler`.
+    """
+    found = load_class(name, key)
+    missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
+    if missing:
+        raise ConfigError(
+            f"{key} is {name!r}, which has no {' and no '.join(missing)}; allowed: a class "
+            "with both, see lightning_rlhf.rollout.sampler.Sampler"
+        )
+    return found
+
 
 AT_ONCE = 256
 """Number of texts that are encoded at once; each source splits them into smaller batches."""
@@ -83,11 +136,119 @@ def score_texts(
     for start in range(0, len(rows), AT_ONCE):
         some = slice(start, start + AT_ONCE)
         decoded = encode_responses(rows[some], responses[some], chat)
-        decoded = DecodedResponses(
-            rollout=decoded.rollout.to(device), rows=decoded.rows, responses=decoded.responses
-        )
+        decoded = replace(decoded, rollout=decoded.rollout.to(device))
         parts.append(checked(source(decoded), decoded, name).cpu())
     return torch.cat(parts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedBatch:
+    """A batch of prompts, of which this process samples some."""
+
+    prompts: Prompts
+    """The whole batch."""
+    samples_per_prompt: int
+    local: Share
+    """Prompts that this process samples; it may have none."""
+    first: int
+    """Number of the first response of the batch among the responses of all batches."""
+
+    @property
+    def numbers(self) -> Int[Tensor, " R"]:
+        """Return the numbers, among the responses of all batches, of those sampled here."""
+        return self.first + self.local.responses(self.samples_per_prompt)
+
+
+def shard(
+    batches: Iterable[tuple[Prompts, int]], replicas: Replicas, *, divides: bool
+) -> list[ShardedBatch]:
+    """Return all batches, each with the prompts that this process samples.
+
+    Each process takes every `replicas.size`-th batch. The last ones, fewer than the processes, are
+    divided among all of them where `divides`.
+
+    batches: pairs (prompts, samples_per_prompt).
+    """
+    pairs = list(batches)
+    whole = len(pairs) - len(pairs) % replicas.size if divides else len(pairs)
+    found, first = [], 0
+    for number, (prompts, count) in enumerate(pairs):
+        rows = torch.arange(len(prompts) if number % replicas.size == replicas.rank else 0)
+        if number >= whole:
+            rows = replicas.share(by_length(prompts.mask))
+        local = Share(rows, len(prompts))
+        found.append(
+            ShardedBatch(prompts=prompts, samples_per_prompt=count, local=local, first=first)
+        )
+        first += len(prompts) * count
+    return found
+
+
+def sample_local(
+    sampler: NativeSampler | HFSampler, batches: Iterable[ShardedBatch], generator: torch.Generator
+) -> Iterator[tuple[Int[Tensor, " R"], SampledResponses]]:
+    """Yield the numbers of the responses that this process samples, with them, batch by batch.
+
+    The random numbers of a response are those that it has in a single process.
+    """
+    for batch in batches:
+        prompts, count, local = batch.prompts, batch.samples_per_prompt, batch.local
+        if not len(local.rows):
+            sampler.draw(len(prompts) * count, generator)
+            continue
+        some = prompts.select(local.rows).to(sampler.roles.device)
+        if len(some) == len(prompts):
+            yield batch.numbers, sampler.sample(some, count, generator)
+        else:
+            assert isinstance(sampler, NativeSampler)
+            yield batch.numbers, sampler.sample(some, count, generator, local)
+
+
+def sample_reference(
+    roles: Roles,
+    batches: Iterable[ShardedBatch],
+    params: SamplingParams,
+    generator: torch.Generator,
+    replicas: Replicas = ONE,
+    role: str = REFERENCE,
+) -> list[SampledResponses]:
+    """Return the batches of responses of the SFT model that all processes sample, on the CPU.
+
+    batches: batches of prompts, none of which is divided; role: role of the SFT model.
+    Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
+    """
+    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
+    with roles.use_role(role):
+        local = [
+            (int(numbers[0]), sampled.to("cpu"))
+            for numbers, sampled in sample_local(sampler, batches, generator)
+        ]
+    firsts = torch.tensor([first for first, _ in local])
+    return replicas.merged(firsts, [part for _, part in local])
+
+
+@torch.no_grad()
+def sample_rewards(roles: Roles, rollouts: Iterable[SampledResponses]) -> Float[Tensor, " B"]:
+    """Return the raw reward of each response, on the CPU."""
+    rewards = [
+        roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
+        for rollout in rollouts
+    ]
+    return torch.cat(rewards)
+
+
+def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
+    """Return mean and standard deviation, by which a reward is standardised.
+
+    Raises CheckpointError where the deviation is 0 or not finite.
+    """
+    std, mean = torch.std_mean(rewards)
+    if not (std.isfinite() and std > 0):
+        raise CheckpointError(
+            f"the reward model gives SFT samples rewards of mean {mean} and standard deviation "
+            f"{std}, which cannot be standardised; a smaller rm.lr or better pairs may help"
+        )
+    return float(mean), float(std)
 
 
 class Collector:
@@ -152,10 +313,10 @@ class Collector:
         Raises: LogitsError where nothing can be sampled; TrainingError where the responses to one
             prompt are too much for the memory; SamplerError as `CheckedSampler.sample`.
         """
-        mine = Share(self.replicas.share(by_length(prompts.mask)), len(prompts))
+        local = Share(self.replicas.share(by_length(prompts.mask)), len(prompts))
         return self.replicas.joined(
-            mine.responses(samples_per_prompt),
-            lambda _: self.annotate(self.sample(prompts, mine, generator, samples_per_prompt)),
+            local.responses(samples_per_prompt),
+            lambda _: self.annotate(self.sample(prompts, local, generator, samples_per_prompt)),
         )
 
     def sample(
@@ -218,9 +379,9 @@ class Collector:
         Raises: RewardError where the reward gives no number for a response.
         """
         config = self.config
-        mine = self.replicas.share(by_length(decoded.rollout.mask))
+        local = self.replicas.share(by_length(decoded.rollout.mask))
         return self.replicas.joined(
-            mine,
+            local,
             lambda some: self.microbatch.fitting(
                 lambda rows: score(
                     self.roles,

@@ -10,13 +10,21 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import DynamicCache
 
+from lightning_rlhf.core.errors import LogitsError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import decode_step
+from lightning_rlhf.kernels.layers import rounded_up
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.decode_state import ASKED, DecodeState, roomy_cache
 from lightning_rlhf.rollout.sampler import SamplingParams, Share
+
+MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
+KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
+ASKED = 8
+"""Number of tokens after which a device other than the CPU is asked which rows have ended. The
+answer waits for all that was launched. At 8 that is an eighth of the tokens, and a batch whose rows
+have all ended goes on for at most 7 more, which are cut off."""
 
 
 def draw_tokens(
@@ -57,6 +65,124 @@ def cumulative(mass: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
     A GPU's cumulative sum may fall by a rounding, and may rise where there is no mass.
     """
     return torch.where(mass > 0, mass.cumsum(-1), 0).cummax(-1).values
+
+
+class DecodeState:
+    """Buffers for the responses of a batch, filled column by column.
+
+    Letters: B responses in all, A active rows, which are not dropped yet, P prompt tokens, T
+    response tokens.
+    """
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        max_response_tokens: int,
+        *,
+        few_shapes: bool = False,
+    ) -> None:
+        """Allocate the state; few_shapes: drop some rows later, so that fewer shapes occur."""
+        prompts = prompts.repeat(samples_per_prompt)
+        batch, self.width = prompts.tokens.shape
+        room = batch, max_response_tokens
+        self.index = prompts.index
+        self.tokens = torch.cat([prompts.tokens, prompts.tokens.new_zeros(room)], dim=1)
+        self.mask = torch.cat([prompts.mask, prompts.mask.new_zeros(room)], dim=1)
+        self.logprobs = prompts.tokens.new_zeros(room, dtype=torch.float32)
+        self.values: Float[Tensor, "B T"] | None = None
+        """Values of the critic; None until one is appended."""
+        self.prompt_tokens = prompts.mask.sum(dim=1)
+        self.few_shapes = few_shapes
+        self.length = 0
+        """Number of columns of response tokens so far, T."""
+        self.rows = torch.arange(batch, device=prompts.tokens.device)
+        """Rows of the responses that are active, [A]."""
+        self.unfinished = torch.ones_like(self.rows, dtype=torch.bool)
+        """True where an active row has not ended, [A]."""
+
+    @property
+    def responses(self) -> Int[Tensor, "A T"]:
+        """Return the response tokens so far; any id after a response's end."""
+        return self.tokens[self.rows, self.width : self.width + self.length]
+
+    @property
+    def latest(self) -> Int[Tensor, "A 1"]:
+        """Return the token appended last."""
+        return self.tokens[self.rows, self.width + self.length - 1, None]
+
+    @property
+    def latest_position(self) -> Int[Tensor, "A 1"]:
+        """Return the position of `latest` among the real tokens of its row."""
+        return self.prompt_tokens[self.rows, None] + self.length - 1
+
+    @property
+    def attention_mask(self) -> Bool[Tensor, "A P+T"]:
+        """Return a mask, True on the tokens that the next token may attend to."""
+        return self.mask[self.rows, : self.width + self.length]
+
+    def append(
+        self,
+        token: Int[Tensor, " A"],
+        logprob: Float[Tensor, " A"],
+        value: Float[Tensor, " A"] | None,
+    ) -> None:
+        """Add a token to each active row; it counts where the response has not ended."""
+        column = self.length
+        self.tokens[self.rows, self.width + column] = token
+        self.mask[self.rows, self.width + column] = self.unfinished
+        self.logprobs[self.rows, column] = logprob
+        if value is not None:
+            if self.values is None:
+                self.values = torch.zeros_like(self.logprobs)
+            self.values[self.rows, column] = value
+        self.length += 1
+
+    def end(self, ended: Bool[Tensor, " A"]) -> None:
+        """Mark active rows whose response ends with the token appended last."""
+        self.unfinished = self.unfinished & ~ended
+
+    def drop_ended(self, count: int) -> Int[Tensor, " A"] | None:
+        """Drop rows that have ended if that saves time; return the rows kept, or None for all.
+
+        With few_shapes, some rows that have ended are kept too.
+        count: number of rows that have not ended.
+        """
+        kept = count
+        if self.few_shapes:
+            kept = min(rounded_up(count, MULTIPLE), 1 << (count - 1).bit_length())
+        if kept > KEPT * len(self.rows):
+            return None
+        left = self.unfinished.long().argsort(descending=True, stable=True)[:kept]
+        self.rows, self.unfinished = self.rows[left], self.unfinished[left]
+        return left
+
+    def sampled(self) -> SampledResponses:
+        """Return all responses, right-padded to the longest.
+
+        Raises: LogitsError where a token was drawn from logits that are not finite.
+        """
+        mask = self.mask[:, self.width : self.width + self.length]
+        finite, longest = torch.stack(
+            [self.logprobs.isfinite().all().long(), mask.any(dim=0).sum()]
+        ).tolist()
+        if not finite:
+            raise LogitsError
+        end, mask = self.width + longest, mask[:, :longest]
+        ended = torch.ones_like(self.index, dtype=torch.bool)
+        ended[self.rows] = ~self.unfinished
+        values = self.values
+        if values is not None:
+            values = torch.where(mask, values[:, :longest], 0)
+        return SampledResponses(
+            tokens=self.tokens[:, :end],
+            mask=self.mask[:, :end],
+            response_mask=mask,
+            ended=ended,
+            logprobs=torch.where(mask, self.logprobs[:, :longest], 0),
+            values=values,
+            index=self.index,
+        )
 
 
 class NativeSampler:
@@ -108,7 +234,7 @@ class NativeSampler:
             uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
-        cache = roomy_cache(roles.causal_lm.config, state.width + room)
+        cache = DynamicCache(config=roles.causal_lm.config)
         with roles.merged():
             hidden = last_hidden(
                 roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)

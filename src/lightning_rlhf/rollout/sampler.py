@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -78,7 +78,7 @@ class Sampler(Protocol):
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
             right-padded to the longest of all. Those of a sampler from outside the package are
-            checked, with SamplerError for what does not fit (`rollout.checked_sampler`).
+            checked, with SamplerError for what does not fit (`CheckedSampler`).
 
         Raises: LogitsError where there is no distribution to draw from.
         """
@@ -129,74 +129,64 @@ class CheckedSampler:
             raise SamplerError(f"{self.key} is {self.name!r}, whose sample() raised {shown}") from (
                 error
             )
-        prompts = prompts.repeat(samples_per_prompt)
-        if (fault := form_fault(found, prompts) or self.row_fault(found, prompts)) is not None:
+        for what, allowed in self.faults(found, prompts.repeat(samples_per_prompt)):
             raise SamplerError(
-                f"{self.key} is {self.name!r}, whose sample() returned {fault[0]}; allowed: "
-                f"{fault[1]}"
+                f"{self.key} is {self.name!r}, whose sample() returned {what}; allowed: {allowed}"
             )
         return found
 
-    def row_fault(self, found: SampledResponses, prompts: Prompts) -> tuple[str, str] | None:
-        """Return what is wrong with a response, and what is allowed; None without a fault.
+    def faults(self, found: Any, prompts: Prompts) -> Iterator[tuple[str, str]]:
+        """Yield what is wrong with the responses, and what is allowed: their form, then their rows.
 
         prompts: prompt of each response, in the order of the responses.
         """
-        mask, width = found.response_mask, prompts.tokens.shape[1]
+        if not isinstance(found, SampledResponses):
+            yield f"an object of type {type(found).__name__}", "SampledResponses"
+            return
+        (rows, width), device = prompts.tokens.shape, prompts.tokens.device
+        mask: Any = found.response_mask
+        columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
+        each, whole = [rows, columns], [rows, width + columns]
+        for field, dtype, shape in (
+            ("response_mask", torch.bool, each), ("tokens", torch.int64, whole),
+            ("mask", torch.bool, whole), ("ended", torch.bool, [rows]),
+            ("index", torch.int64, [rows]), ("logprobs", None, each), ("values", None, each),
+        ):  # fmt: skip
+            x = getattr(found, field)
+            if x is None and dtype is None:
+                continue
+            allowed = f"{dtype or 'a floating-point type'} {shape} on {device}, for {width} prompt "
+            if not isinstance(x, Tensor):
+                yield f"{field} of type {type(x).__name__}", f"{allowed}tokens"
+                return
+            is_kind = x.is_floating_point() if dtype is None else x.dtype == dtype
+            if not is_kind or [*x.shape] != shape or x.device != device:
+                yield f"{field} of {x.dtype} {[*x.shape]} on {x.device}", f"{allowed}tokens"
+                return
         lengths, most = mask.sum(dim=1), self.max_response_tokens
-        limit = f"1 to {self.key.rpartition('.')[0]}.max_response_tokens={most}"
         outside = (found.tokens < 0) | (found.tokens >= self.vocab_size)
-        other_prompt = (found.tokens[:, :width] != prompts.tokens) & prompts.mask
-        other_mask = found.mask != torch.cat([prompts.mask, mask], dim=1)
         rules = [
-            ((lengths < 1) | (lengths > most), "another number of tokens", f"{limit}, the end "
-             "token included"),
-            ((mask[:, 1:] > mask[:, :-1]).any(dim=1), "a response_mask with a gap",
+            ((lengths < 1) | (lengths > most), "another number of tokens",
+             f"1 to {self.key.rpartition('.')[0]}.max_response_tokens={most}, the end token "
+             "included"),
+            (mask[:, 1:] > mask[:, :-1], "a response_mask with a gap",
              "True from its first column to the last token of the response, then False"),
-            (other_mask.any(dim=1), "another mask", "the prompt's mask, then response_mask"),
-            (other_prompt.any(dim=1), "tokens of another prompt",
-             "the prompt's, then the response's"),
+            (found.mask != torch.cat([prompts.mask, mask], dim=1), "another mask",
+             "the prompt's mask, then response_mask"),
+            ((found.tokens[:, :width] != prompts.tokens) & prompts.mask,
+             "tokens of another prompt", "the prompt's, then the response's"),
             (found.index != prompts.index, "another index", "that of its prompt"),
-            (outside.any(dim=1), "a token id outside of the vocabulary",
+            (outside, "a token id outside of the vocabulary",
              f"0 to {self.vocab_size - 1}, on padding too"),
         ]  # fmt: skip
         for field in ("logprobs", "values"):
             if (numbers := getattr(found, field)) is not None:
-                wrong = (~numbers.isfinite() & mask).any(dim=1)
+                wrong = ~numbers.isfinite() & mask
                 rules.append((wrong, f"{field} that are not finite", "finite numbers"))
         if found.logprobs is not None:
-            wrong = ((found.logprobs > ROUNDING) & mask).any(dim=1)
+            wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))
         for wrong, what, allowed in rules:
             if wrong.any():
-                return f"{what} for response {int(wrong.int().argmax())}", allowed
-        return None
-
-
-def form_fault(found: Any, prompts: Prompts) -> tuple[str, str] | None:
-    """Return the field that is no tensor of its shape, type and device, and what is allowed."""
-    if not isinstance(found, SampledResponses):
-        return f"an object of type {type(found).__name__}", "SampledResponses"
-    rows, width = prompts.tokens.shape
-    mask: Any = found.response_mask
-    columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-    for field, dtype, shape in (
-        ("response_mask", torch.bool, [rows, columns]),
-        ("tokens", torch.int64, [rows, width + columns]),
-        ("mask", torch.bool, [rows, width + columns]),
-        ("ended", torch.bool, [rows]),
-        ("index", torch.int64, [rows]),
-        ("logprobs", None, [rows, columns]),
-        ("values", None, [rows, columns]),
-    ):
-        x = getattr(found, field)
-        if x is None and dtype is None:
-            continue
-        kind = dtype or "a floating-point type"
-        allowed = f"{kind} {shape} on {prompts.tokens.device}, for {width} prompt tokens"
-        if not isinstance(x, Tensor):
-            return f"{field} of type {type(x).__name__}", allowed
-        is_kind = x.dtype == dtype or (dtype is None and x.is_floating_point())
-        if not is_kind or [*x.shape] != shape or x.device != prompts.tokens.device:
-            return f"{field} of {x.dtype} {[*x.shape]} on {x.device}", allowed
-    return None
+                row = int(wrong.view(rows, -1).any(dim=1).int().argmax())
+                yield f"{what} for response {row}", allowed

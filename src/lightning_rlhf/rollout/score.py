@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float
@@ -29,6 +30,8 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
+
+B = TypeVar("B", SampledResponses, Experience, "SampledResponses | Experience")
 
 
 def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
@@ -95,24 +98,23 @@ def score(
     over_vocabulary: whether to measure the KL over the whole vocabulary too, which needs one more
         forward pass of the active role over every response.
     """
-    components = reward(decoded)
-    rollout = decoded.rollout
-    order = by_length(rollout.mask)
-    logprobs, kls = [], []
-    for rows in order.split(batch_size):
-        micro_batch = rollout.select(rows)
+    components, rollout = reward(decoded), decoded.rollout
+
+    def read(rows: SampledResponses) -> tuple[Tensor, ...]:
         with roles.use_role(REFERENCE):
-            ref_hidden = response_hidden(roles, micro_batch)
-            logprobs.append(response_logprobs(roles, ref_hidden, micro_batch, temperature)[0])
-        if over_vocabulary:
-            hidden = response_hidden(roles, micro_batch)
-            kls.append(response_kl(roles, hidden, ref_hidden, temperature))
-    mask, place = rollout.response_mask[order], order.argsort()
+            ref_hidden = response_hidden(roles, rows)
+            logprobs, _ = response_logprobs(roles, ref_hidden, rows, temperature)
+        if not over_vocabulary:
+            return (logprobs,)
+        hidden = response_hidden(roles, rows)
+        return logprobs, response_kl(roles, hidden, ref_hidden, temperature)
+
+    ref_logprobs, *kl = by_micro_batch(rollout, batch_size, read)
     return Scores(
         component_scores=components,
         score=weighted_sum(components, reward.terms),
-        ref_logprobs=scatter(logprobs, mask)[place],
-        vocabulary_kl=scatter(kls, mask)[place] if over_vocabulary else None,
+        ref_logprobs=ref_logprobs,
+        vocabulary_kl=kl[0] if kl else None,
     )
 
 
@@ -123,12 +125,19 @@ def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, "
     return 1 - lengths.sum() / read
 
 
-def scatter(
-    columns: Sequence[Float[Tensor, " N"]], mask: Bool[Tensor, "B T"]
-) -> Float[Tensor, "B T"]:
-    """Return numbers of real tokens, given row by row, as padded rows; 0 on padding."""
-    found = torch.cat(list(columns))
-    return found.new_zeros(mask.shape).masked_scatter(mask, found)
+def by_micro_batch(
+    batch: B, size: int, read: Callable[[B], tuple[Float[Tensor, " N"], ...]]
+) -> list[Float[Tensor, "B T"]]:
+    """Return numbers of each response token, 0 on padding.
+
+    read: function that returns numbers of the N real response tokens of some rows, row by row. It
+        is given `size` rows at a time, from the shortest to the longest.
+    """
+    order = by_length(batch.mask)
+    parts = [read(batch.select(rows)) for rows in order.split(size)]
+    mask, place = batch.response_mask[order], order.argsort()
+    columns = [torch.cat(column) for column in zip(*parts, strict=True)]
+    return [x.new_zeros(mask.shape).masked_scatter(mask, x)[place] for x in columns]
 
 
 @dataclass(frozen=True)
@@ -175,9 +184,8 @@ class Critic:
         self, batch: SampledResponses | Experience, batch_size: int
     ) -> Float[Tensor, "B T"]:
         """Return V before each response token, 0 on padding, `batch_size` rows at a time."""
-        order = by_length(batch.mask)
-        values = [self.values(batch.select(rows)) for rows in order.split(batch_size)]
-        return scatter(values, batch.response_mask[order])[order.argsort()]
+        (values,) = by_micro_batch(batch, batch_size, lambda rows: (self.values(rows),))
+        return values
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that only the critic trains."""
@@ -213,15 +221,8 @@ def annotate(
         )
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
-    return Rollout(
-        tokens=sampled.tokens,
-        mask=sampled.mask,
-        response_mask=sampled.response_mask,
-        ended=sampled.ended,
-        logprobs=logprobs,
-        values=torch.zeros_like(logprobs) if values is None else values,
-        index=sampled.index,
-    )
+    values = torch.zeros_like(logprobs) if values is None else values
+    return Rollout(**vars(sampled) | {"logprobs": logprobs, "values": values})
 
 
 @torch.no_grad()
@@ -237,19 +238,15 @@ def predict(
     Both are 0 on padding and computed `batch_size` rows at a time; values are None without a
     critic.
     """
-    order = by_length(batch.mask)
-    logprobs, values = [], []
-    for rows in order.split(batch_size):
-        micro_batch = batch.select(rows)
-        hidden = response_hidden(roles, micro_batch)
-        logprobs.append(response_logprobs(roles, hidden, micro_batch, temperature)[0])
-        if critic is not None:
-            values.append(critic.values(micro_batch, policy_hidden=hidden))
-    mask, place = batch.response_mask[order], order.argsort()
-    return (
-        scatter(logprobs, mask)[place],
-        scatter(values, mask)[place] if critic is not None else None,
-    )
+
+    def read(rows: SampledResponses | Experience) -> tuple[Tensor, ...]:
+        hidden = response_hidden(roles, rows)
+        logprobs, _ = response_logprobs(roles, hidden, rows, temperature)
+        values = () if critic is None else (critic.values(rows, policy_hidden=hidden),)
+        return (logprobs, *values)
+
+    logprobs, *values = by_micro_batch(batch, batch_size, read)
+    return logprobs, values[0] if values else None
 
 
 def policy_outputs(

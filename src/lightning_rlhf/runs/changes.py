@@ -17,7 +17,7 @@ from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.validation import STRICT, PositiveInt, build
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.adapter import json_object
+from lightning_rlhf.models.checkpoint import json_object
 from lightning_rlhf.runs.stage import Stage
 
 SAVING = ("checkpoint_every", "checkpoint_minutes", "checkpoints_kept")

@@ -20,7 +20,7 @@ from lightning_rlhf.parallel.world import world
 if TYPE_CHECKING:
     from lightning_rlhf.data.lengths import Tokenised
     from lightning_rlhf.data.problems import Problems
-    from lightning_rlhf.data.readers import Rows
+    from lightning_rlhf.data.rows import Rows
 
 
 PACKAGE = Path(lightning_rlhf.__file__).parent

@@ -29,8 +29,14 @@ from lightning_rlhf.io.storage import (
     make_folder,
     written_whole,
 )
-from lightning_rlhf.models.adapter import check_weights, is_folder, refuse_missing_folder
-from lightning_rlhf.models.checkpoint import Final, digest, find
+from lightning_rlhf.models.checkpoint import (
+    Final,
+    check_weights,
+    digest,
+    find,
+    is_folder,
+    refuse_missing_folder,
+)
 from lightning_rlhf.models.config import BASE, REWARD, SFT
 from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
 from lightning_rlhf.runs.changes import ENDING, changes, listed, read_config

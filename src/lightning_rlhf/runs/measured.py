@@ -16,8 +16,7 @@ from lightning_rlhf.callbacks.loggers import read_rows
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text
-from lightning_rlhf.models.adapter import json_object
-from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, read_manifest
+from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, json_object, read_manifest
 from lightning_rlhf.report import evaluation_page
 from lightning_rlhf.report.comparison import REWARD, number_column
 from lightning_rlhf.report.curves import Curves

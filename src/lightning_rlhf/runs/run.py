@@ -18,8 +18,8 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.data.lengths import Tokenised, tokenise
-from lightning_rlhf.data.readers import Rows, TrainVal, load, sample
-from lightning_rlhf.data.rows import Demonstration, Preference, Prompt
+from lightning_rlhf.data.readers import TrainVal, draw_rows, load
+from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
 from lightning_rlhf.io.console import Working
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.checkpoint import Final
@@ -143,7 +143,7 @@ class Run:
         if data.max_val_rows is not None and len(val.examples) > data.max_val_rows:
             fitting = set(val.numbers)
             fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
-            held_out = sample(rows.val.only(fits), data.max_val_rows, self.settings.seed)
+            held_out = draw_rows(rows.val.only(fits), data.max_val_rows, self.settings.seed)
             val = replace(tokenise(held_out, self.chat, data), dropped=val.dropped)
         print_lengths(what, rows.train, train)
         print_lengths(what, held_out, val, to_validate=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lightning_rlhf.callbacks.metrics import DPOMetrics
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.report.curves import DPO_PANELS
@@ -21,4 +20,3 @@ class DPO(Supervised):
     headlines = ("update/dpo_loss", "update/accuracy", "eval/accuracy")
     summary = ("eval/dpo_loss", "eval/accuracy", "eval/reward_margin")
     module_class = DPOModule
-    metrics = DPOMetrics

@@ -18,14 +18,13 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_rlhf.callbacks.checkpoint_files import load_checkpoint
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, trained
+from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, divergence_advice
 from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
-from lightning_rlhf.callbacks.contract import CheckMonitors, divergence_advice, position
 from lightning_rlhf.callbacks.loggers import close_loggers, read_rows
 from lightning_rlhf.callbacks.metrics import SharedMetrics
-from lightning_rlhf.callbacks.progress import Progress
+from lightning_rlhf.callbacks.progress import Progress, latest, position, trained
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
-from lightning_rlhf.callbacks.stopping import EarlyStop, WeightAverage
+from lightning_rlhf.callbacks.stopping import CheckMonitors, EarlyStop, WeightAverage
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import (
     CheckpointError,
@@ -179,8 +178,7 @@ def fit(settings: Settings) -> Path:
             if exit_code and replicas.is_first:
                 leave_report(run.folder, stage)
         if chosen is None:
-            last = trainer.callback_metrics.items()
-            chosen = {name: float(value) for name, value in last if name.startswith("eval/")}
+            chosen = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
         metrics = stage.summarise(run, module, chosen)
         return stage.finish(run, module, metrics | print_compute(run.folder))

@@ -25,13 +25,12 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
-from lightning_rlhf.kernels.products import computing_dtype
+from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
-from lightning_rlhf.models.language_model import copied_bytes, linear_layers
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute
 from lightning_rlhf.models.quantization import scale_bytes
-from lightning_rlhf.models.roles import check_settings
+from lightning_rlhf.models.roles import copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs.folders import reward_role
@@ -271,7 +270,6 @@ def plan_run(settings: Settings) -> MemoryPlan:
         )
     is_full, is_mixed = is_whole(config), settings.trainer.precision == "bf16-mixed"
     model = empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
-    check_settings(own.lora, model)
     if own.gradient_checkpointing:
         recompute(model)
     prompt, response = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens

@@ -22,11 +22,12 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.adapter import is_folder, json_object
 from lightning_rlhf.models.checkpoint import (
     FROM_CONFIG,
     Manifest,
     Verdict,
+    is_folder,
+    json_object,
     stands_on_random_weights,
     tokenizer_hash,
     versions,

@@ -35,11 +35,11 @@ from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.ptx import PTX
+from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.build_sampler import OURS, load_sampler
+from lightning_rlhf.rollout.collector import OURS, load_sampler
 from lightning_rlhf.runs.changes import read_ending
 from lightning_rlhf.runs.console import print_lengths
 from lightning_rlhf.runs.folders import METRICS, run_name

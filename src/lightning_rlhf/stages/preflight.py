@@ -25,7 +25,7 @@ from lightning_rlhf.core.records import Preferences, Prompts, Rollout, SampledRe
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import readable
-from lightning_rlhf.kernels.products import computing_dtype
+from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.dpo import DPOModule

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.metrics import RewardMetrics
 from lightning_rlhf.core.config import RMConfig
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -21,8 +20,7 @@ from lightning_rlhf.core.records import SampledResponses
 from lightning_rlhf.data.batches import StageData, pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import Rows
-from lightning_rlhf.data.rows import Preference, prompt_row
+from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.evaluate_reward import (
     check_lengths,
     fitting_pairs,
@@ -41,7 +39,7 @@ from lightning_rlhf.report.curves import RM_PANELS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.learned import LearnedReward
-from lightning_rlhf.rollout.build_sampler import reward_moments, sample_rewards
+from lightning_rlhf.rollout.collector import reward_moments, sample_rewards
 from lightning_rlhf.runs.console import print_problems
 from lightning_rlhf.runs.folders import FINAL, run_name
 from lightning_rlhf.runs.run import Run
@@ -60,7 +58,6 @@ class RM(Supervised):
     goal = (("eval/accuracy", "max"), ("eval/rm_loss", "min"))
     headlines = ("update/rm_loss", "update/accuracy", "eval/accuracy")
     summary = ("eval/rm_loss", "eval/accuracy")
-    metrics = RewardMetrics
     role = REWARD
     fitness: TemporaryDirectory[str] | None = None
     """Folder with the files of the fitness report; None for a model without one."""

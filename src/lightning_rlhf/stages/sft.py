@@ -7,22 +7,20 @@ from typing import Any
 import torch
 from lightning import LightningModule
 
-from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES
-from lightning_rlhf.callbacks.metrics import SFTMetrics
+from lightning_rlhf.callbacks.evaluation import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.io.console import json_line, print_line, visible_line
-from lightning_rlhf.io.storage import make_folder, written_whole
+from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.models.config import SFT as ROLE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report.curves import SFT_PANELS
 from lightning_rlhf.report.tables import spread
-from lightning_rlhf.rollout.build_sampler import deal, sample_reference
+from lightning_rlhf.rollout.collector import sample_reference, shard
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.supervised import Supervised
@@ -46,7 +44,6 @@ class SFT(Supervised):
     headlines = ("update/loss", "eval/loss")
     summary = ("eval/loss",)
     module_class = SFTModule
-    metrics = SFTMetrics
     role = ROLE
 
     def read(self, run: Run, rows: Any) -> tuple[Any, StageData]:
@@ -86,7 +83,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
     prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     (sampled,) = sample_reference(
         roles.to(run.device),
-        deal([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
+        shard([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
         SamplingParams(
             max_response_tokens=min(room, run.settings.data.max_response_tokens),
             temperature=1.0,
@@ -100,9 +97,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
         dict(zip(SHOWN, map(chat.decode_response, (*some[i], response)), strict=True))
         for i, response in zip(sampled.index.tolist(), said, strict=True)
     ]
-    make_folder(run.folder / SAMPLES)
-    with written_whole(run.folder / SAMPLES / HELD_OUT) as beside:
-        beside.write_text("".join(json_line(one) + "\n" for one in texts), encoding="utf-8")
+    write_samples(run.folder / SAMPLES / HELD_OUT, texts)
     if run.settings.samples:
         print_line("responses to held-out prompts, sampled from the trained model:")
         for one in texts:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
-from lightning_rlhf.callbacks.metrics import SFTMetrics
+from lightning_rlhf.callbacks.metrics import StepMetrics
 from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import require
@@ -46,7 +46,7 @@ class Supervised(Stage):
 
     module_class: ClassVar[type[Any]]
     """Class of the module: (roles, config, replicas) -> module."""
-    metrics: ClassVar[type[Any]] = SFTMetrics
+    metrics: ClassVar[type[Any]] = StepMetrics
     """Callback that logs the metrics of the module's steps."""
     role: ClassVar[str] = POLICY
     """Role that is trained, and handed over."""

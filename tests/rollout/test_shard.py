@@ -1,4 +1,4 @@
-"""Batches dealt out among processes."""
+"""Batches divided among processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.rollout.build_sampler import count_mine, deal
+from lightning_rlhf.rollout.collector import shard
 
 
 def batch(rows: int) -> Prompts:
@@ -22,14 +22,12 @@ def numbers(rank: int, size: int, *, divides: bool) -> list[list[int]]:
     """Numbers of the responses that a process samples of 3, 3 and 2 prompts, 2 to each."""
     replicas = Replicas()
     replicas.rank, replicas.size = rank, size
-    dealt = deal([(batch(rows), 2) for rows in (3, 3, 2)], replicas, divides=divides)
-    found = [part.numbers.tolist() for part in dealt]
-    assert count_mine(dealt) == sum(map(len, found))
-    return found
+    shards = shard([(batch(rows), 2) for rows in (3, 3, 2)], replicas, divides=divides)
+    return [part.numbers.tolist() for part in shards]
 
 
 def test_the_last_batch_is_divided() -> None:
-    """Of its two prompts the longer one is dealt to the second process."""
+    """Of its two prompts the longer one goes to the second process."""
     assert numbers(0, 2, divides=True) == [[0, 1, 2, 3, 4, 5], [], [14, 15]]
     assert numbers(1, 2, divides=True) == [[], [6, 7, 8, 9, 10, 11], [12, 13]]
 
