@@ -412,14 +412,7 @@ def talk(conversation: Conversation, lines: Iterator[str], console: Console, fil
                         show(reply.numbers, style="dim")
                         is_saved = False
                     case _:
-                        replies = conversation.ask(text, lambda piece: None)
-                        table = Table(expand=True)
-                        for name in names:
-                            table.add_column(Text(name), ratio=1, overflow="fold")
-                        table.add_row(*(Text(visible(reply.text)) for reply in replies))
-                        table.add_section()
-                        table.add_row(*(Text(reply.numbers, style="dim") for reply in replies))
-                        console.print(table)
+                        console.print(beside(conversation.ask(text, lambda piece: None)))
                         is_saved = False
             except KeyboardInterrupt:
                 show("stopped; the turn is not kept")
@@ -431,12 +424,23 @@ def talk(conversation: Conversation, lines: Iterator[str], console: Console, fil
             show(f"saved: {file}")
 
 
+def beside(replies: Sequence[Reply]) -> Table:
+    """Return the replies to a question beside each other, with their numbers below."""
+    table = Table(expand=True)
+    for reply in replies:
+        table.add_column(Text(reply.model), ratio=1, overflow="fold")
+    table.add_row(*(Text(visible(reply.text)) for reply in replies))
+    table.add_section()
+    table.add_row(*(Text(reply.numbers, style="dim") for reply in replies))
+    return table
+
+
 def write_rows(conversation: Conversation, file: Path, kind: Kind) -> None:
     """Write the dialogues to a file. Raises ConfigError where it cannot be written."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with written_whole(file, kind=kind) as beside:
+        with written_whole(file, kind=kind) as path:
             rows = (json.dumps(row, ensure_ascii=False) for row in conversation.rows())
-            beside.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+            path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error
