@@ -13,7 +13,7 @@ import pytest
 from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.recipe import (
     Recipe,
-    Step,
+    RecipeStep,
     is_newer,
     read_recipe,
     split_step,
@@ -84,7 +84,7 @@ def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
         settings: Any = SimpleNamespace(
             tree={"data": data}, definition=SimpleNamespace(data="preferences")
         )
-        return Step((), settings).source(Path("/out/run"))
+        return RecipeStep((), settings).source(Path("/out/run"))
 
     made = "/out/run/one/rank/final/preferences.jsonl"
     assert reads(made) == Path(made)

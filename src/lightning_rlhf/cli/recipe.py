@@ -129,7 +129,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 @dataclass(frozen=True)
-class Step:
+class RecipeStep:
     """A step of a recipe as it is run."""
 
     overrides: tuple[str, ...]
@@ -150,15 +150,15 @@ class Step:
 
 def steps_of(
     recipe: Recipe, given: Sequence[str], job: str | None, folder: Path | None = None
-) -> dict[str, Step]:
+) -> dict[str, RecipeStep]:
     """Return the steps in their order.
 
     folder: folder that overrides of a step may name; None = that of the run they describe.
     """
-    steps: dict[str, Step] = {}
+    steps: dict[str, RecipeStep] = {}
     for name in recipe.stages:
         words = step_overrides(recipe, name, given, job, folder)
-        steps[name] = Step(words, read_settings(composed(words)))
+        steps[name] = RecipeStep(words, read_settings(composed(words)))
         folder = folder or steps[name].folder.parent
     return steps
 
@@ -268,7 +268,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     check_promises(recipe.title, recipe.promises, results, stages, written)
 
 
-def run_steps(steps: Mapping[str, Step], folder: Path, *, start_over: bool) -> list[str]:
+def run_steps(steps: Mapping[str, RecipeStep], folder: Path, *, start_over: bool) -> list[str]:
     """Run the stages that are not finished, with start_over all. Return those that were run.
 
     folder: folder of the run. A stage whose data an earlier one has written since is run again.
@@ -299,7 +299,7 @@ def is_newer(source: Path, final: Path) -> bool:
     return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
 
 
-def summarise(steps: Mapping[str, Step], ran: Sequence[str]) -> dict[str, StageResult]:
+def summarise(steps: Mapping[str, RecipeStep], ran: Sequence[str]) -> dict[str, StageResult]:
     """Show samples before and after, pictures, and what PPO's compute bought.
 
     Return each stage's result.

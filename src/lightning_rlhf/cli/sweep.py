@@ -122,7 +122,7 @@ def job_settings(cfg: DictConfig) -> Settings | None:
     return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
 
 
-def naming(overrides: Sequence[str]) -> list[str]:
+def name_words(overrides: Sequence[str]) -> list[str]:
     """Return the overrides that change the results and are not part of the run's path."""
     return [o.lstrip("+~") for o in overrides if key_of(o) not in NAMELESS]
 
@@ -133,7 +133,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
     stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
     are omitted.
     """
-    values = dict(part.split("=", 1) for part in naming(overrides) if "=" in part)
+    values = dict(part.split("=", 1) for part in name_words(overrides) if "=" in part)
     keys = sorted(key for key in values if key in varied)
     ends = Counter(key.rpartition(".")[2] for key in keys)
     parts = []
@@ -146,7 +146,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
 
 def whole_name(overrides: Sequence[str]) -> str | None:
     """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1."""
-    return folder_name(re.sub(ODD, "-", "+".join(sorted(naming(overrides)))), ODD)
+    return folder_name(re.sub(ODD, "-", "+".join(sorted(name_words(overrides)))), ODD)
 
 
 def folder_name(text: str, foreign: str) -> str | None:
