@@ -5,7 +5,6 @@ Hydra accepts plugins from modules of the namespace package `hydra_plugins` alon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper  # which is Hydra's default
@@ -19,20 +18,23 @@ from omegaconf import DictConfig
 class GridSweeper(BasicSweeper):
     """Sweeper whose jobs are all combinations of values, each checked before the first begins."""
 
-    def sweep(self, arguments: list[str]) -> Any:
+    def sweep(self, arguments: list[str]) -> None:
         """Run all jobs. Raises the error of one that cannot be composed or has a wrong value."""
         from lightning_rlhf.cli.arguments import parse_overrides
-        from lightning_rlhf.cli.sweep import job_settings
+        from lightning_rlhf.cli.sweep import Jobs, job_settings
 
-        assert self.hydra_context is not None
-        assert self.config is not None
-        words = [*(f"{key}={values}" for key, values in self.params.items()), *arguments]
-        for job in self.split_arguments(parse_overrides(words), None)[0]:
-            job_settings(self.hydra_context.config_loader.load_sweep_config(self.config, job))
-        return super().sweep(arguments)
+        sweep = Jobs(self, arguments, self.params)
+        overrides = parse_overrides([*(f"{k}={x}" for k, x in self.params.items()), *arguments])
+        jobs = [sweep.job(words) for words in self.split_arguments(overrides, None)[0]]
+        for job in jobs:
+            job_settings(job.cfg)
+        size = self.max_batch_size or max(len(jobs), 1)
 
-    def validate_batch_is_legal(self, batch: Sequence[Sequence[str]]) -> None:
-        """Do nothing, since `sweep` has composed all jobs."""
+        def launch_all() -> None:
+            for start in range(0, len(jobs), size):
+                sweep.launch(jobs[start : start + size])
+
+        sweep.run(launch_all)
 
 
 class OptunaSweeper(Sweeper):
@@ -55,15 +57,13 @@ class OptunaSweeper(Sweeper):
         """Run the trials of the study that are left."""
         from lightning_rlhf.cli.arguments import parse_overrides
         from lightning_rlhf.cli.study import Trials, read_study_config
+        from lightning_rlhf.cli.sweep import Jobs
 
-        assert self.launcher is not None
-        assert self.hydra_context is not None
-        assert self.config is not None
-        given, loader = parse_overrides(arguments), self.hydra_context.config_loader
+        given = parse_overrides(arguments)
         fixed = [str(o.input_line) for o in given if not o.is_sweep_override()]
         swept = [o for o in given if o.key_or_group == "stage" and o.is_sweep_override()]
         stages = [f"stage={name}" for o in swept for name in o.sweep_string_iterator()]
         jobs = [[*fixed, stage] for stage in stages] or [fixed]
-        cfgs = [loader.load_sweep_config(self.config, job) for job in jobs]
-        trials = Trials(read_study_config(self.options, cfgs), arguments)
-        trials.run(self.launcher, self.validate_batch_is_legal)
+        sweep = Jobs(self, arguments, self.options["params"])
+        config = read_study_config(self.options, [sweep.compose(job) for job in jobs])
+        sweep.run(Trials(config, sweep).run)

@@ -35,7 +35,6 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.callbacks.progress import trained
 from lightning_rlhf.cli import main as entry
 from lightning_rlhf.cli.main import main
-from lightning_rlhf.cli.sweep import SweepHook
 from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.runs.console import CONF, HOME, RECIPES
 
@@ -146,15 +145,12 @@ def process_state(argv: list[str]) -> Iterator[None]:
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     environment, arguments = dict(os.environ), sys.argv
-    sweep = SweepHook.current, SweepHook.before
     GlobalHydra.instance().clear()
     sys.argv = argv
-    SweepHook.current, SweepHook.before = None, {}
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        SweepHook.current, SweepHook.before = sweep
         sys.argv = arguments
         os.environ.clear()
         os.environ.update(environment)

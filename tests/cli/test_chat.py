@@ -13,9 +13,7 @@ from rich.console import Console
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
-from lightning_rlhf.cli.chat import opened, parser, talk
-from lightning_rlhf.data.rows import Message
-from lightning_rlhf.stages.chat import Conversation, Piece, Reply
+from lightning_rlhf.cli.chat import Conversation, opened, talk
 
 from .conftest import Workplace, tree
 
@@ -28,12 +26,12 @@ def finals(pipeline: Workplace) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def both(finals: dict[str, str]) -> Conversation:
     """SFT and PPO, beside each other; the reward is the one that PPO was paid."""
-    return opened(parser().parse_args([finals["sft"], finals["ppo"], "--max-tokens", "8"]))
+    return opened([finals["sft"], finals["ppo"], "--max-tokens", "8"])
 
 
 @pytest.fixture
 def pair(both: Conversation) -> Conversation:
-    both.reset()
+    both.turns.clear()
     both.system, both.temperature = None, 1.0
     both.generator.manual_seed(0)
     return both
@@ -57,16 +55,16 @@ def test_replies_stream_and_end_with_their_numbers(
 ) -> None:
     """Pieces join to the reply; the KL is that of transformers' own models, token by token."""
     pair.temperature = 0.7
-    events = list(pair.ask("What is the capital of Peru?"))
-    replies = {event.model: event for event in events if isinstance(event, Reply)}
-    assert list(replies) == ["sft", "ppo"]
-    for name, reply in replies.items():
-        pieces = [e.text for e in events if isinstance(e, Piece) and e.model == name]
-        assert len(pieces) > 1
-        assert "".join(pieces) == reply.text.removesuffix("\N{REPLACEMENT CHARACTER}")
+    pieces: list[str] = []
+    replies = pair.ask("What is the capital of Peru?", pieces.append)
+    assert [reply.model for reply in replies] == ["sft", "ppo"]
+    assert len(pieces) > 2
+    texts = (reply.text.removesuffix("\N{REPLACEMENT CHARACTER}") for reply in replies)
+    assert "".join(pieces) == "".join(texts)
+    for reply in replies:
         assert 0 < reply.tokens <= 8
         assert reply.score is not None
-    assert replies["sft"].kl is None
+    assert replies[0].kl is None
 
     # One more reply of PPO, whose tokens are caught.
     speaker = pair.speakers[1]
@@ -123,12 +121,11 @@ def test_a_model_sees_its_own_turns(pair: Conversation, tmp_path: Path) -> None:
     said(pair, "one", "two", f"/save {named}", "/reset", "three", folder=tmp_path)
     kept = json.loads(named.read_text().splitlines()[0])["messages"]
     assert [turn["content"] for turn in kept][::2] == ["one", "two"]
-    for name in ("sft", "ppo"):
-        assert pair.turns[name][0] == Message("user", "three")
-        assert len(pair.turns[name]) == 2
+    assert [text for text, _ in pair.turns] == ["three"]
     said(pair, "four", folder=tmp_path)
-    assert [turn.content for turn in pair.turns["ppo"]][::2] == ["three", "four"]
-    assert pair.turns["ppo"][1].content == pair.numbers["ppo"][0].text
+    turns = pair.messages("ppo")
+    assert [turn.content for turn in turns][::2] == ["three", "four"]
+    assert turns[1].content == pair.turns[0][1]["ppo"].text
 
 
 @pytest.mark.parametrize("path", ["folder", "file", "link", ".", "~", "~/folder", "/dev/full"])
@@ -159,7 +156,7 @@ def test_an_interrupted_turn_is_not_kept(
     monkeypatch.setattr(type(pair.speakers[0]), "tokens", interrupted)
     out = said(pair, "hello", "/quit", folder=tmp_path)
     assert "stopped; the turn is not kept" in out
-    assert pair.turns == {}
+    assert pair.turns == []
     assert not (tmp_path / "chat.jsonl").exists()
 
 

@@ -14,10 +14,10 @@ import torch
 from peft import AutoPeftModelForCausalLM
 
 import lightning_rlhf
+from lightning_rlhf.cli.chat import load_speaker
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.runs.parents import trained_as
-from lightning_rlhf.stages.chat import load_speaker
 
 from .conftest import PRESETS, Workplace, rows, weights
 

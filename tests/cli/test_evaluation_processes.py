@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lightning_rlhf.cli import execute
+from lightning_rlhf.cli import launch as launching
 
 from ..processes import forked
 from .conftest import MINI, Outcome, Workplace, given, tree
@@ -200,7 +200,7 @@ def test_a_killed_process_of_a_stage_without_checkpoints(
     place: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed = ProcessFailure(1, 8, -signal.SIGKILL, "none")
-    monkeypatch.setattr(execute, "launch", lambda size, command, said: {1: killed})
+    monkeypatch.setattr(launching, "launch", lambda size, command, said: {1: killed})
     error = place.mini(*RANK, "run=killed", "trainer.devices=2", *OWN, given(place)[0]).error
     assert error.endswith(
         "process 1 of the run was ended by SIGKILL, and the others with it; the same command "

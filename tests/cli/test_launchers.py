@@ -9,24 +9,23 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import arguments, execute
-from lightning_rlhf.cli.execute import given_overrides, run_job
+from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli import launch as launching
+from lightning_rlhf.cli.launch import run_job
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.sweep import ignore_presets, set_group
+from lightning_rlhf.cli.sweep import end_early, ignore_presets, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.runs.console import CONF
+from lightning_rlhf.runs.process import STOPPED
 
 from .conftest import Workplace
 
@@ -37,11 +36,11 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(execute, "own_configs", list)
+    monkeypatch.setattr(launching, "own_configs", list)
     cfg = OmegaConf.create(
         {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
     )
-    return run_job(cfg, ["stage=ppo"])
+    return run_job(cfg, ["stage=ppo", "job='a=1'"])
 
 
 def test_the_job_is_told_its_folder_and_its_output_is_kept(
@@ -49,7 +48,7 @@ def test_the_job_is_told_its_folder_and_its_output_is_kept(
 ) -> None:
     assert job(tmp_path, monkeypatch, 'echo "$@"; env | grep IN_SWEEP >&2') is None
     written = (tmp_path / "r/m/a=1/ppo.log").read_text()
-    assert written == '-m lightning_rlhf stage=ppo job="a=1"\nLIGHTNING_RLHF_IN_SWEEP=1\n'
+    assert written == "-m lightning_rlhf stage=ppo job='a=1'\nLIGHTNING_RLHF_IN_SWEEP=1\n"
 
 
 @pytest.mark.parametrize(
@@ -65,15 +64,6 @@ def test_a_job_that_dies_is_marked_in_its_folder(
     assert failure is not None
     assert failure.startswith(f"{why}; its output is in {tmp_path}/r/m/a=1/ppo.log")
     assert (folder / "failed.txt").read_text().startswith(why)
-
-
-def test_a_job_gets_its_overrides_as_typed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An address with a password, read from the environment, is in no command line."""
-    monkeypatch.setenv("ADDRESS", "a secret")
-    words = ["callbacks.trial.storage=${oc.env:ADDRESS}"]
-    node = OmegaConf.create({"overrides": {"task": words}})
-    monkeypatch.setattr(HydraConfig, "get", lambda: node)
-    assert given_overrides() == words
 
 
 BUSY = """trap 'sleep 0.2; touch {0}/saved; exit 143' TERM
@@ -108,37 +98,53 @@ def test_a_job_is_requeued_after_its_checkpoint(
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_signal_ends_the_job_after_its_checkpoint(
+def test_a_signal_ends_the_jobs_after_their_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    send_when_begun(tmp_path, signal.SIGTERM)
-    with pytest.raises(Stopped):
-        job(tmp_path, monkeypatch, BUSY.format(tmp_path))
-    assert (tmp_path / "saved").exists()
+    """One to the command, which a launcher's process reads; no further job begins."""
+    with stoppable(is_apart=True):
+
+        def receive() -> None:
+            while not (tmp_path / "begun").exists():
+                time.sleep(0.02)
+            end_early(signal.SIGTERM)
+
+        threading.Thread(target=receive, daemon=True).start()
+        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
+        assert (tmp_path / "saved").exists()
+        (tmp_path / "begun").unlink()
+        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
+        assert not (tmp_path / "begun").exists()
 
 
-@pytest.mark.parametrize(
-    ("launcher", "jobs"),
-    [
-        (("hydra/launcher=joblib", "hydra.launcher.n_jobs=2"), ["0.1", "0.2"]),
-        (("hydra/launcher=submitit_local",), ["0.1"]),
-    ],
-)
-def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, launcher: Sequence[str], jobs: list[str]
+@pytest.mark.parametrize("is_sweeper", [True, False])
+def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweeper: bool
 ) -> None:
-    """There is no SFT model, which each job finds out before it imports torch."""
+    with stoppable(is_apart=False):
+        monkeypatch.setattr(launching, "is_sweeper", lambda: is_sweeper)
+        send_when_begun(tmp_path, signal.SIGTERM)
+        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
+        assert (tmp_path / "saved").exists()
+        assert stopped_by() == (signal.SIGTERM if is_sweeper else None)
+
+
+def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no SFT model, which each job finds out."""
     monkeypatch.setenv("COLUMNS", "400")
-    outcome = workplace.sweep(*launcher, "stage=ppo", f"ppo.kl_coef=choice({','.join(jobs)})")
+    outcome = workplace.sweep(
+        "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "ppo.kl_coef=0.1,0.2"
+    )
     assert outcome.status == 1
     folders = sorted(path.parent for path in workplace.outputs.rglob("failed.txt"))
-    assert [folder.parent.name for folder in folders] == [f"kl_coef={value}" for value in jobs]
+    assert [folder.parent.name for folder in folders] == ["kl_coef=0.1", "kl_coef=0.2"]
     for folder in folders:
         assert "starts from an SFT model" in (folder / "failed.txt").read_text()
         assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
         assert re.search(f"failed: .*{folder.parent.name}: stage=ppo starts from", outcome.out)
     assert "validated against" not in outcome.err
-    assert not list(workplace.outputs.rglob(".sweep-*"))
 
 
 SLURM = {
@@ -208,28 +214,6 @@ def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(
     error = workplace.sweep("stage=ppo", "seed=1,2").error
     assert "srun has started 2 processes, but a sweep starts the processes of its jobs" in error
     assert not workplace.outputs.exists()
-
-
-@pytest.mark.parametrize(
-    ("logger", "variable", "group"),
-    [
-        ({"kind": "wandb", "group": None}, None, "r"),
-        ({"kind": "wandb", "group": "mine"}, None, "mine"),
-        ({"kind": "wandb", "group": None}, "theirs", None),  # W&B reads the variable
-    ],
-)
-def test_the_jobs_of_a_sweep_are_one_group_of_wandb(
-    monkeypatch: pytest.MonkeyPatch,
-    logger: dict[str, str | None],
-    variable: str | None,
-    group: str | None,
-) -> None:
-    monkeypatch.delenv("WANDB_RUN_GROUP", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("WANDB_RUN_GROUP", variable)
-    cfg = OmegaConf.create({"run": "r", "logger": logger})
-    set_group(cfg)
-    assert cfg.logger.group == group
 
 
 @pytest.mark.parametrize("name", ["joblib", "submitit_local", "submitit_slurm"])

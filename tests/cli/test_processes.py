@@ -19,8 +19,8 @@ import torch
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from lightning_rlhf.cli import execute
-from lightning_rlhf.cli.execute import killed_process
+from lightning_rlhf.cli import launch as launching
+from lightning_rlhf.cli.launch import killed_process
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
@@ -273,7 +273,7 @@ def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
         ended = ProcessFailure(1, 8, -signal.SIGTERM, "none")
         return {1: ended, 0: ProcessFailure(0, 7, 1, str(file))}
 
-    monkeypatch.setattr(execute, "launch", launch)
+    monkeypatch.setattr(launching, "launch", launch)
     outcome = workplace.sweep("stage=sft", "trainer.devices=2", "seed=choice(1)")
     assert outcome.status == 1
     assert outcome.err.count("error: no such model") == 1

@@ -13,12 +13,11 @@ import pytest
 from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.recipe import (
     Recipe,
-    commands_of,
+    RecipeStep,
     is_newer,
     read_recipe,
     split_step,
     step_overrides,
-    step_source,
 )
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build
@@ -85,7 +84,7 @@ def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
         settings: Any = SimpleNamespace(
             tree={"data": data}, definition=SimpleNamespace(data="preferences")
         )
-        return step_source(settings, Path("/out/run"))
+        return RecipeStep((), settings).source(Path("/out/run"))
 
     made = "/out/run/one/rank/final/preferences.jsonl"
     assert reads(made) == Path(made)
@@ -124,8 +123,8 @@ def test_each_round_of_the_shipped_recipe_trains_on_its_own_pairs() -> None:
 
 
 def test_a_recipe_as_written_is_that_of_the_run_in_another_folder() -> None:
-    recipe = read_recipe(RECIPES / "rounds")
-    words = commands_of(recipe, (), None, Path("/out/mine"))["dpo@round2"]
+    recipe, folder = read_recipe(RECIPES / "rounds"), Path("/out/mine")
+    words = step_overrides(recipe, "dpo@round2", (), None, folder)
     assert "policy.checkpoint='/out/mine/round1/dpo/final'" in words
-    given = commands_of(recipe, ("run=mine", "outputs=/out"), None, Path("/out/mine"))
-    assert set(words) < set(given["dpo@round2"])
+    given = ("run=mine", "outputs=/out")
+    assert set(words) < set(step_overrides(recipe, "dpo@round2", given, None, folder))

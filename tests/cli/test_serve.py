@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.cli import serve
+from lightning_rlhf.cli import export
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.rewards.config import parsed
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
@@ -28,7 +28,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
             raise CheckpointError("nowhere: no such folder")
         return lambda prompts, responses, columns: [0.0] * len(responses)
 
-    monkeypatch.setattr(serve, "load_scorer", load)
+    monkeypatch.setattr(export, "text_scorer", load)
     return asked
 
 

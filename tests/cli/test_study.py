@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
-from hydra.plugins.launcher import Launcher
 from omegaconf import OmegaConf
 from optuna.trial import TrialState
 
 from lightning_rlhf.cli import study
-from lightning_rlhf.cli.arguments import TRIAL, parse_overrides
+from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.study import StudyConfig, Trials, space_of
-from lightning_rlhf.cli.sweep import JobResult, SweepHook, whole_name
+from lightning_rlhf.cli.sweep import JobResult
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import Workplace
 
 METRIC = "eval/reward_mean"
+TRIAL = "callbacks.trial"
 SPACE = ["ppo.kl_coef=tag(log,interval(0.01,0.5))", "seed=1,2", "ppo.rollout_batch_size=8"]
 
 
@@ -31,56 +30,53 @@ class Crash(Exception):
     """The command is killed."""
 
 
-class Jobs(Launcher):
-    """A launcher whose jobs end at once, with the KL coefficient as their reward."""
+class Launched:
+    """A sweep whose jobs end at once, with the KL coefficient as their reward."""
 
     def __init__(self, crash_at: int | None = None, folder: str | None = None) -> None:
-        self.crash_at, self.folder = crash_at, folder
+        self.crash_at, self.run_folder = crash_at, folder
         self.launched: list[dict[str, str]] = []
         self.batches: list[int] = []
         """Number of jobs of each call."""
+        self.results: list[JobResult] = []
+        self.words: Sequence[str] = ()
+        self.folder = Path()
 
-    def setup(self, **_: Any) -> None:
-        """Nothing is needed."""
+    def job(self, overrides: Sequence[str], more: Sequence[str]) -> list[str]:
+        return [*overrides, *more]
 
-    def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-        self.batches.append(len(job_overrides))
-        for number, words in enumerate(job_overrides, start=initial_job_idx):
+    def launch(self, jobs: Sequence[Sequence[str]]) -> None:
+        self.batches.append(len(jobs))
+        for words in jobs:
             values = dict(word.split("=", 1) for word in words)
             if len(self.launched) == self.crash_at:
                 raise Crash
             self.launched.append(values)
-            result = JobResult(
-                overrides=list(words), folder=self.folder or f"r/{number}", stage="ppo",
-                status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
+            self.results.append(
+                JobResult(
+                    overrides=list(words), folder=self.run_folder or f"r/{len(self.results)}",
+                    stage="ppo", status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
+                )
             )  # fmt: skip
-            assert SweepHook.current is not None
-            SweepHook.current.write(number, result)
 
 
-@contextlib.contextmanager
-def sweep(folder: Path) -> Iterator[SweepHook]:
-    """A sweep in this process."""
-    hook = SweepHook()
-    hook.open(folder)
-    try:
-        yield hook
-    finally:
-        SweepHook.finish()
-
-
-def run(
-    folder: Path, jobs: Jobs, n_trials: int, words: Sequence[str] = SPACE, **changes: Any
-) -> Mapping[int, JobResult]:
-    """One command; return the results that it shows."""
+def trials(
+    folder: Path, jobs: Launched, n_trials: int, words: Sequence[str] = SPACE, **changes: Any
+) -> Trials:
+    """The trials of one command."""
     options = {
         "metric": METRIC, "direction": "maximize", "n_trials": n_trials, "n_jobs": 1,
         "storage": str(folder / "study.log"), "study_name": "ppo", "pruner": None, "params": {},
         "sampler": {"_target_": "optuna.samplers.RandomSampler", "seed": 0}, **changes,
     }  # fmt: skip
-    with sweep(folder) as results:
-        Trials(StudyConfig(**options), words).run(jobs, lambda batch: None)
-        return results.read()
+    jobs.words, jobs.folder = words, folder
+    return Trials(StudyConfig(**options), jobs)  # type: ignore[arg-type]
+
+
+def run(folder: Path, jobs: Launched, *args: Any, **changes: Any) -> list[JobResult]:
+    """One command; return the results that it shows."""
+    trials(folder, jobs, *args, **changes).run()
+    return jobs.results
 
 
 def read(folder: Path) -> optuna.Study:
@@ -88,16 +84,16 @@ def read(folder: Path) -> optuna.Study:
     return optuna.load_study(study_name="ppo", storage=storage)
 
 
-def chosen(jobs: Jobs) -> list[tuple[str, str]]:
+def chosen(jobs: Launched) -> list[tuple[str, str]]:
     return [(values["ppo.kl_coef"], values["seed"]) for values in jobs.launched]
 
 
 def test_trials_are_in_their_intervals_and_their_results_in_the_study(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    jobs = Jobs()
+    jobs = Launched()
     results = run(tmp_path, jobs, 4, n_jobs=3)
-    assert [r.status for r in results.values()] == ["done"] * 4
+    assert [r.status for r in results] == ["done"] * 4
     for values in jobs.launched:
         assert 0.01 <= float(values["ppo.kl_coef"]) <= 0.5
         assert values["seed"] in ("1", "2")
@@ -115,7 +111,7 @@ def test_trials_are_in_their_intervals_and_their_results_in_the_study(
 
 def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) -> None:
     """Killed within its third trial: that one is the first of the second command."""
-    first, second = Jobs(crash_at=2), Jobs()
+    first, second = Launched(crash_at=2), Launched()
     with pytest.raises(Crash):
         run(tmp_path, first, 5)
     begun = read(tmp_path).trials[2]
@@ -126,47 +122,52 @@ def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) 
         begun.params["ppo.kl_coef"], rel=1e-3
     )
     assert len({*chosen(first), *chosen(second)}) == 5
-    third = Jobs()
+    third = Launched()
     assert len(run(tmp_path, third, 5)) == 5
     assert third.launched == []
 
 
 def test_equal_trials_are_launched_one_after_the_other(tmp_path: Path) -> None:
     """Since they have one folder, in which two processes would meet."""
-    jobs = Jobs()
+    jobs = Launched()
     assert len(run(tmp_path, jobs, 3, ["ppo.kl_coef=choice(0.1)"], n_jobs=2)) == 3
     assert jobs.batches == [1, 1, 1]
 
 
 def test_a_trial_whose_run_was_pruned_before_is_not_complete(tmp_path: Path) -> None:
     """Its folder is done, and its metric that of a run that ended early."""
-    run(tmp_path, Jobs(folder="r/one"), 1)
+    run(tmp_path, Launched(folder="r/one"), 1)
     found = read(tmp_path)
     attributes = found.trials[0].user_attrs
     found.add_trial(optuna.trial.create_trial(state=TrialState.PRUNED, user_attrs=attributes))
-    results = run(tmp_path, Jobs(folder="r/one"), 3)
-    assert [r.status for r in results.values()][2] == "pruned"
+    results = run(tmp_path, Launched(folder="r/one"), 3)
+    assert [r.status for r in results][2] == "pruned"
 
 
 def test_a_second_command_on_a_study_leaves_its_running_trials_alone(tmp_path: Path) -> None:
-    class Meanwhile(Jobs):
-        def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Any:
-            with pytest.raises(ConfigError, match="another command runs trials of the study 'ppo'"):
-                other.run(Jobs(), lambda batch: None)
-            return super().launch(job_overrides, initial_job_idx)
+    other = trials(tmp_path, Launched(), 2)
 
-    options = {
-        "metric": METRIC, "direction": "maximize", "n_trials": 2, "n_jobs": 1, "params": {},
-        "storage": str(tmp_path / "study.log"), "study_name": "ppo", "pruner": None,
-        "sampler": {"_target_": "optuna.samplers.RandomSampler", "seed": 0},
-    }  # fmt: skip
-    other = Trials(StudyConfig(**options), SPACE)
+    class Meanwhile(Launched):
+        def launch(self, jobs: Sequence[Sequence[str]]) -> None:
+            with pytest.raises(ConfigError, match="another command runs trials of the study 'ppo'"):
+                other.run()
+            super().launch(jobs)
+
     results = run(tmp_path, Meanwhile(), 2)
-    assert [r.status for r in results.values()] == ["done"] * 2
+    assert [r.status for r in results] == ["done"] * 2
     assert [t.state for t in read(tmp_path).trials] == [TrialState.COMPLETE] * 2
     assert not [*tmp_path.glob("*.lock")]
-    with sweep(tmp_path):
-        other.run(Jobs(), lambda batch: None)
+    other.run()
+
+
+def test_a_study_of_another_version_of_its_results_goes_on(tmp_path: Path) -> None:
+    """Its trials have a field that is none any more."""
+    run(tmp_path, Launched(), 1)
+    found = read(tmp_path)
+    attributes = found.trials[0].user_attrs
+    attributes["result"] |= {"host": "here"}
+    found.add_trial(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=attributes))
+    assert [r.status for r in run(tmp_path, Launched(), 3)] == ["done"] * 3
 
 
 def test_a_job_reads_the_address_of_a_database_from_its_environment(
@@ -174,7 +175,7 @@ def test_a_job_reads_the_address_of_a_database_from_its_environment(
 ) -> None:
     """It has a password, which the job's command line and its config.json are not to have."""
     monkeypatch.setenv(study.STORAGE, "")
-    jobs, address = Jobs(), f"sqlite:///{tmp_path}/study.db?timeout=10"
+    jobs, address = Launched(), f"sqlite:///{tmp_path}/study.db?timeout=10"
     results = run(tmp_path, jobs, 1, storage=address)
     (values,) = jobs.launched
     assert values[f"{TRIAL}.storage"] == f'"${{oc.env:{study.STORAGE}}}"'
@@ -189,12 +190,9 @@ def test_a_job_reads_the_address_of_a_database_from_its_environment(
     [
         (["ppo.kl_coef=0.1"], {}, "nothing to choose"),
         ([*SPACE[:2], "ppo.rollout_batch_size=16"], {}, "trials of ppo.rollout_batch_size=8, not"),
-        ([*SPACE, "ppo.gamma=0.99"], {}, "has trials of defaults, not of ppo.gamma=0.99; allowed"),
         (SPACE[:2], {}, "has trials of ppo.rollout_batch_size=8, not of defaults"),
         (SPACE, {"direction": "minimize"}, "direction=maximize, not of .*direction=minimize"),
-        (SPACE, {"metric": "eval/kl"}, "metric=eval/reward_mean, not of .*metric=eval/kl"),
         ([SPACE[0], "seed=1,3", SPACE[2]], {}, "trials of seed from .*; allowed: the same values"),
-        (["ppo.kl_coef=interval(0.5,0.01)", *SPACE[1:]], {}, "is no range"),
         (["ppo.kl_coef=tag(log,interval(0,0.5))", *SPACE[1:]], {}, "is no range"),
     ],
 )
@@ -202,9 +200,9 @@ def test_what_is_no_study_or_another_one_is_refused(
     tmp_path: Path, words: list[str], changes: dict[str, str], message: str
 ) -> None:
     """Before a trial begins, which the next command would go on with."""
-    run(tmp_path, Jobs(), 1)
+    run(tmp_path, Launched(), 1)
     with pytest.raises(ConfigError, match=message):
-        run(tmp_path, Jobs(), 2, words, **changes)
+        run(tmp_path, Launched(), 2, words, **changes)
     assert len(read(tmp_path).trials) == 1
 
 
@@ -216,19 +214,18 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
         "_target_": "optuna.pruners.PatientPruner", "patience": 1,
         "wrapped_pruner": {"_target_": "optuna.pruners.MedianPruner"},
     }  # fmt: skip
-    jobs = Jobs()
+    jobs = Launched()
     run(folder, jobs, 1, pruner=pruner)
     (values,) = jobs.launched
     words = [f"{key}={value}" for key, value in values.items() if key.startswith(TRIAL)]
     found = {o.key_or_group.removeprefix(f"{TRIAL}."): o.value() for o in parse_overrides(words)}
     assert found["storage"] == str(folder / "study.log")
     assert found["pruner.wrapped_pruner._target_"] == "optuna.pruners.MedianPruner"
-    assert whole_name([*words, "seed=1"]) == "seed-1"
 
 
 def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"hydra.sweeper.metric is 'eval/x'; allowed: {METRIC}"):
-        run(tmp_path, Jobs(), 1, metric="eval/x")
+        run(tmp_path, Launched(), 1, metric="eval/x")
 
 
 @pytest.mark.parametrize(
@@ -236,16 +233,10 @@ def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:
     [
         (["stage=sft", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
          "hydra.sweeper.direction is 'maximize'; allowed: minimize "),
-        (["stage=ppo", "hydra.sweeper.direction=minimize"],
-         "hydra.sweeper.direction is 'minimize'; allowed: maximize "),
         (["stage=sft", "hydra.sweeper.metric=eval/mine", "+callbacks.mine._target_=builtins.dict"],
-         "hydra.sweeper.direction is None; allowed: maximize or minimize "),
-        (["stage=sft", "hydra.sweeper.metric=compute/flops"],
          "hydra.sweeper.direction is None; allowed: maximize or minimize "),
         (["stage=sft", "hydra.sweeper.metric=loss"],
          "hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity"),
-        (["stage=sft", "hydra.sweeper.metric=eval/foo"],
-         "hydra.sweeper.metric is 'eval/foo'; allowed: eval/loss, "),
         (["stage=sft,rm", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.study_name=x"],
          "hydra.sweeper.metric is 'eval/loss'; allowed: eval/rm_loss, eval/accuracy, "),
     ],
@@ -262,10 +253,7 @@ def test_a_metric_or_a_direction_that_misleads_is_refused_before_a_trial(
     ("sweep", "told"),
     [
         ("sft.lr=tag(lgo,interval(1,2))", "tag(log,interval(LOW,HIGH))"),
-        ("sft.lr=tag(log,choice(1,2))", "tag(log,interval(LOW,HIGH))"),
-        ("seed=int(interval(1.5,2.5))", "whole numbers in int(...)"),
         ("seed=int(interval(1e0,20))", "whole numbers in int(...)"),
-        ("sft.lr=interval(1,inf)", "interval(LOW,HIGH)"),
         ("sft.lr=interval(nan,1)", "interval(LOW,HIGH)"),
         ("seed=range(5,1)", "a value or more"),
     ],

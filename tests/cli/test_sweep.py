@@ -5,35 +5,31 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.utils import JobReturn, JobStatus
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.arguments import VisibleFormatter
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import (
+    BASIC,
+    Job,
     JobResult,
-    SweepHook,
+    Jobs,
     adapt,
     job_name,
     job_place,
     jobs_table,
     result_of,
-    show_ended,
 )
-from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation import compare
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.folders import folder_of
@@ -64,46 +60,41 @@ def jobs(place: Workplace, stage: str = "ppo") -> set[str]:
     return found
 
 
-def job_folder(place: Workplace, **values: object) -> Path:
-    """The folder of the finished ppo job that ran with these numbers (kl_coef=…, seed=…)."""
-    for file in place.outputs.rglob("final/manifest.json"):
-        config = json.loads(file.read_text())["config"]
-        flat = {**config.get("ppo", {}), "seed": config["seed"]}
-        if config["job"] is not None and all(flat.get(k) == v for k, v in values.items()):
-            return file.parents[1]
-    raise AssertionError(f"no job with {values}")
+def job_folder(place: Workplace, kl_coef: float) -> Path:
+    """The folder of the finished ppo job that ran with this number."""
+    return place.outputs / "default" / "mini" / f"kl_coef={kl_coef}" / "ppo"
+
+
+SWEPT = ("stage=ppo", "ppo.iterations=1", "seed=2")
 
 
 @pytest.fixture(scope="module")
 def swept(
     tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace
 ) -> tuple[Workplace, Outcome]:
-    """A sweep of four on top of the finished stages, and what it said. To be read."""
+    """A sweep on top of the finished stages, and what it said. To be read."""
     folder = tmp_path_factory.mktemp("swept") / "work"
     shutil.copytree(pipeline.folder, folder, symlinks=True)
     place = Workplace(folder)
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("COLUMNS", "400")
-        command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
-        return place, place.sweep(*command).succeeded
+        return place, place.sweep(*SWEPT, "ppo.kl_coef=0.02,0.5").succeeded
 
 
 @pytest.fixture
 def clean_sweep(tmp_path: Path, swept: tuple[Workplace, Outcome]) -> Workplace:
     """A copy of its workplace."""
-    shutil.copytree(swept[0].folder, tmp_path / "clean", symlinks=True)
+    shutil.copytree(swept[0].folder, tmp_path / "clean")
     return Workplace(tmp_path / "clean")
 
 
 def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -> None:
-    assert jobs(swept[0]) == {
-        f"kl_coef={kl_coef},seed={seed}" for kl_coef in ("0.02", "0.5") for seed in (1, 2)
-    }
-    assert "#3 : " in swept[1].out
+    assert jobs(swept[0]) == {"kl_coef=0.02", "kl_coef=0.5"}
+    assert "#1 : " in swept[1].out
     assert "++" not in swept[1].out
     assert "\\t" not in swept[1].out  # the tab with which Hydra indents a job's line
     text = table(swept[1].out)
-    assert text.count(" done ") == 4
+    assert text.count(" done ") == 2
     assert "failed" not in text
     page = (swept[0].outputs / "default" / "compare.html").read_text()
     assert all(f"<td>kl_coef={value}" in page for value in ("0.02", "0.5"))
@@ -116,7 +107,7 @@ def test_a_folder_for_each_job_and_one_table(swept: tuple[Workplace, Outcome]) -
 def test_hydra_s_lines_are_indented_and_show_what_a_terminal_would_obey() -> None:
     record = logging.LogRecord("hydra", logging.INFO, "", 0, "\t#%d : run=\x1b[31m", (3,), None)
     assert VisibleFormatter("%(message)s").format(record) == "        #3 : run=\\x1b[31m"
-    trial = '#6 : ppo.kl_coef=0.1 callbacks.trial.storage="/a b" callbacks.trial.number=6'
+    trial = "#6 : ppo.kl_coef=0.1 job='kl_coef=0.1' callbacks.trial.storage=/a"
     record = logging.LogRecord("hydra", logging.INFO, "", 0, trial, (), None)
     assert VisibleFormatter("%(message)s").format(record) == "#6 : ppo.kl_coef=0.1"
 
@@ -127,20 +118,18 @@ def test_a_job_is_the_single_run_of_the_same_numbers(clean_sweep: Workplace) -> 
     parents = [f"policy.checkpoint={final[0]}", f"reward.checkpoint={final[1]}"]
     clean_sweep.mini(*command, *parents).succeeded  # noqa: B018
     single = weights(clean_sweep.stage("ppo", "single"))
-    assert weights(job_folder(clean_sweep, kl_coef=0.5, seed=2)) == single
+    assert weights(job_folder(clean_sweep, kl_coef=0.5)) == single
 
 
 def test_called_again_it_runs_what_is_not_finished(clean_sweep: Workplace) -> None:
-    """A job that was cut off, and one that was not begun; the finished ones stay as they are."""
-    folders = [job_folder(clean_sweep, kl_coef=k, seed=s) for k in (0.02, 0.5) for s in (1, 2)]
-    whole, before = [tree(folder) for folder in folders[2:]], [weights(f) for f in folders]
-    shutil.rmtree(folders[0] / "final")
-    shutil.rmtree(folders[1])
-    command = ["stage=ppo", "ppo.iterations=1", "ppo.kl_coef=0.02,0.5", "seed=1,2"]
-    outcome = clean_sweep.sweep(*command, "resume=true").succeeded
-    assert table(outcome.out).count(" done ") == 4
-    assert [weights(folder) for folder in folders] == before
-    assert [tree(folder) for folder in folders[2:]] == whole
+    """A job that was cut off, and one that was not begun; the finished one stays as it is."""
+    cut, whole = (job_folder(clean_sweep, kl_coef=value) for value in (0.02, 0.5))
+    before, files = weights(cut), tree(whole)
+    shutil.rmtree(cut / "final")
+    outcome = clean_sweep.sweep(*SWEPT, "ppo.kl_coef=0.02,0.5,0.1", "resume=true").succeeded
+    assert table(outcome.out).count(" done ") == 3
+    assert weights(cut) == before
+    assert tree(whole) == files
     assert {path.name for path in clean_sweep.folder.iterdir()} == {"README.md", "data", "outputs"}
 
 
@@ -173,7 +162,7 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     assert "a fault in the code" in text
     assert text.count(" done ") == 1
     page = finished.outputs / "default" / "compare.html"
-    assert "<td>failed</td><td>ZeroDivisionError: a fault in the code</td>" in page.read_text()
+    assert "<td>ZeroDivisionError: a fault in the code</td>" in page.read_text()
 
     monkeypatch.setattr(ppo, "hand_over", original)
     failed = finished.outputs / "default/mini/seed=1/ppo"
@@ -225,8 +214,7 @@ def test_a_sweep_over_stages_and_seeds_keeps_the_seeds_apart(workplace: Workplac
         (["++sft.lr=1e-3", "++rm.lr=1e-4"], ["sft.lr", "rm.lr"], "rm.lr=1e-4,sft.lr=1e-3"),
         (["advantage=reinforce++", "seed=1"], ["advantage"], "advantage=reinforce++"),
         (["stage=sft"], ["stage"], None),
-        (["stage=sft", "run=x", "seed=1"], ["run"], "seed-1"),
-        (["stage=ppo", "seed=1", "resume=true"], [], "seed-1"),
+        (["stage=sft", "run=x", "seed=1"], ["run"], None),
     ],
 )  # fmt: skip
 def test_a_job_is_named_after_what_varies(
@@ -271,80 +259,85 @@ def own_config(*overrides: str) -> DictConfig:
         return compose("config", [*mini, *overrides, path])
 
 
-def hook(folder: Path, *results: JobResult) -> SweepHook:
-    """A sweep of this process with these results."""
-    made = SweepHook()
-    made.open(folder)
-    for number, result in enumerate(results):
-        made.write(number, result)
-    return made
+def jobs_of(place: Workplace, *words: str) -> Jobs:
+    """The sweep of these words, whose launcher has not been called."""
+    config = OmegaConf.create(
+        {"hydra": {"sweep": {"dir": str(place.folder)}, "launcher": {"_target_": BASIC}}}
+    )
+    context = SimpleNamespace(config_loader=None)
+    sweeper: Any = SimpleNamespace(launcher=None, config=config, hydra_context=context)
+    return Jobs(sweeper, words, {})
 
 
-def end() -> object:
-    """The exit status of the sweep of this process."""
+def end(jobs: Jobs, *results: JobResult) -> object:
+    """The exit status of a sweep with these results."""
     try:
-        show_ended()
+        jobs.run(lambda: jobs.results.extend(results))
     except SystemExit as stop:
         return stop.code
-    finally:
-        SweepHook.finish()
     return 0
-
-
-@pytest.mark.parametrize("error", [ValueError("a fault"), CheckpointError("a damaged file")])
-def test_a_page_that_is_not_written_is_an_error(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    error: Exception,
-) -> None:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise error
-
-    monkeypatch.setattr(compare, "compare_runs", fail)
-    run = tmp_path / "ppo"
-    run.mkdir()
-    (run / "config.json").write_text("{}")
-    hook(tmp_path, JobResult(overrides=["seed=1"], status="done", folder=str(run), stage="ppo"))
-    assert end() == 1
-    assert "error: no comparison: " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("results", "status", "said"),
-    [
-        ({"status": "stopped", "failure": "stopped"}, 128 + signal.SIGTERM, "the same command"),
-        ({"status": "running"}, 1, "it ended without a result"),
-        ({"status": "done"}, 0, "done"),
-    ],
-)
-def test_the_exit_status_of_a_sweep(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    results: dict[str, Any],
-    status: int,
-    said: str,
-) -> None:
-    """As `scancel` ends one job of a cluster, a job is killed with its process, or all is well."""
-    hook(tmp_path, JobResult(overrides=["seed=1"], **results), DONE)
-    assert end() == status
-    assert said in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
 
 
 DONE = JobResult(overrides=["seed=2"], status="done")
 
 
-def test_results_of_a_sweep_that_was_killed_are_deleted(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
-    host = socket.gethostname()
-    names = [f".sweep-{host}-{ended.pid}-a", f".sweep-{host}-{os.getpid()}-b", ".sweep-other-1-c"]
-    for name in names:
-        (tmp_path / name).mkdir()
-    hook(tmp_path)
-    SweepHook.finish()
-    assert {path.name for path in tmp_path.iterdir()} == {*names[1:]}
+def test_a_page_that_is_not_written_is_an_error(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(compare, "compare_runs", fail)
+    run = workplace.folder / "ppo"
+    run.mkdir()
+    (run / "config.json").write_text("{}")
+    result = JobResult(overrides=["seed=1"], status="done", folder=str(run), stage="ppo")
+    assert end(jobs_of(workplace), result) == 1
+    assert "error: no comparison: ValueError: a fault" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("result", "status", "said"),
+    [
+        ({"status": "stopped", "failure": "stopped"}, 128 + signal.SIGTERM, "the same command"),
+        ({"status": "failed", "failure": "no memory"}, 1, "failed: seed=1: no memory"),
+        ({"status": "done"}, 0, "done"),
+    ],
+)
+def test_the_exit_status_of_a_sweep(
+    workplace: Workplace,
+    capsys: pytest.CaptureFixture[str],
+    result: dict[str, Any],
+    status: int,
+    said: str,
+) -> None:
+    """As `scancel` ends one job of a cluster, a job has failed, or all is well."""
+    assert end(jobs_of(workplace), JobResult(overrides=["seed=1"], **result), DONE) == status
+    assert said in capsys.readouterr().out
+
+
+def test_a_launcher_that_gives_up_leaves_what_the_folders_tell(
+    finished: Workplace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One job has finished, one has failed with a reason, and one was killed."""
+
+    def give_up(*args: object, **kwargs: object) -> None:
+        raise MemoryError("a worker was killed")
+
+    with contextlib.chdir(finished.folder):
+        sweep = jobs_of(finished)
+        sweep.launcher = SimpleNamespace(launch=give_up)
+        jobs = []
+        for words in (["stage=ppo"], ["stage=ppo", "run=two"], ["stage=ppo", "run=three"]):
+            jobs.append(Job(overrides=words, words=words, cfg=own_config(*words)))
+        failed = finished.stage("ppo", "two") / "failed.txt"
+        failed.parent.mkdir(parents=True)
+        failed.write_text("no memory\n")
+        with pytest.raises(MemoryError, match="a worker was killed"):
+            sweep.run(lambda: sweep.launch(jobs))
+    told = [(result.status, result.failure) for result in sweep.results]
+    assert told == [("done", None), ("failed", "no memory"), ("failed", "it has no result")]
+    assert "failed: stage=ppo run=two: no memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -369,14 +362,13 @@ def test_a_recipe_is_judged_by_its_last_step(
 
 def test_a_job_without_a_folder_keeps_its_reason() -> None:
     cfg = OmegaConf.create({"outputs": None, "stage": "ppo"})
-    found = JobReturn(overrides=["outputs=null"], cfg=cfg, status=JobStatus.COMPLETED)
-    found.return_value = "outputs is None; allowed: a folder"
-    result = result_of(found)
+    job = Job(overrides=["outputs=null"], words=[], cfg=cfg)
+    result = result_of(job, "outputs is None; allowed: a folder")
     assert (result.status, result.failure) == ("failed", "outputs is None; allowed: a folder")
 
 
 def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    workplace: Workplace, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Off a terminal no line of the table is broken, however long."""
     results = [
@@ -386,21 +378,27 @@ def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
         )
         for number, (status, loss) in enumerate([("done", 2.0), ("pruned", 0.5), ("done", 1.0)])
     ]  # fmt: skip
-    hook(tmp_path, *results).goal = "eval/loss", "min"
-    assert end() == 0
+    sweep = jobs_of(workplace)
+    sweep.goal = "eval/loss", "min"
+    assert end(sweep, *results) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "seed=" in line]
     assert [line.split("seed=")[1][0] for line in lines] == ["2", "0", "1"]
 
 
 def test_the_jobs_on_the_page_name_the_best_one() -> None:
     words = ["stage=ppo", "ppo.kl_coef=0.1"], ["stage=ppo", "ppo.kl_coef=-1"]
-    done = JobResult(overrides=words[0], status="done", metrics={"eval/reward_mean": 0.5})
+    done = JobResult(
+        overrides=words[0], status="done", metrics={"eval/reward_mean": 0.5},
+        summary=["eval/reward_mean"],
+    )  # fmt: skip
     failed = JobResult(overrides=words[1], status="failed", failure="ppo.kl_coef is -1")
     goal = "eval/reward_mean", "max"
     found = jobs_table([done, failed], goal)
+    assert found.title == "Sweep stage=ppo"
+    assert found.columns == ["overrides", "status", "reward_mean", "why"]
     assert found.rows == [
-        ["ppo.kl_coef=0.1", "done", ""],
-        ["ppo.kl_coef=-1", "failed", "ppo.kl_coef is -1"],
+        ["ppo.kl_coef=0.1", "done", "0.500", ""],
+        ["ppo.kl_coef=-1", "failed", "-", "ppo.kl_coef is -1"],
     ]
     assert found.note == "Highest eval/reward_mean: 0.5, ppo.kl_coef=0.1."
-    assert jobs_table([done], goal).columns == ["job", "status"]
+    assert jobs_table([done, failed], None).columns == ["overrides", "status", "reward_mean"]

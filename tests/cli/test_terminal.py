@@ -7,9 +7,10 @@ import json
 import pytest
 from rich.console import Console
 
+from lightning_rlhf.cli.sweep import JobResult, jobs_table
 from lightning_rlhf.io.console import is_hidden
 from lightning_rlhf.models.checkpoint import Verdict
-from lightning_rlhf.report.tables import SweepRow, before_after_table, side_by_side, sweep_table
+from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 from .conftest import Workplace
 
@@ -81,7 +82,7 @@ def test_tables(tmp_path: object) -> None:
     tables = [
         before_after_table(metrics, metrics, {EVIL: Verdict(True, EVIL, (EVIL,))}),
         side_by_side(files[0], files[1], 1),
-        sweep_table([SweepRow((f"run={EVIL}",), "done", metrics)]),
+        jobs_table([JobResult(overrides=[f"run={EVIL}"])], None).console(),
     ]
     for table in tables:
         with console.capture() as capture:

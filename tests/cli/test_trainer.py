@@ -15,7 +15,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli.execute import run_processes
+from lightning_rlhf.cli.launch import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.runs import accelerator

@@ -9,12 +9,10 @@ import pytest
 from rich.console import Console, RenderableType
 
 from lightning_rlhf.report.tables import (
-    SweepRow,
     Table,
     before_after_table,
     side_by_side,
     spread,
-    sweep_table,
 )
 
 
@@ -84,34 +82,6 @@ def test_side_by_side_where_nothing_changed_and_nobody_judged(tmp_path: Path) ->
 )
 def test_spread(size: int, n: int, expected: list[int]) -> None:
     assert spread(range(size), n) == expected
-
-
-def test_a_failed_job_has_its_line_in_the_sweep() -> None:
-    rows = [
-        SweepRow(
-            ("stage=ppo", "x=[/y]", "ppo.kl_coef=0.1"),
-            "finished",
-            {"eval/reward_mean": 1.0, "eval/judge/gold": 2.0},
-        ),
-        SweepRow(("stage=ppo", "x=[/y]", "ppo.kl_coef=[0]"), "failed", {}),
-    ]
-    text = shown(sweep_table(rows))
-    assert text.splitlines()[0].strip() == "Sweep stage=ppo x=[/y]"
-    assert cells(text) == [
-        ["overrides", "status", "reward_mean", "gold"],
-        ["ppo.kl_coef=0.1", "finished", "1.000", "2.000"],
-        ["ppo.kl_coef=[0]", "failed", "-", "-"],
-    ]
-
-
-def test_a_narrow_table_of_a_sweep_breaks_between_overrides_alone() -> None:
-    names = ["reward_mean", "kl", "response_tokens", "response_perplexity", "judge/gold"]
-    metrics = {f"eval/{name}": -1.0 for name in names}
-    words = ("ppo.lr=5.846e-05", "ppo.kl_coef=0.08559")
-    rows = [SweepRow(words, "done", metrics), SweepRow((words[0],), "stopped", {})]
-    text = shown(sweep_table(rows, 80), 80)
-    assert all(text.count(word) == 1 for word in (*words, "stopped"))
-    assert text.count("-1.000") == len(names)
 
 
 def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None:

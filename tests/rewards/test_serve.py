@@ -263,16 +263,18 @@ def has_ipv6() -> bool:
 PROGRAM = """
 import signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+import logging
 import time
-from lightning_rlhf.cli import serve
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does
+from lightning_rlhf.cli import export
 from lightning_rlhf.rewards import server
 server.STOP_S = 1
 def score(prompts, responses, columns):
     if responses == ["stay"]:
         time.sleep(1000)
     return [1.0] * len(responses)
-serve.load_scorer = lambda final, overrides: score
-serve.serve_reward(["final", "--port", "0"])
+export.text_scorer = lambda final, overrides: score
+export.serve_reward(["final", "--port", "0"])
 """
 
 

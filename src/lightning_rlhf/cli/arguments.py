@@ -15,7 +15,6 @@ from typing import Any, NoReturn
 from urllib.parse import unquote
 
 from hydra._internal.utils import get_args_parser  # of @hydra.main; there is no public one
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
@@ -34,10 +33,10 @@ COMMANDS = {
     "compare": "lightning_rlhf.cli.commands:compare",
     "dashboard": "lightning_rlhf.cli.commands:dashboard",
     "diminishing": "lightning_rlhf.cli.commands:diminishing",
-    "export": "lightning_rlhf.cli.export:export",
+    "export": "lightning_rlhf.cli.export:export_model",
     "replay": "lightning_rlhf.cli.replay:replay",
     "report": "lightning_rlhf.cli.commands:report",
-    "serve-reward": "lightning_rlhf.cli.serve:serve_reward",
+    "serve-reward": "lightning_rlhf.cli.export:serve_reward",
 }
 """First word of a command that composes no configuration -> the function that runs the rest."""
 WITHOUT_RUN = {"check": "only", "plan": "plan"}
@@ -54,8 +53,6 @@ GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantag
 """Groups of conf/ from which one file each is chosen."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
-TRIAL = "callbacks.trial"
-"""Key of the callback with which a trial of a study reports; it is no part of a job's name."""
 OWN_FILE = (
     "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
     "`defaults: [config, _self_]`"
@@ -124,12 +121,6 @@ def stage_of(override: Override, stages: Collection[str]) -> str | None:
     key = override.package or READ_BY.get(override.key_or_group, override.key_or_group)
     section = key.partition(".")[0]
     return section if section in stages else None
-
-
-def search_path() -> list[str]:
-    """Return the overrides that name further configuration folders, as given."""
-    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
-    return [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def completed_stages(given: Namespace) -> list[str]:
@@ -293,12 +284,14 @@ def _not_chosen(error: Exception, given: Namespace) -> str | None:
 class VisibleFormatter(logging.Formatter):
     """Formatter that escapes control characters in the overrides that Hydra logs in a sweep.
 
-    Tabs, with which Hydra indents its lines, become spaces. The overrides with which a trial
-    reports to its study, the last ones of its job, are left out.
+    Tabs, with which Hydra indents its lines, become spaces. The name of a job's folder, and the
+    overrides with which a trial reports to its study, come last and are left out.
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(super().format(record).expandtabs().partition(f" {TRIAL}.")[0])
+        return visible(
+            re.split(r" job='| callbacks\.trial\.", super().format(record))[0].expandtabs()
+        )
 
 
 def address_at(word: str) -> int | None:

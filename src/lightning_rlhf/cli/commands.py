@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,7 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
 
 if TYPE_CHECKING:
-    from wandb_workspaces.reports.v2 import LinePlot, ParallelCoordinatesPlot, ScatterPlot
-    from wandb_workspaces.workspaces import Section, Workspace
+    from wandb_workspaces.workspaces import Workspace
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -91,57 +90,35 @@ def dashboard(arguments: Sequence[str]) -> None:
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="print the panels, save nothing")
     given = parser.parse_args(arguments)
-    entity, project = project_of(given.project)
-    workspace = workspace_of(entity, project, given.name, given.sweep)
-    if given.dry_run:
-        get_console().print(outline(workspace))
-    else:
-        save_workspace(workspace)
-
-
-def project_of(path: str) -> tuple[str, str]:
-    """Return entity and project of ENTITY/PROJECT. Raises ConfigError for anything else."""
-    entity, slash, project = path.partition("/")
+    entity, slash, project = given.project.partition("/")
     if not (entity and slash and project) or "/" in project:
         raise ConfigError(
-            f"PROJECT is {path!r}; allowed: ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT"
+            f"PROJECT is {given.project!r}; allowed: ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT"
         )
-    return entity, project
-
-
-def workspace_of(entity: str, project: str, name: str, swept: Sequence[str] | None) -> Workspace:
-    """Return the workspace. Raises ConfigError where wandb-workspaces is not installed."""
     try:
-        return build_workspace(entity, project, name, swept or SWEPT)
+        workspace = build_workspace(entity, project, given.name, given.sweep or SWEPT)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"dashboard needs {error.name}: pip install 'lightning-rlhf[dashboard]'"
         ) from error
-
-
-def save_workspace(workspace: Workspace) -> None:
-    """Save the workspace in W&B, which prints its address. Raises ConfigError if W&B refuses."""
+    if given.dry_run:
+        tree = Tree(f"{entity}/{project}: {given.name}")
+        for section in workspace.sections:
+            branch = tree.add(section.name)
+            for panel in section.panels:
+                branch.add(str(getattr(panel, "title", None) or getattr(panel, "table_name", "")))
+        get_console().print(tree)
+        return
     import requests
     import wandb
 
     try:
-        workspace.save()
+        workspace.save()  # which prints its address
     except (wandb.errors.Error, requests.RequestException, ValueError) as error:
         raise ConfigError(
-            f"W&B did not save the workspace in {workspace.entity}/{workspace.project}: "
-            f"{str(error).rstrip('.')}. Is the project there, and did you `wandb login`? --dry-run "
-            "prints the panels"
+            f"W&B did not save the workspace in {entity}/{project}: {str(error).rstrip('.')}. Is "
+            "the project there, and did you `wandb login`? --dry-run prints the panels"
         ) from error
-
-
-def outline(workspace: Workspace) -> Tree:
-    """Return the sections and panels as a tree."""
-    tree = Tree(f"{workspace.entity}/{workspace.project}: {workspace.name}")
-    for section in workspace.sections:
-        branch = tree.add(section.name)
-        for panel in section.panels:
-            branch.add(str(getattr(panel, "title", None) or getattr(panel, "table_name", panel)))
-    return tree
 
 
 SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
@@ -157,8 +134,6 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
     "Evaluation of policies": ("eval_policy", ["eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""
-TABLES = {"samples": "prompts, responses and scores"}
-"""Key of a W&B table -> title of its panel."""
 SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 """Configuration keys on the axes of the parallel coordinates, unless others are given."""
 COMPARED = (KL, REWARD)
@@ -173,60 +148,41 @@ def build_workspace(
     Raises ModuleNotFoundError where wandb-workspaces is not installed.
     swept: configuration keys on the axes of the parallel coordinates.
     """
-    from wandb_workspaces.reports.v2 import WeavePanelSummaryTable
+    from wandb_workspaces.reports import v2 as panels
     from wandb_workspaces.workspaces import Section, Workspace, WorkspaceSettings
 
-    def section(title: str, panels: Iterable[Any], *, is_open: bool = False) -> Section:
-        return Section(name=title, panels=list(panels), is_open=is_open)
+    def line(name: str) -> Any:
+        """Return the panel of a metric over iterations; of NAME<part>, all of its parts."""
+        prefix, is_family, _ = name.partition("<")
+        if is_family:
+            return panels.LinePlot(title=name, x=AXIS, metric_regex=f"^{prefix}.*")
+        return panels.LinePlot(title=name, x=AXIS, y=[name], title_y=METRICS[name].unit)
 
-    tables = [WeavePanelSummaryTable(table_name=key) for key in TABLES]
+    sections = {"Headline": [line(name) for name in HEADLINES]}
+    x, y = (panels.SummaryMetric(metric) for metric in COMPARED)
+    axes: list[Any] = [*map(panels.Config, swept), x, y]
+    sections["Runs compared"] = [
+        panels.ScatterPlot(title="reward against KL", x=x, y=y),
+        panels.ParallelCoordinatesPlot(
+            title="runs of a sweep",
+            columns=[panels.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes],
+        ),
+    ]
+    for title, (stage, phases) in SECTIONS.items():
+        sections[title] = [
+            line(name)
+            for name, metric in METRICS.items()
+            if stage in metric.stages and metric.phase in phases and name not in HEADLINES
+        ]
+    sections["Samples"] = [panels.WeavePanelSummaryTable(table_name="samples")]
+    opened = ("Headline", "Runs compared")
     return Workspace(
         entity=entity,
         project=project,
         name=name,
         settings=WorkspaceSettings(x_axis=AXIS, smoothing_type="none"),
         sections=[
-            section("Headline", map(line, HEADLINES), is_open=True),
-            section("Runs compared", compared(swept), is_open=True),
-            *(section(title, map(line, names(*what))) for title, what in SECTIONS.items()),
-            section("Samples", tables),
+            Section(name=title, panels=list(found), is_open=title in opened)
+            for title, found in sections.items()
         ],
-    )
-
-
-def names(stage: Stage, phases: Sequence[Phase]) -> Iterator[str]:
-    """Yield the metrics of a stage and its phases that are not in the headline."""
-    for name, metric in METRICS.items():
-        if stage in metric.stages and metric.phase in phases and name not in HEADLINES:
-            yield name
-
-
-def line(name: str) -> LinePlot:
-    """Return the panel of a metric over iterations; of a name with <part>, all of its parts."""
-    from wandb_workspaces.reports.v2 import LinePlot
-
-    prefix, is_family, _ = name.partition("<")
-    if is_family:
-        return LinePlot(title=name, x=AXIS, metric_regex=f"^{prefix}.*")
-    return LinePlot(title=name, x=AXIS, y=[name], title_y=METRICS[name].unit)
-
-
-def compared(swept: Sequence[str]) -> tuple[ScatterPlot, ParallelCoordinatesPlot]:
-    """Return reward against KL, one point a run, and the coordinates of a sweep, one line a run."""
-    from wandb_workspaces.reports.v2 import (
-        Config,
-        ParallelCoordinatesPlot,
-        ParallelCoordinatesPlotColumn,
-        ScatterPlot,
-        SummaryMetric,
-    )
-
-    x, y = (SummaryMetric(metric) for metric in COMPARED)
-    axes: list[Config | SummaryMetric] = [*map(Config, swept), x, y]
-    return (
-        ScatterPlot(title="reward against KL", x=x, y=y),
-        ParallelCoordinatesPlot(
-            title="runs of a sweep",
-            columns=[ParallelCoordinatesPlotColumn(metric=axis) for axis in axes],
-        ),
     )

@@ -8,23 +8,28 @@ import logging
 import os
 import pkgutil
 import re
+import shlex
 import signal
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
+from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import sweep
+from lightning_rlhf.cli import recipe as recipes
 from lightning_rlhf.cli.arguments import (
     COMMANDS,
     WITHOUT_RUN,
@@ -33,22 +38,36 @@ from lightning_rlhf.cli.arguments import (
     composition_error,
     options_last,
     parse_arguments,
+    parse_overrides,
     program_name,
+    refuse_other_stages,
+    refuse_processes,
     secrets_of,
+    stage_of,
     without_address,
     without_secrets,
 )
-from lightning_rlhf.cli.execute import execute, given_overrides, resume_hint, run_job
-from lightning_rlhf.cli.sweep import SweepHook
-from lightning_rlhf.core.errors import PrintedError, RewardError, RLHFError, StorageError
+from lightning_rlhf.cli.launch import run_job, run_processes
+from lightning_rlhf.cli.sweep import BASIC, ignore_presets, is_sweeper, mark_failed
+from lightning_rlhf.core.errors import (
+    ConfigError,
+    PrintedError,
+    RewardError,
+    RLHFError,
+    StorageError,
+)
 from lightning_rlhf.data.readers import ENDINGS
-from lightning_rlhf.io.console import visible
+from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_error
-from lightning_rlhf.runs.process import IN_RECIPE, STOPPED, end_with, is_job
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of
+from lightning_rlhf.runs.process import IN_RECIPE, end_with, is_job
+from lightning_rlhf.runs.resume import state_of
+from lightning_rlhf.runs.settings import folder_names, plain, read_settings
+from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
 
 
 def main() -> None:
@@ -81,7 +100,7 @@ def main() -> None:
             sys.exit(1)
         return
     register_resolvers()
-    sweep.ignore_presets()
+    ignore_presets()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
     try:
         given = parse_arguments(words)
@@ -96,14 +115,8 @@ def main() -> None:
         is_ours = isinstance(error, RLHFError)
         if "debug=true" in words and not is_ours:
             print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
-        message = str(error) if is_ours else composition_error(error, given)
-        sweep.show_ended(message)
-        print_error(message)
+        print_error(str(error) if is_ours else composition_error(error, given))
         sys.exit(1)
-    else:
-        sweep.show_ended()
-    finally:
-        SweepHook.finish()
 
 
 @contextlib.contextmanager
@@ -142,15 +155,14 @@ def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
     sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
     register_resolvers()  # a launcher may have started this process
-    from_sweep = HydraConfig.get().mode == RunMode.MULTIRUN
+    job: Any = HydraConfig.get()
+    overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
+    from_sweep = job.mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
-    hook = SweepHook.current if from_sweep else None
-    is_apart = hook is not None and hook.is_apart  # the sweep prints how its job ended
-    if in_sweep:
-        if from_sweep:
-            varied = hook.varied if hook is not None else ()
-            sweep.adapt(cfg, HydraConfig.get().overrides.task, varied)
-        sweep.set_group(cfg)
+    # The command prints how such a job ended; Ctrl-C is for the command, which passes it on.
+    is_apart = from_sweep and job.launcher._target_ != BASIC
+    if is_apart and not is_sweeper():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     secrets = secrets_of(OmegaConf.to_container(cfg))
     with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
         secrets |= secrets_of(OmegaConf.to_container(cfg, resolve=True))
@@ -159,20 +171,14 @@ def compose(cfg: DictConfig) -> str | None:
         return visible(without_secrets(text, secrets=secrets))
 
     try:
-        if hook is not None and is_apart:
-            is_stopped = hook.stopped_by is not None
-            return STOPPED if is_stopped else run_job(cfg, given_overrides())
+        if is_apart:
+            return run_job(cfg, overrides)
         with full_disk_told():
-            execute(cfg, in_sweep)
+            execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
-        signum = stop.signum if isinstance(stop, Stopped) else signal.SIGINT
-        if IN_RECIPE not in os.environ and not is_apart:
-            print("; ".join(["stopped", *resume_hint(cfg, in_sweep)]))
-        if hook is not None and is_apart:
-            if hook.process == os.getpid():  # a signal to another ends its job alone
-                hook.end_early(signum)
-            return STOPPED
-        sys.exit(128 + signum)
+        if IN_RECIPE not in os.environ:
+            print("; ".join(["stopped", *how_to_go_on(cfg, in_sweep)]))
+        sys.exit(128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT))
     except Exception as error:
         is_ours = isinstance(error, RLHFError)
         if not is_ours or ("debug" in cfg and cfg.debug is True):
@@ -181,11 +187,100 @@ def compose(cfg: DictConfig) -> str | None:
         message = shown(str(error) if is_ours else f"{type(error).__name__}: {error}")
         if is_ours and not is_apart and not isinstance(error, PrintedError):
             is_cut_off = isinstance(error, RewardError | StorageError)
-            hint = resume_hint(cfg, in_sweep) if is_cut_off else []
-            print_error("; ".join([message, *hint]))
+            print_error("; ".join([message, *(how_to_go_on(cfg, in_sweep) if is_cut_off else [])]))
         if in_sweep:
-            message = sweep.mark_failed(cfg, message)
+            message = mark_failed(cfg, message)
         if not from_sweep:
             sys.exit(1)
         return message
     return None
+
+
+def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
+    """Return how to resume a stopped run; an empty list where there is nothing to resume."""
+    if in_sweep or cfg.recipe is not None:
+        return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
+    try:
+        settings = read_settings(cfg)
+        folder = folder_of(settings)
+        if not (folder / CONFIG).is_file() or (folder / FINAL).is_dir():
+            return []
+    except RLHFError:
+        return []
+    if settings.resume == AUTO:
+        return ["the same command goes on"]
+    if saved := numbered(folder / CHECKPOINTS):
+        return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
+    return ["it has no checkpoint yet, resume=auto starts it over"]
+
+
+def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
+    """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
+    recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
+    stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
+    if recipe is not None:
+        if stage is not None:
+            raise ConfigError(f"recipe={recipe} runs its own stages; leave stage= out, or it")
+        refuse_processes("a recipe")
+        folder_names(plain(cfg))
+        folder = recipes.recipe_folder(recipe)
+        found = recipes.read_recipe(folder)
+        try:
+            if found.program is None:
+                recipes.run_recipe(found, cfg, overrides)
+            else:
+                recipes.run_program(found, folder, cfg, overrides)
+        except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
+            given = Namespace(overrides=overrides, multirun=False, config_name=None)
+            reason = composition_error(error, given)
+            raise ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
+        return
+    names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
+    if not in_sweep and stage in names:
+        refuse_other_stages(stage, overrides, names)
+    settings = read_settings(cfg)
+    from lightning_rlhf.stages import fit  # torch and Lightning take ten seconds of a processor
+
+    if settings.preflight in ("plan", "only"):
+        (fit.plan if settings.preflight == "plan" else fit.check)(settings)
+        return
+    if in_sweep and not settings.overwrite:
+        state = state_of(settings)
+        if state == "done":
+            fit.complete(settings)
+            return
+        resume = (settings.resume or AUTO) if state == "cut off" else False
+        settings = replace(settings, resume=resume, overwrite=state == "outdated")
+    trainer, definition = settings.trainer, settings.definition
+    # Without processes on the other machines, a stage that does not train computes in this one.
+    is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
+    if trainer.processes > 1 and world().size == 1 and is_startable:
+        run_processes(settings, overrides)
+    else:
+        fit.fit(settings)
+    is_alone = not in_sweep and IN_RECIPE not in os.environ
+    if is_alone and definition.hands_over == "model":
+        print_line(f"next: {next_command(settings, overrides)}")
+
+
+NEXT = {
+    "sft": ("rm", "preferences"),
+    "rm": ("ppo", "prompts"),
+    "ppo": ("eval_policy", "prompts"),
+}
+"""Stage -> the one that follows it, and the data that this one reads."""
+ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
+"""Keys of a command that are not those of the next one."""
+
+
+def next_command(settings: Settings, overrides: Sequence[str]) -> str:
+    """Return the command that goes on from a finished stage that hands over a model."""
+    words = ["chat", str(folder_of(settings) / FINAL)]
+    if settings.stage in NEXT:
+        given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
+        kept = [str(o.input_line) for o in given if stage_of(o, STAGES) is None]
+        following, data = NEXT[settings.stage]
+        words = [*recipes.own_configs(), f"stage={following}", *kept]
+        if getattr(settings.data, data).train is None:
+            words.append(f"data.{data}.train=FILE.jsonl")
+    return without_secrets(f"{program_name()} {shlex.join(words)}", overrides)

@@ -6,8 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
@@ -15,7 +15,6 @@ from urllib.parse import quote
 import optuna
 from filelock import Timeout
 from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
-from hydra.plugins.launcher import Launcher
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -27,15 +26,16 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.progress import is_evaluation, trained
-from lightning_rlhf.cli.arguments import TRIAL, key_of, parse_overrides, without_secrets
+from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import (
     NEUTRAL,
     ODD,
     JobResult,
-    SweepHook,
+    Jobs,
     folder_name,
     job_place,
     job_settings,
+    stopped_by,
 )
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
@@ -58,7 +58,7 @@ step at which its pruner ended it."""
 STORAGE = "LIGHTNING_RLHF_STORAGE"
 """Environment variable from which the jobs read the address of a database, which may hold a
 password: it stands in no command line and no file of a run."""
-Batch = Sequence[Sequence[str]]
+FIELDS = {field.name for field in fields(JobResult)}
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -156,18 +156,18 @@ def space_of(override: Override) -> optuna.distributions.BaseDistribution:
 class Trials:
     """The trials of a study, each of which is a job of the sweep."""
 
-    def __init__(self, config: StudyConfig, arguments: Sequence[str]) -> None:
+    def __init__(self, config: StudyConfig, sweep: Jobs) -> None:
         """Open the study, or make it.
-
-        arguments: overrides of the command line.
 
         Raises ConfigError where nothing is to be chosen, or where the study has other overrides.
         """
-        given = {key_of(word) for word in arguments}
+        given = {key_of(word) for word in sweep.words}
         params = [f"{key}={x}" for key, x in config.params.items() if key not in given]
-        overrides = parse_overrides([*params, *arguments])
+        overrides = parse_overrides([*params, *sweep.words])
         assert config.direction is not None  # read_study_config sets it
-        self.config = config
+        self.config, self.sweep = config, sweep
+        sweep.name = folder_name(config.study_name, ODD)
+        sweep.goal = config.metric, DIRECTIONS[config.direction]
         self.fixed = [str(o.input_line) for o in overrides if not o.is_sweep_override()]
         self.space = {o.get_key_element(): space_of(o) for o in overrides if o.is_sweep_override()}
         if not self.space:
@@ -176,6 +176,7 @@ class Trials:
                 "key, as 'ppo.kl_coef=tag(log,interval(0.01,0.5))' or seed=1,2,3"
             )
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        sweep.folder.mkdir(parents=True, exist_ok=True)
         self.is_database = "://" in config.storage
         place = config.storage if self.is_database else str(Path(config.storage).absolute())
         self.storage, self.name = place, f"{config.study_name!r} in {without_secrets(place)}"
@@ -214,26 +215,19 @@ class Trials:
             )
         self.study.set_user_attr(FIXED, now)
 
-    def run(self, launcher: Launcher, validate: Callable[[Batch], None]) -> None:
+    def run(self) -> None:
         """Run trials until the study has as many as it should, in batches of `n_jobs`.
 
         Trials that an earlier command began are the first ones; finished ones are not repeated.
 
-        validate: raises an error where jobs cannot be composed.
-
         Raises ConfigError where another command, which would take the running trials, holds the
         lock: a file beside that of the study, for a database in the folder of the sweep.
         """
-        hook = SweepHook.current
-        assert hook is not None
-        hook.name = folder_name(self.config.study_name, ODD)
-        assert self.config.direction is not None
-        hook.goal = self.config.metric, DIRECTIONS[self.config.direction]
-        place = hook.sweep / "database" if self.is_database else Path(self.storage)
+        place = self.sweep.folder / "database" if self.is_database else Path(self.storage)
         file = place.with_name(f".{place.name}.{quote(self.config.study_name, safe='')}.lock")
         try:
             with locked(file):
-                self.run_trials(hook, launcher, validate)
+                self.run_trials()
         except Timeout:
             raise ConfigError(
                 f"another command runs trials of the study {self.name}, and holds {file}; "
@@ -244,17 +238,17 @@ class Trials:
             words, folder = " ".join(self.chosen(best.number)), best.user_attrs[RESULT]["folder"]
             print_line(f"best trial: {words}: {self.config.metric} {best.value:.4g}; {folder}")
 
-    def run_trials(
-        self, hook: SweepHook, launcher: Launcher, validate: Callable[[Batch], None]
-    ) -> None:
+    def run_trials(self) -> None:
         """Run the trials as `run` does, with the study locked."""
+        results = self.sweep.results
         left = [t.number for t in self.study.trials if not t.state.is_finished()]
-        for trial in self.study.trials:
-            if trial.state.is_finished():
-                hook.write(len(hook.read()), JobResult(**trial.user_attrs[RESULT]))
-        while hook.stopped_by is None:
-            begun = len(hook.read())
-            missing = min(self.config.n_jobs, self.config.n_trials - begun)
+        results += [
+            JobResult(**{key: x for key, x in t.user_attrs[RESULT].items() if key in FIELDS})
+            for t in self.study.trials
+            if t.state.is_finished()
+        ]
+        while stopped_by() is None:
+            missing = min(self.config.n_jobs, self.config.n_trials - len(results))
             if missing <= 0:
                 break
             numbers = [left.pop(0) for _ in range(min(missing, len(left)))]
@@ -263,18 +257,16 @@ class Trials:
             firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
             left = [n for n in numbers if n not in firsts] + left
             numbers = [n for n in numbers if n in firsts]
-            jobs = [[*self.fixed, *self.chosen(n), *self.reporting(n)] for n in numbers]
-            validate(jobs)
-            launcher.launch(jobs, initial_job_idx=begun)
-            for job, number in enumerate(numbers, start=begun):
-                self.tell(number, hook, job)
+            jobs = [self.sweep.job([*self.fixed, *self.chosen(n)], self.report(n)) for n in numbers]
+            self.sweep.launch(jobs)
+            results[-len(jobs) :] = map(self.told, numbers, results[-len(jobs) :])
 
     def chosen(self, number: int) -> list[str]:
         """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""
         params = self.study.trials[number].params
         return [f"{k}={f'{x:.4g}' if isinstance(x, float) else x}" for k, x in params.items()]
 
-    def reporting(self, number: int) -> list[str]:
+    def report(self, number: int) -> list[str]:
         """Return the overrides by which the job of a trial reports to the study."""
         storage = self.storage
         if self.is_database:
@@ -285,25 +277,22 @@ class Trials:
             "pruner": dict(self.config.pruner or {}),
         }  # fmt: skip
         return [
-            f"{TRIAL}.{key}={json.dumps(value, ensure_ascii=False)}"
+            f"callbacks.trial.{key}={json.dumps(value, ensure_ascii=False)}"
             for key, value in flatten(values).items()
         ]
 
-    def tell(self, number: int, hook: SweepHook, job: int) -> None:
-        """Report the result of a job to its trial; that of a stopped one remains unfinished.
+    def told(self, number: int, result: JobResult) -> JobResult:
+        """Report the result of a job to its trial, and return it; a stopped one stays unfinished.
 
         A job whose run was that of an earlier trial that was pruned is pruned too.
         """
-        result = hook.read()[job]
         if result.status == STOPPED:
-            return
+            return result
         trial = trial_of(self.study, self.file, number)
         pruned = self.study.get_trials(deepcopy=False, states=(TrialState.PRUNED,))
         folders = [other.user_attrs[RESULT]["folder"] for other in pruned]
-        is_pruned = PRUNED in trial.user_attrs or result.folder in folders
-        if result.status == "done" and is_pruned:
+        if result.status == "done" and (PRUNED in trial.user_attrs or result.folder in folders):
             result = replace(result, status="pruned")
-            hook.write(job, result)
         trial.set_user_attr(RESULT, asdict(result))
         if result.status == "done":
             require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], result.metrics)
@@ -311,6 +300,7 @@ class Trials:
         else:
             state = TrialState.PRUNED if result.status == "pruned" else TrialState.FAIL
             self.study.tell(number, state=state)
+        return result
 
 
 class TrialReport(Callback):

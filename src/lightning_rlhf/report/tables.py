@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from markupsafe import Markup
-from rich.console import Console
 from rich.table import Table as RichTable
 from rich.text import Text
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.metrics import BEFORE_AFTER, EVAL_PART, JUDGE, KL, label_of, short_name
+from lightning_rlhf.core.metrics import BEFORE_AFTER, EVAL_PART, JUDGE, KL, label_of
 from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.io.storage import damaged_line, is_number, json_lines
 from lightning_rlhf.models.checkpoint import Verdict
@@ -24,23 +23,7 @@ PARTS = (JUDGE, EVAL_PART)
 """Prefixes of the metrics whose names a judge or the reward chooses."""
 
 ABSENT = "-"
-DIGITS = 6
-"""Number of characters of a metric in the table of a sweep: -1.234, 12.345."""
-WIDEST = 10_000
-"""Characters of a line of the table of a sweep in a file or a pipe."""
-LONGEST = 40
-"""Number of characters up to which an override of a job stays in one line of the table."""
-
 Sample = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class SweepRow:
-    """One job of a sweep."""
-
-    overrides: tuple[str, ...]
-    status: str
-    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,38 +175,6 @@ def spread(items: Sequence[Any], n: int) -> list[Any]:
     if len(items) <= n:
         return list(items)
     return [items[i * len(items) // n] for i in range(n)]
-
-
-def sweep_table(rows: Sequence[SweepRow], width: int = WIDEST) -> RichTable:
-    """Return a table with one row per job and a column for every metric that some job has.
-
-    The overrides that all jobs share are in the title.
-
-    width: characters of a line; in a shorter one than the table needs, the cells of overrides break
-    between these, and within one only where it is longer than LONGEST.
-    """
-    shared = shared_overrides([row.overrides for row in rows])
-    table = RichTable(title=Text(visible_line(" ".join(["Sweep", *shared]))), title_justify="left")
-    widths = [len(word) for row in rows for word in row.overrides if word not in shared]
-    table.add_column("overrides", overflow="fold", min_width=min(max(widths, default=9), LONGEST))
-    table.add_column("status", no_wrap=True)
-    names = list(dict.fromkeys(name for row in rows for name in row.metrics))
-    for name in names:
-        short = Text(visible_line(short_name(name)))
-        table.add_column(short, justify="right", overflow="fold", min_width=DIGITS)
-    for row in rows:
-        own = " ".join(override for override in row.overrides if override not in shared)
-        numbers = [f"{row.metrics[n]:z.3f}" if n in row.metrics else ABSENT for n in names]
-        table.add_row(Text(visible_line(own)), Text(row.status), *numbers)
-    if Console(width=WIDEST).measure(table).maximum > width:
-        table.columns[0].width = table.columns[0].min_width
-    return table
-
-
-def shared_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """Return the overrides that all jobs share; none of a single job."""
-    first = jobs[0] if len(jobs) > 1 else ()
-    return [word for word in first if all(word in job for job in jobs)]
 
 
 def _read(path: Path) -> list[Sample]:

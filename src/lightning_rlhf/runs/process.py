@@ -7,7 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import BinaryIO
@@ -25,7 +26,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def run_command(
-    command: Sequence[str], environment: Mapping[str, str], output: BinaryIO | None = None
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO | None = None,
+    stopped_by: Callable[[], int | None] | None = None,
 ) -> int:
     """Run a command to its end and return its exit status, below 0 where a signal ended it.
 
@@ -33,6 +37,8 @@ def run_command(
     process group of its own, so that it gets Ctrl-C once, though a terminal sends it to a group.
 
     output: file for what the command prints; None for the output of this process.
+    stopped_by: function that is called every second; once it returns a signal, the command gets
+        SIGTERM.
 
     Raises Stopped afterwards if a signal came.
     """
@@ -57,7 +63,12 @@ def run_command(
         started.append(process)
         while waiting:
             process.send_signal(waiting.pop())
-        status = process.wait()
+        while (status := process.poll()) is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(None if stopped_by is None else 1)
+            if stopped_by is not None and stopped_by() is not None:
+                process.terminate()
+                stopped_by = None
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)

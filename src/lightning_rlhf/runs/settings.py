@@ -209,7 +209,10 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     """
     try:
         unresolved: Any = OmegaConf.to_container(cfg)
-        others = {*stage_names(unresolved)} - {OmegaConf.select(cfg, "stage")}
+        stage = OmegaConf.select(cfg, "stage")
+        allowed = "the name of one stage; -m stage=A,B runs several"
+        require(not OmegaConf.is_config(stage), "stage", stage, allowed)
+        others = {*stage_names(unresolved)} - {stage}
         keys = [str(key) for key in cfg if key not in others]
         nodes = {key: cfg[key] for key in keys if not OmegaConf.is_missing(cfg, key)}
         missing = set(keys) - set(nodes)

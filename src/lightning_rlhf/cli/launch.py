@@ -1,4 +1,4 @@
-"""A job that Hydra has composed: its processes, its stage or recipe, and how to go on."""
+"""A job in processes of its own: those of a stage on several devices, and that of a sweep's job."""
 
 from __future__ import annotations
 
@@ -8,60 +8,30 @@ import shlex
 import signal
 import sys
 import uuid
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
-from lightning_rlhf.cli.arguments import (
-    composition_error,
-    key_of,
-    parse_overrides,
-    program_name,
-    refuse_other_stages,
-    refuse_processes,
-    stage_of,
-    without_secrets,
-)
-from lightning_rlhf.cli.recipe import (
-    own_configs,
-    quoted,
-    read_recipe,
-    recipe_folder,
-    run_program,
-    run_recipe,
-)
-from lightning_rlhf.cli.sweep import job_place, mark_failed
+from lightning_rlhf.cli.arguments import key_of
+from lightning_rlhf.cli.recipe import override_value, own_configs
+from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_failed, stopped_by
 from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.parallel.world import IN_LAUNCHER, world
-from lightning_rlhf.runs import console
+from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import (
-    CHECKPOINTS,
-    CONFIG,
     FAILED,
     FINAL,
     folder_of,
-    is_unbegun,
     refuse_foreign_files,
 )
-from lightning_rlhf.runs.process import IN_RECIPE, IN_SWEEP, run_command
-from lightning_rlhf.runs.resume import state_of
-from lightning_rlhf.runs.settings import folder_names, plain, read_settings
-from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
+from lightning_rlhf.runs.process import IN_RECIPE, IN_SWEEP, STOPPED, run_command
+from lightning_rlhf.runs.stage import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 
 DECIDED = ("job", "resume", "overwrite")
 """Keys whose values were decided in this process."""
@@ -94,7 +64,7 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     check_devices(settings)
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
-    words += [] if settings.job is None else [f"job={quoted(settings.job)}"]
+    words += [] if settings.job is None else [f"job={override_value(settings.job)}"]
     trains, folder = settings.definition.trains, folder_of(settings)
     failures = launch(
         settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
@@ -198,23 +168,28 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
 def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """Run the job of a sweep in a process of its own, which may crash without ending the others.
 
-    Return why it failed, else None. Its output goes to `<stage>.log` beside its folder, as jobs may
-    run at the same time.
-
-    Raises Stopped after a signal, when the job has written its checkpoint.
+    Return why it failed, or STOPPED after a signal to the command or this process; else None. Its
+    output goes to `<stage>.log` beside its folder, as jobs may run at the same time.
     """
+    if stopped_by() is not None:
+        return STOPPED
     _, folder = job_place(cfg)
     refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
     written.unlink(missing_ok=True)
-    words = [word for word in overrides if key_of(word) != "job"]
-    words += [] if cfg.job is None else [f'job="{cfg.job}"']
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words]
-    with log.open("ab") as output, checkpoint_before_requeue():
-        status = run_command(command, {IN_SWEEP: "1"}, output)
+    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
+    try:
+        with log.open("ab") as output, checkpoint_before_requeue():
+            status = run_command(command, {IN_SWEEP: "1"}, output, stopped_by)
+    except Stopped as stop:
+        if is_sweeper():  # a signal to another process ends its job alone
+            end_early(stop.signum)
+        return STOPPED
     if status == 0:
         return None
+    if stopped_by() is not None:
+        return STOPPED
     if status > 0 and written.is_file():
         return f"{written.read_text().strip()}; its output is in {log}"
     why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
@@ -247,113 +222,3 @@ def checkpoint_before_requeue() -> Iterator[None]:
         signal.signal(signal.SIGUSR2, requeue)
     if came:
         requeue(came[0], None)
-
-
-NEXT = {
-    "sft": ("rm", "preferences"),
-    "rm": ("ppo", "prompts"),
-    "ppo": ("eval_policy", "prompts"),
-}
-"""Stage -> the one that follows it, and the data that this one reads."""
-ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
-"""Keys of a command that are not those of the next one."""
-
-
-def next_command(settings: Settings, overrides: Sequence[str]) -> str:
-    """Return the command that goes on from a finished stage that hands over a model."""
-    words = ["chat", str(folder_of(settings) / FINAL)]
-    if settings.stage in NEXT:
-        given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
-        kept = [str(o.input_line) for o in given if stage_of(o, STAGES) is None]
-        following, data = NEXT[settings.stage]
-        words = [*own_configs(), f"stage={following}", *kept]
-        if getattr(settings.data, data).train is None:
-            words.append(f"data.{data}.train=FILE.jsonl")
-    return without_secrets(f"{program_name()} {shlex.join(words)}", overrides)
-
-
-def resume_hint(cfg: DictConfig, in_sweep: bool) -> list[str]:
-    """Return how to resume a stopped run; an empty list where there is nothing to resume."""
-    if in_sweep or cfg.recipe is not None:
-        return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
-    try:
-        settings = read_settings(cfg)
-        folder = folder_of(settings)
-        if not (folder / CONFIG).is_file() or (folder / FINAL).is_dir():
-            return []
-        if settings.resume == AUTO:
-            return ["the same command goes on"]
-        if saved := numbered(folder / CHECKPOINTS):
-            return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
-        if is_unbegun(folder) or not settings.definition.trains:
-            return ["the same command starts it over"]
-    except RLHFError:
-        return []
-    every = f"{settings.stage}.checkpoint_every={settings.config.checkpoint_every}"
-    return [f"it has no checkpoint yet ({every}), resume=auto starts it over"]
-
-
-def stage_settings(cfg: DictConfig, in_sweep: bool) -> Settings:
-    """Return the checked settings of a stage. Raises ConfigError naming a key or an override."""
-    overrides = given_overrides()
-    unresolved: Any = OmegaConf.to_container(cfg)
-    stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
-    names = stage_names(unresolved)
-    if not in_sweep and stage in names:
-        refuse_other_stages(stage, overrides, names)
-    return read_settings(cfg)
-
-
-def given_overrides() -> list[str]:
-    """Return the overrides of the job as typed; indexing the list resolves an interpolation."""
-    overrides: Any = OmegaConf.to_container(HydraConfig.get().overrides.task)
-    return overrides
-
-
-def execute(cfg: DictConfig, in_sweep: bool) -> None:
-    """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
-    overrides = given_overrides()
-    if OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False) is not None:
-        if OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False) is not None:
-            raise ConfigError(f"recipe={cfg.recipe} runs its own stages; leave stage= out, or it")
-        refuse_processes("a recipe")
-        folder_names(plain(cfg))
-        folder = recipe_folder(cfg.recipe, console.RECIPES)
-        recipe = read_recipe(folder)
-        try:
-            if recipe.program is None:
-                run_recipe(recipe, cfg, overrides)
-            else:
-                run_program(recipe, folder, cfg, overrides)
-        except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
-            given = Namespace(overrides=overrides, multirun=False, config_name=None)
-            raise ConfigError(
-                f"{folder / 'recipe.yaml'}: {composition_error(error, given)}"
-            ) from error
-        return
-    settings = stage_settings(cfg, in_sweep)
-    from lightning_rlhf.stages import fit  # torch and Lightning take ten seconds of a processor
-
-    if settings.preflight == "plan":
-        fit.plan(settings)
-        return
-    if settings.preflight == "only":
-        fit.check(settings)
-        return
-    if in_sweep and not settings.overwrite:
-        state = state_of(settings)
-        if state == "done":
-            fit.complete(settings)
-            return
-        resume = (settings.resume or AUTO) if state == "cut off" else False
-        settings = replace(settings, resume=resume, overwrite=state == "outdated")
-    trainer, definition = settings.trainer, settings.definition
-    # Without processes on the other machines, a stage that does not train computes in this one.
-    is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
-    if trainer.processes > 1 and world().size == 1 and is_startable:
-        run_processes(settings, overrides)
-    else:
-        fit.fit(settings)
-    is_alone = not in_sweep and IN_RECIPE not in os.environ
-    if is_alone and definition.hands_over == "model":
-        print_line(f"next: {next_command(settings, overrides)}")
