@@ -18,8 +18,9 @@ from lightning_rlhf.core.errors import RLHFError, first_line
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.kernels.patch import rounding_of
+from lightning_rlhf.models.quantization import scale_bytes
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.stages.memory_plan import by_role, of_parameters
+from lightning_rlhf.stages.memory_plan import by_role
 from true_shape import DATA
 
 TINY, TRUE = "tiny", "0.8b"
@@ -167,7 +168,8 @@ class Measure(L.Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         self.found["roles"] = {
-            role: of_parameters(own, copies=2).total for role, own in by_role(pl_module).items()
+            role: sum(p.nbytes * (4 if p.requires_grad else 1) + scale_bytes(p) for p in own)
+            for role, own in by_role(pl_module).items()
         }
 
     def on_train_batch_start(self, *_: Any) -> None:
