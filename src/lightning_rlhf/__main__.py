@@ -1,7 +1,5 @@
 """The doors to the command: train.py, python -m lightning_rlhf and the console command."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

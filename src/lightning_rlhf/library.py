@@ -1,7 +1,5 @@
 """The front door of the library: configurations, and modules with their data, for any Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy

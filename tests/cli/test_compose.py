@@ -250,7 +250,7 @@ RECEIVERS: dict[type, set[str]] = {
     LoRASettings: {"settings"},
     DataConfig: {"config", "data"},
     Split: {"split", "sources"},
-    **{component: {"config", "component", "term"} for component in REWARDS.values()},
+    **{component: {"_config", "config", "component", "term"} for component in REWARDS.values()},
     TrainerConfig: {"trainer"},
     LoggerConfig: {"config"},
     WandbConfig: {"config"},

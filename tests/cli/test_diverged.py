@@ -80,9 +80,9 @@ def test_a_run_of_which_every_update_was_refused(
 ) -> None:
     """Fewer than max_nonfinite of them, 5, so that none of them ends the run."""
     spoiled = {
-        "sft": (SFTModule, "logprobs"),
+        "sft": (SFTModule, "scores"),
         "rm": (RewardModule, "rewards"),
-        "ppo": (PPOModule, "values"),
+        "ppo": (PPOModule, "policy_losses"),
     }
     owner, name = spoiled[stage]
     original = getattr(owner, name)

@@ -55,7 +55,6 @@ def refused(place: Workplace, *overrides: str) -> str:
 # Refused.
 
 
-@pytest.mark.usefixtures("no_model")
 def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
     """The same vocabulary and the same weights, but a policy that is spoken to in another way."""
     policy, reward = copied(finished, "sft"), final(finished, "rm")

@@ -153,7 +153,7 @@ def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
 ) -> None:
     found: list[tuple[Any, ...]] = []
 
-    def execute(cfg: DictConfig, in_sweep: bool) -> None:
+    def execute(cfg: DictConfig, overrides: list[str], in_sweep: bool) -> None:
         found.append((cfg.stage, cfg.sft.lr, cfg.ppo.gamma, cfg.job))
 
     monkeypatch.setattr("lightning_rlhf.cli.main.execute", execute)

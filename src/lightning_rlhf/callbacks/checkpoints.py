@@ -4,8 +4,6 @@ Files are written whole. What goes into a checkpoint is checked when it is saved
 torch.load(weights_only=True), which refuses objects of other classes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections import OrderedDict

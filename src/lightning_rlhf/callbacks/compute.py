@@ -1,7 +1,5 @@
 """Totals of what a run has computed, over all resumes; metric files that follow its checkpoints."""
 
-from __future__ import annotations
-
 import re
 import resource
 import sys

@@ -1,7 +1,5 @@
 """The diagnosis of a run of PPO while it goes on: each rule of RULES is applied to its metrics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@
 Apart from the callbacks, since torch and Lightning load slowly and these are read without them.
 """
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import os

@@ -3,8 +3,6 @@
 A step returns a record of core/results.py; metrics are defined in core/metrics.py.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -4,8 +4,6 @@ Callbacks read the attributes of a PPOModule (iteration, experience, chat, rewar
 prompt_rows) without its type, since modules and callbacks do not import each other.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from time import monotonic

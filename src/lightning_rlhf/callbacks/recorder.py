@@ -1,7 +1,5 @@
 """Parquet files of what a run trains on: iterations of PPO, and the batch that ends a run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path

@@ -4,8 +4,6 @@ The order is that of data, reward, sampling, policy update, critic, outcome: a f
 shows in the metrics of the kinds behind it, seldom the other way round.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Early stopping, a limit of time, and weights averaged over steps."""
 
-from __future__ import annotations
-
 import math
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """The arguments of a command: options and overrides as Hydra parses them, errors, secrets."""
 
-from __future__ import annotations
-
 import difflib
 import logging
 import os

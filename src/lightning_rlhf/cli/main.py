@@ -1,7 +1,5 @@
 """The command: compose the configuration with Hydra, then run each job that it describes."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

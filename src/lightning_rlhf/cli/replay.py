@@ -1,7 +1,5 @@
 """lightning-rlhf replay: shows a recorded iteration of PPO token by token."""
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """A sweep as a study of Optuna: its trials, their jobs, and how a run reports to its trial."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

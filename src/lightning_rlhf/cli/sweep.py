@@ -1,7 +1,5 @@
 """The jobs of a sweep: their names and folders, how they are launched, and the table and page."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

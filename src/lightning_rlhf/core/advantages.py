@@ -1,7 +1,5 @@
 """Advantage estimators: GAE, REINFORCE++, RLOO, GRPO and Dr. GRPO."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor

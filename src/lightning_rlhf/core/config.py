@@ -1,7 +1,5 @@
 """Validated configurations of the stages. The values live in conf/stages/*.yaml."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Annotated, Literal

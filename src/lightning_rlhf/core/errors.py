@@ -3,8 +3,6 @@
 Errors of a training carry facts, from which `stages.advice` derives the advice.
 """
 
-from __future__ import annotations
-
 import difflib
 import re
 import reprlib

@@ -1,7 +1,5 @@
 """(Rollout, Scores) -> Experience -> shuffled minibatches. Pure functions."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

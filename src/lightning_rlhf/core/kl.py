@@ -4,8 +4,6 @@ Estimates of KL(p || q) from the log-probabilities of tokens drawn from p. Sourc
 Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.html
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,7 @@ from torch import Tensor
 from lightning_rlhf.core.config import PPOConfig
 
 
-def k1(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+def k1(p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return `log p - log q`: unbiased, of high variance; single values may be negative.
 
     As a loss it has no effect: its gradient is that of log p, which is 0 on average.
@@ -25,7 +23,7 @@ def k1(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[
     return p_logprobs - q_logprobs
 
 
-def k2(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+def k2(p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return `1/2 (log p - log q)^2`: biased, of low variance and never negative.
 
     As a loss on tokens drawn from p, its gradient is an unbiased estimate of that of KL(p || q).
@@ -33,7 +31,7 @@ def k2(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[
     return 0.5 * (p_logprobs - q_logprobs) ** 2
 
 
-def k3(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+def k3(p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Return `(r - 1) - log r` with `r = q / p`: unbiased, of lower variance and never negative.
 
     As a loss on tokens drawn from p, its gradient is an unbiased estimate of that of KL(q || p).
@@ -42,12 +40,14 @@ def k3(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[
     return torch.expm1(log_ratio) - log_ratio
 
 
-def absolute(p_logprobs: Float[Tensor, ...], q_logprobs: Float[Tensor, ...]) -> Float[Tensor, ...]:
+def absolute(
+    p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
     """Return `|log p - log q|`: no estimate of the KL, but a penalty on any difference."""
     return (p_logprobs - q_logprobs).abs()
 
 
-Estimator = Callable[[Float[Tensor, "..."], Float[Tensor, "..."]], Float[Tensor, "..."]]
+Estimator = Callable[[Float[Tensor, "*n"], Float[Tensor, "*n"]], Float[Tensor, "*n"]]
 ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "mse": k2}
 """Name in the configuration -> estimator; "mse" is TRL's name of k2. "full" sums over the
 vocabulary and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""

@@ -1,7 +1,5 @@
 """Log-probability and entropy of tokens from hidden states, without all logits in memory."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

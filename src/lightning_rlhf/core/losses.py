@@ -1,7 +1,5 @@
 """Losses per token or per pair, unreduced, and the terms of PPO's loss. Pure functions."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -98,22 +96,22 @@ def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float
 
 
 def policy_is_clipped(
-    ratio: Float[Tensor, ...], *, clip_range: float, clip_range_high: float | None
-) -> Bool[Tensor, ...]:
+    ratio: Float[Tensor, "*n"], *, clip_range: float, clip_range_high: float | None
+) -> Bool[Tensor, "*n"]:
     """Return True where a ratio is outside the clip range, whatever its advantage."""
     low, high = clip_bounds(clip_range, clip_range_high)
     return (ratio < low) | (ratio > high)
 
 
 def policy_loss(
-    logprobs: Float[Tensor, ...],
-    old_logprobs: Float[Tensor, ...],
-    advantages: Float[Tensor, ...],
+    logprobs: Float[Tensor, "*n"],
+    old_logprobs: Float[Tensor, "*n"],
+    advantages: Float[Tensor, "*n"],
     *,
     clip_range: float,
     clip_range_high: float | None,
     dual_clip: float | None,
-) -> Float[Tensor, ...]:
+) -> Float[Tensor, "*n"]:
     """Return PPO's clipped surrogate, negated: lower is better.
 
         ratio = exp(logprobs - old_logprobs)
@@ -137,12 +135,12 @@ def policy_loss(
 
 
 def value_loss(
-    values: Float[Tensor, ...],
-    old_values: Float[Tensor, ...],
-    returns: Float[Tensor, ...],
+    values: Float[Tensor, "*n"],
+    old_values: Float[Tensor, "*n"],
+    returns: Float[Tensor, "*n"],
     *,
     clip_range_vf: float | None,
-) -> Float[Tensor, ...]:
+) -> Float[Tensor, "*n"]:
     """Return the squared error of the critic, with its change from the old value clipped.
 
         v_clip = old + clip(V - old, -clip_range_vf, clip_range_vf)
@@ -159,8 +157,8 @@ def value_loss(
 
 
 def value_is_clipped(
-    values: Float[Tensor, ...], old_values: Float[Tensor, ...], *, clip_range_vf: float | None
-) -> Bool[Tensor, ...]:
+    values: Float[Tensor, "*n"], old_values: Float[Tensor, "*n"], *, clip_range_vf: float | None
+) -> Bool[Tensor, "*n"]:
     """Return True where a value differs from the old one by more than clip_range_vf.
 
     clip_range_vf: None returns False everywhere.

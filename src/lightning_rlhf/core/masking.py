@@ -1,7 +1,5 @@
 """Positions of real tokens, and sums, means and whitening over them alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -63,13 +61,13 @@ def from_first_real(
     return tokens.gather(1, column), position < lengths[:, None]
 
 
-def masked_sum(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ""]:
+def masked_sum(x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:
     """Return the sum of `x` where `mask` is True. Other elements, even NaN, have no effect."""
     return torch.where(mask, x, 0).sum()
 
 
 def masked_moments(
-    x: Float[Tensor, ...], mask: Bool[Tensor, ...]
+    x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]
 ) -> tuple[Float[Tensor, ""], Float[Tensor, ""]]:
     """Return the mean and population variance of the real elements.
 
@@ -84,7 +82,7 @@ def masked_moments(
     return mean, masked_sum((x - mean) ** 2, mask) / count
 
 
-def masked_whiten(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ...]:
+def masked_whiten(x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Shift and scale the real elements of `x` to mean 0 and variance 1.
 
         (x - mean) / sqrt(var + 1e-8)
@@ -95,7 +93,7 @@ def masked_whiten(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tenso
     return torch.where(mask, (torch.where(mask, x, 0) - mean) * torch.rsqrt(variance + 1e-8), 0)
 
 
-def masked_rescale(x: Float[Tensor, ...], mask: Bool[Tensor, ...]) -> Float[Tensor, ...]:
+def masked_rescale(x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """Scale the real elements of `x` about their mean to variance 1; the mean stays.
 
         (x - mean) / sqrt(var + 1e-8) + mean

@@ -1,7 +1,5 @@
 """The memory of a device, and the size of micro-batches that fit into it."""
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

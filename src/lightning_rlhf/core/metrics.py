@@ -6,8 +6,6 @@ healthy range; the name in a sentence; below them the formula or description, an
 healthy range or course.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Under manual optimization Lightning accepts only a dictionary from `training_ste
 entry, under `RESULT`, is the record. The other steps return the record itself.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Numbers that describe samples: win rate, distinct n-grams, perplexity and pass@k."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections import Counter

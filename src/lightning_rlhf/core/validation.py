@@ -1,7 +1,5 @@
 """Validation of values by pydantic: types with bounds, and one-line messages for refused values."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Mapping

@@ -3,8 +3,6 @@
 Dimensions: B sequences, S and R tokens of whole sequences, P prompt tokens.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import marshal

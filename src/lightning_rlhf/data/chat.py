@@ -1,7 +1,5 @@
 """Conversion between messages and tokens; the only place that tokenises and decodes text."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

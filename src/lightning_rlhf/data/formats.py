@@ -5,8 +5,6 @@ of the prompt where prompts are read, and else a demonstration, a preference, wh
 demonstration too, or a scored response. It raises BadRow for a row that cannot be used.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Mapping

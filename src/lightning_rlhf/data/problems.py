@@ -1,7 +1,5 @@
 """Problems of preference pairs that show without a model, found in time linear in their number."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Texts are read by the standard library, so that every cell keeps its characters: "NA" and "007".
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json

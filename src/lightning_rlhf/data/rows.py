@@ -4,8 +4,6 @@ Text that starts with "\\n\\nHuman:" is a dialogue in the HH format, with the tu
 https://huggingface.co/datasets/Anthropic/hh-rlhf.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

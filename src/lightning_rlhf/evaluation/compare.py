@@ -1,7 +1,5 @@
 """Pages of runs that are there: one run, a recipe's stages, or runs side by side."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -3,8 +3,6 @@
 diminishing.json and diminishing.png in the run's folder, and a line on the console.
 """
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Iterable

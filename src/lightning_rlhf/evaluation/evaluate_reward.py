@@ -1,7 +1,5 @@
 """stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

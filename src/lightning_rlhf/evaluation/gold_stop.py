@@ -1,7 +1,5 @@
 """The evaluation at which a run of PPO should have stopped, by a judge's gold scores."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path

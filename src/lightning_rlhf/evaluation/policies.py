@@ -1,7 +1,5 @@
 """Policies that a stage samples from: `final/` folders, hub ids, checkpoints of a run."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath

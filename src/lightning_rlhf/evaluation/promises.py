@@ -1,7 +1,5 @@
 """The metrics that a recipe promises, and the check that a run kept them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from pydantic.dataclasses import dataclass

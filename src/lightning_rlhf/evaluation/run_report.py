@@ -1,7 +1,5 @@
 """report.html of a run, from the files in its folder."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

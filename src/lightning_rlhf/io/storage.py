@@ -1,7 +1,5 @@
 """Atomic writing of files and folders, the lock of a folder, and readers of its files."""
 
-from __future__ import annotations
-
 import errno
 import glob
 import json

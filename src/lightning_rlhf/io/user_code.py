@@ -1,7 +1,5 @@
 """User-defined functions, classes and other objects, named in the configuration by path."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """SDPA attention with a fast gradient in 16 bits on a CPU, and rotary embeddings."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

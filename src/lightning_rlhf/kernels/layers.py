@@ -3,8 +3,6 @@
 Products are computed by the faster library of two, MKL or oneDNN.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

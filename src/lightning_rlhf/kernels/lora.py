@@ -3,8 +3,6 @@
 Linear layers of one input are one product, for a few rows and many calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The switch that replaces a model's own layers by fast ones where they are supported."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Literal, NamedTuple
 

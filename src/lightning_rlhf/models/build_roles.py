@@ -4,8 +4,6 @@ Each checkpoint is checked by its fingerprint: stored logits on a probe input, w
 model and its parent model.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Sequence classifiers of any family as reward models, with their own tokenizer and template."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Writing of a role as the `final/` folder of its stage, atomically."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import shutil

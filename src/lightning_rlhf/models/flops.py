@@ -23,8 +23,6 @@ are padding, the state of linear attention (it grows with the tokens, not with t
 softmax, scalar heads, the optimizer, and experts that a router chooses.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loading of a language model and its tokenizer from a hub id, a folder or a configuration."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping

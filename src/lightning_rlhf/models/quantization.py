@@ -3,8 +3,6 @@
 bitsandbytes itself is imported for a quantised model alone: not every machine has a build of it.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

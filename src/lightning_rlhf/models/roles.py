@@ -11,8 +11,6 @@ One copy of the base weights serves all roles, and the reference is the SFT mode
 whether the SFT adapter was merged or is a separate adapter.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext

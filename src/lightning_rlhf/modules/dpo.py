@@ -1,7 +1,5 @@
 """Direct preference optimization: learn a policy from pairs, without a reward model."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Optimizer, schedule and optimizer step of all stages, and updates that go wrong."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence

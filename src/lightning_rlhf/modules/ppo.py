@@ -1,7 +1,5 @@
 """Proximal policy optimization from a reward model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace

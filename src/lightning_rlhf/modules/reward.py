@@ -1,7 +1,5 @@
 """Reward modelling: learn a score from pairs of a preferred and another response."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

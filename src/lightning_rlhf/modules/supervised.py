@@ -1,7 +1,5 @@
 """Base class of the modules that learn from given texts, SFT, and its loss as a term of PPO's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar

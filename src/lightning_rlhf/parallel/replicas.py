@@ -1,7 +1,5 @@
 """Replicas: a process group with the same weights in every process and a share of each batch."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -85,7 +83,7 @@ class Replicas:
         pairs = [pair for part in self.gather(lambda: mine) for pair in part]
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
-    def sum(self, tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
         """Return the sum of a tensor over the processes."""
         return tensor
 
@@ -145,7 +143,7 @@ class ProcessGroup(Replicas):
         whole = type(parts[0][1]).joined([record for _, record in parts])
         return whole.select(order).to(self.device)
 
-    def sum(self, tensor: Float[Tensor, ...]) -> Float[Tensor, ...]:
+    def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
         total = tensor.clone()
         with ended_processes():
             distributed.all_reduce(total)

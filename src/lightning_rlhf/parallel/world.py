@@ -1,7 +1,5 @@
 """The place of this process among those of a run, from the environment. Imports no slow library."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Policies compared on the same prompts: paired differences, win rates and pass@k."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations

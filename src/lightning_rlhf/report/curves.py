@@ -1,7 +1,5 @@
 """Plots of a run: which curves each stage shows, with healthy bands, and the frontiers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

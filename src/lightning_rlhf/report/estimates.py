@@ -1,7 +1,5 @@
 """Means with intervals, correlations that may be undefined, and bins of equal mass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

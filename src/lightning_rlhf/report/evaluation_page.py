@@ -1,7 +1,5 @@
 """Evaluation of policies: tables for the console and evaluation.md, evaluation.json, samples."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plots drawn by matplotlib: as pictures, and as SVG inside a page, in its colours."""
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -1,7 +1,5 @@
 """Measurements of whether a reward is fit to be maximised, on held-out pairs and SFT samples."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

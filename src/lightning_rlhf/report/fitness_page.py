@@ -1,7 +1,5 @@
 """Fitness report of a reward: report.md and its figures for people, fitness.json for programs."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Sequence

@@ -3,8 +3,6 @@
 A page is self-contained, and shows any text as text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tables and texts of pages and of the console: Markdown, tokens in colours, the end of a run."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence

@@ -5,8 +5,6 @@ policy would exploit a reward that prefers one. Pairs that the reward model scor
 must get the same scores through PPO's path.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re

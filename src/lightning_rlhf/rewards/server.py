@@ -1,7 +1,5 @@
 """Reward server on uvicorn and starlette: the counterpart of `rewards.http`."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """Responses: of the configured sampler, sampled in shards, given as text; annotated and scored."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

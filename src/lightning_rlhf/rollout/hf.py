@@ -1,7 +1,5 @@
 """Sampling by transformers' own generate(), for models that the native loop does not support."""
 
-from __future__ import annotations
-
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Sampling by the package's own decode loop, which also returns log-probabilities and values."""
 
-from __future__ import annotations
-
 import math
 
 import torch

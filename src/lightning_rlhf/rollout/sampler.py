@@ -1,7 +1,5 @@
 """The protocol of samplers, which draw responses to prompts, and checks of their results."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Predictions of policy, reference and critic for responses, and scores of the reward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """The folder of a run: its names, what may be deleted in it, its configuration and its end."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

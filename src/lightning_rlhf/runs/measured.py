@@ -1,7 +1,5 @@
 """The contents of a run's folder, for its report and for comparisons, with 95% intervals."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

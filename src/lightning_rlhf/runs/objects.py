@@ -1,7 +1,5 @@
 """Objects that a configuration names by `_target_`: callbacks, loggers, and the Trainer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

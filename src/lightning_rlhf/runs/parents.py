@@ -1,7 +1,5 @@
 """The models that a run starts from, and the configuration that a `final/` was trained with."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import PurePosixPath

@@ -1,7 +1,5 @@
 """Child processes that end with this process."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

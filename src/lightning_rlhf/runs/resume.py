@@ -1,7 +1,5 @@
 """How a run starts: its lock, the state of its folder, and the checkpoint that it resumes from."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

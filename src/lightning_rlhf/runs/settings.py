@@ -1,7 +1,5 @@
 """Turns Hydra's configuration into frozen dataclasses, before any model loads."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import os
@@ -371,10 +369,11 @@ def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:
         return tree
     trainer, model = dict(trainer), dict(model)
     if trainer.get("accelerator") == AUTO:
-        is_small = model.get("from_config") is not None
-        import torch  # only where the configuration leaves the choice to the machine
+        trainer["accelerator"] = "cpu"
+        if model.get("from_config") is None:
+            import torch  # only where the configuration leaves the choice to the machine
 
-        trainer["accelerator"] = "gpu" if not is_small and torch.cuda.is_available() else "cpu"
+            trainer["accelerator"] = "gpu" if torch.cuda.is_available() else "cpu"
     values = GPU if trainer == trainer | {"accelerator": "gpu"} else CPU
     trainer |= {key: value for key, value in values.items() if trainer.get(key) == AUTO}
     if model.get("dtype") == AUTO:

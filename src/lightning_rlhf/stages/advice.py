@@ -1,7 +1,5 @@
 """Advice for the errors that end a training."""
 
-from __future__ import annotations
-
 from lightning_rlhf.callbacks.checkpoints import divergence_advice
 from lightning_rlhf.core.errors import LogitsError, NotFiniteError, PolicyLogitsError, TrainingError
 

@@ -1,7 +1,5 @@
 """Runs a stage: the same start, training, check and export for all of them."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """The memory that a run will need, by role, from the sizes of its model and its section."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

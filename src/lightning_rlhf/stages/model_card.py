@@ -1,7 +1,5 @@
 """The end of a stage: `final/` with the model, its tokenizer, its manifest and README.md."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

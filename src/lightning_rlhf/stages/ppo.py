@@ -1,7 +1,5 @@
 """stage=ppo: proximal policy optimization of a reward."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path

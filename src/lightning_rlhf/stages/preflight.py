@@ -1,7 +1,5 @@
 """The checks of a run before its first update, and what follows from them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

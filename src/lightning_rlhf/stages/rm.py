@@ -1,7 +1,5 @@
 """stage=rm: a reward model from preference pairs, with its scale and its fitness report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory

@@ -1,7 +1,5 @@
 """The stages that make passes over rows: their base class, supervised fine-tuning, and DPO."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
