@@ -444,9 +444,6 @@ def digest(folder: Path) -> str:
     file = folder / MANIFEST
     if file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    stats = [
-        (f.name, f.stat().st_size, f.stat().st_mtime_ns)
-        for f in sorted(folder.iterdir())
-        if f.exists()
-    ]
+    there = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.exists()]
+    stats = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in there]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]
