@@ -242,18 +242,17 @@ def bad(finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
             row["margin"] = 1e39 if number == LINE else 0.0
         found[LINE - 1]["response" if name == "sft_train" else "chosen"] = " no" * (LONG + 5)
         file.write_text("".join(json.dumps(row) + "\n" for row in found))
-    of_sft, of_dpo = SFTModule.logprobs, DPOModule.logprobs
+    of_sft, of_dpo = SFTModule.scores, DPOModule.logprobs
 
-    def spoiled_sft(self: SFTModule, batch: Demonstrations, *targets: Any) -> Any:
-        counts = batch.target_mask.sum(dim=1)
-        is_spoiled = (counts > LONG).repeat_interleave(counts)
-        return torch.where(is_spoiled, torch.nan, 1.0) * of_sft(self, batch, *targets)
+    def spoiled_sft(self: SFTModule, batch: Demonstrations, *known: Any) -> Any:
+        is_spoiled = (batch.target_mask.sum(dim=1) > LONG).any()
+        return torch.where(is_spoiled, torch.nan, 1.0) * of_sft(self, batch, *known)
 
     def spoiled_dpo(self: DPOModule, role: str, tokens: Any, targets: Any, known: Any) -> Any:
         is_spoiled = targets.sum(dim=1) > LONG
         return torch.where(is_spoiled, torch.nan, 1.0) * of_dpo(self, role, tokens, targets, known)
 
-    monkeypatch.setattr(SFTModule, "logprobs", spoiled_sft)
+    monkeypatch.setattr(SFTModule, "scores", spoiled_sft)
     monkeypatch.setattr(DPOModule, "logprobs", spoiled_dpo)
     return finished
 

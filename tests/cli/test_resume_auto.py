@@ -77,7 +77,7 @@ def test_a_damaged_newest_one_is_passed_over(cut_off: Workplace, pipeline: Workp
     assert rows(cut_off.stage("sft")) == rows(pipeline.stage("sft"))
 
 
-@pytest.mark.parametrize("left", ["final", "none readable", "other models"])
+@pytest.mark.parametrize("left", ["final", "none readable", "other models", "no step"])
 def test_what_is_refused_is_left_as_it_is(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, left: str
 ) -> None:
@@ -94,8 +94,15 @@ def test_what_is_refused_is_left_as_it_is(
     if left == "other models":
         shutil.copytree(finished.stage("rm"), folder.with_name("sft"), True, dirs_exist_ok=True)
         words, told = ["stage=sft"], "cannot be resumed: "
+    if left == "no step":  # as of a run whose first batch raised an error
+        (folder / "checkpoints" / "000006.ckpt").rename(folder / "000000.ckpt")
+        shutil.rmtree(folder / "checkpoints")
+        (folder / "checkpoints").mkdir()
+        (folder / "000000.ckpt").rename(folder / "checkpoints" / "000000.ckpt")
+        (folder / "metrics.csv").unlink()
     before = tree(finished.outputs)
-    assert told in finished.mini(*words, "resume=auto").error
+    resume = "resume=true" if left == "no step" else "resume=auto"
+    assert told in finished.mini(*words, resume).error
     assert tree(finished.outputs) == before
 
 

@@ -20,13 +20,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.errors import CheckpointError, StorageError
 from lightning_rlhf.io.storage import (
     WRITTEN,
     Kind,
     There,
     full_disk,
     full_disk_told,
+    read_text,
     what_stands_at,
     written_whole,
 )
@@ -264,7 +265,7 @@ import sys
 from pathlib import Path
 import safetensors.torch, torch
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.core.errors import StorageError
+from lightning_rlhf.core.errors import CheckpointError, StorageError
 x = {"a": torch.zeros(300_000)}
 for write in (
     lambda beside: torch.save(x, beside.open("wb")),
@@ -321,3 +322,9 @@ def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     above = tmp_path / "a" / "b" / "file" / "c" / "d"
     with pytest.raises(StorageError, match="Not a dir"), written_whole(above, kind="folder"):
         pytest.fail("it begins to write")
+
+
+def test_a_pipe_is_not_read_for_ever(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a")
+    with pytest.raises(CheckpointError, match="it is no file"):
+        read_text(tmp_path / "a")

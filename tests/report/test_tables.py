@@ -96,3 +96,9 @@ def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None
     assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
     assert html.endswith('<p class="soft">n</p>\n')
     assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()
+
+
+def test_a_title_is_shown_literally() -> None:
+    """As that of a sweep, of overrides that a user typed."""
+    title = "policies=[/data/a/final]"
+    assert title in shown(Table(title=title, columns=["a"], rows=[["b" * 80]]).console())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.evaluation.build_rewards import file_of_module
 from lightning_rlhf.io.user_code import load_function
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.functions import (
@@ -120,3 +122,15 @@ def test_each_is_a_reward(name: str) -> None:
     function = load_function(f"lightning_rlhf.rewards.functions:{name}", "reward.function")
     source = FunctionReward(function, SHIPPED[name], "reward").for_columns(["answer"])
     assert len(source(make_replies(("p", "r"), ("q", "s"), answer=["r", "r"]))) == 2
+
+
+def test_the_file_of_a_module_is_found_without_importing_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "evil_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (package / "inner.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert file_of_module("evil_package.inner") == package / "inner.py"
+    assert file_of_module("evil_package.missing.deep") is None

@@ -157,6 +157,10 @@ def compose(cfg: DictConfig) -> str | None:
     overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
     from_sweep = job.mode == RunMode.MULTIRUN
     in_sweep = from_sweep or is_job()
+    logger: Any = cfg.get("logger") or {}
+    is_free = logger.get("kind") == "wandb" and logger.get("group") is None
+    if in_sweep and is_free and not os.getenv("WANDB_RUN_GROUP"):
+        logger.group = str(cfg.run)  # the jobs of a sweep are one group of W&B
     # The command prints how such a job ended; Ctrl-C is for the command, which passes it on.
     is_apart = from_sweep and job.launcher._target_ != BASIC
     if is_apart and not is_sweeper():

@@ -1,6 +1,6 @@
 """The errors that a user can cause. Each states what was found, what is allowed and what to change.
 
-Errors of a training carry facts, from which `stages.advice` derives the advice.
+Errors of a training carry facts, from which `stages.fit` derives the advice.
 """
 
 import difflib

@@ -118,6 +118,8 @@ def read_recorded(path: Path) -> list[dict[str, Any]]:
 
     Raises DataError if the file is damaged or holds something else.
     """
+    if not path.is_file():  # a pipe without a writer would be read for ever
+        raise DataError(f"{path} cannot be read as an iteration: it is no file")
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         names = [name for name in TYPES if name != "values" or name in table.column_names]

@@ -6,14 +6,13 @@ It is read with the verdicts that fitness reports gave on it.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -402,13 +401,18 @@ def code_of(settings: Settings) -> dict[str, str]:
     for name, config in settings.reward.items():
         if isinstance(config, FunctionConfig):
             where = os.path.expanduser(config.path.rpartition(":")[0])
-            spec = None if where.endswith(".py") else find_spec(where)
-            file = Path(where if spec is None else str(spec.origin))
-            code = file.read_bytes() if file.is_file() else b""
+            file = Path(where) if where.endswith(".py") else file_of_module(where)
+            code = file.read_bytes() if file is not None and file.is_file() else b""
             found[name] = hashlib.sha256(code).hexdigest()
     return found
 
 
-def write_code(settings: Settings, folder: Path) -> None:
-    """Write `code_of` the reward into `folder`, from which `evaluated` reads it."""
-    (folder / FUNCTIONS).write_text(json.dumps(code_of(settings)) + "\n")
+def file_of_module(name: str) -> Path | None:
+    """Return the file of a module, of which no package is imported; None where there is none."""
+    parts, places, spec = name.split("."), None, None
+    for k in range(len(parts)):
+        spec = PathFinder.find_spec(".".join(parts[: k + 1]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations
+    return None if spec is None or spec.origin is None else Path(spec.origin)

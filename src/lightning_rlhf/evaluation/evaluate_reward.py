@@ -1,5 +1,6 @@
 """stage=eval_reward: a report on whether a reward, of any source, is fit to be maximised by PPO."""
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +29,11 @@ from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import (
+    FUNCTIONS,
     build_reward,
+    code_of,
     for_columns,
     light_sources,
-    write_code,
 )
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -331,6 +333,7 @@ class EvalReward(Stage):
         settings = run.settings
         config: EvalConfig = settings.config
         light = for_columns(light_sources(run), {"prompt", "messages"})
+        code = code_of(settings)  # before the files of the functions can change
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
@@ -379,7 +382,7 @@ class EvalReward(Stage):
         )
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
-            write_code(settings, whole)
+            (whole / FUNCTIONS).write_text(json.dumps(code) + "\n")
         final = run.folder / FINAL
         print_line(f"{self.name} finished: {final / PAGE}")
         return final

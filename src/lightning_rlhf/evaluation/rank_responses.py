@@ -1,6 +1,7 @@
 """stage=rank: data from a policy's own responses, ranked by the reward."""
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,8 @@ class Rank(Stage):
             sample | {"messages": task.rows[sample["index"]]["messages"]}
             for sample in task.scored(*task.load_reward(), parts["sampled"])
         ]
+        if not run.replicas.is_first:
+            sys.exit()
         ranked = rank_samples(samples, config)
         if not ranked.demonstrations:
             raise DataError(

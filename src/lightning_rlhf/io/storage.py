@@ -298,6 +298,8 @@ def read_text(path: Path) -> str:
 
     Raises CheckpointError where it cannot be read or is not UTF-8.
     """
+    if path.exists() and not path.is_file():  # a pipe without a writer would be read for ever
+        raise CheckpointError(f"{path} cannot be read: it is no file")
     try:
         return path.read_bytes().decode()
     except OSError as error:

@@ -35,7 +35,9 @@ class Table:
 
     def console(self) -> RichTable:
         """Return the table for the console; columns but the first are right-aligned."""
-        found = RichTable(title=self.title, title_justify="left", caption_justify="left")
+        found = RichTable(
+            title=Text(visible_line(self.title)), title_justify="left", caption_justify="left"
+        )
         found.caption = Text(self.note) if self.note else None
         for k, cell in enumerate(self.columns):
             justify: Literal["left", "right"] = "left" if k == 0 else "right"

@@ -122,7 +122,9 @@ def clear(folder: Path) -> None:
     foreign = []
     for name in sorted(ours):
         inside: list[str] = []
-        if name.startswith(FINAL):
+        if (name.startswith(FINAL) or name in INSIDE) and not (folder / name).is_dir():
+            foreign.append(name)
+        elif name.startswith(FINAL):
             inside = foreign_names(folder / name)
         elif name in INSIDE:
             inside = [

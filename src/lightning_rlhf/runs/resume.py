@@ -1,5 +1,6 @@
 """How a run starts: its lock, the state of its folder, and the checkpoint that it resumes from."""
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -89,9 +90,12 @@ def state_of(settings: Settings) -> State:
 
     Raises ConfigError where the folder holds the stage with another configuration.
     """
+    return "new" if is_unbegun(folder_of(settings)) else begun_state(settings)
+
+
+def begun_state(settings: Settings) -> State:
+    """Return the `state_of` a run whose folder has a config.json."""
     folder = folder_of(settings)
-    if is_unbegun(folder):
-        return "new"
     if changed := changes(settings.definition, settings.tree, folder / CONFIG):
         more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
         shown = "; ".join([*changed[:LISTED], *more])
@@ -116,22 +120,26 @@ def decide(settings: Settings) -> Start | None:
     """
     folder, resume = folder_of(settings), settings.resume
     check_writable("outputs", settings.outputs, folder)
-    if not resume or resume == AUTO:
+    final = folder / FINAL
+    if os.path.lexists(final) and not final.is_dir():
+        raise CheckpointError(f"{final} is no folder, in the place of that of a run. Move it away")
+    if not resume:
         refuse_foreign_files(folder)
     beside = name_beside(settings)
     if settings.overwrite:
-        for final in find_parents(settings).values():
-            if final.path.resolve().is_relative_to(folder.resolve()):
+        for parent in find_parents(settings).values():
+            if parent.path.resolve().is_relative_to(folder.resolve()):
                 raise ConfigError(
-                    f"overwrite=true would delete {folder}, and with it {final.path}, which the "
+                    f"overwrite=true would delete {folder}, and with it {parent.path}, which the "
                     f"run starts from. Give {beside} to keep both"
                 )
         return False, True, None
     if is_unbegun(folder) and resume in (False, AUTO):
+        refuse_foreign_files(folder)
         return False, False, None
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run to resume: no {CONFIG}; leave resume=true out")
-    there, is_finished = saved(folder), (folder / FINAL).is_dir()
+    there, is_finished = saved(folder), final.is_dir()
     ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
     auto = "" if there else "resume=auto or "
     if is_finished and resume != AUTO:
@@ -141,7 +149,7 @@ def decide(settings: Settings) -> Start | None:
         raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{auto}{ways}")
     if not there and resume != AUTO:
         raise ConfigError(f"{folder} has no checkpoint to go on from. Give {auto}{ways}")
-    if state_of(settings) == "outdated":
+    if begun_state(settings) == "outdated":
         raise ConfigError(
             f"{folder} cannot be resumed: the models it was started from are others now. Give "
             f"{ways}"
