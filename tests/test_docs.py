@@ -27,6 +27,7 @@ from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.rewards import functions
+from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.runs.console import CONF, RECIPES
@@ -294,10 +295,12 @@ def test_the_server_in_the_docs_answers() -> None:
     names["Handler"].log_message = lambda *args: None
     with names["HTTPServer"](("127.0.0.1", 0), names["Handler"]) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        reward = HTTPReward(
-            f"http://127.0.0.1:{server.server_port}/score", batch_size=2, timeout_s=10.0,
-            retries=0, backoff_s=0.0, cache_size=0, token_env=None, name="reward", warn=print,
+        config = HTTPConfig(
+            kind="http", weight=1.0, normalization="none", clip=None, batch_size=2, timeout_s=10.0,
+            retries=0, backoff_s=0.0, cache_size=0, token_env=None,
+            url=f"http://127.0.0.1:{server.server_port}/score",
         )  # fmt: skip
+        reward = HTTPReward(config, "reward", print)
         reward.greet()
         assert reward(decoded("one", "one two", "")) == [-1, -2, 0]
         server.shutdown()
