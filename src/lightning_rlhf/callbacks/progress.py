@@ -1,4 +1,4 @@
-"""Where a run stands, and one progress bar over it, or plain lines where there is no terminal.
+"""Position of a run in its steps, and one progress bar over it; plain lines without a terminal.
 
 Callbacks read the attributes of a PPOModule (iteration, experience, chat, reward, moments, critic,
 prompt_rows) without its type, since modules and callbacks do not import each other.

@@ -1,4 +1,4 @@
-"""What is done with a model that a stage has left: lightning-rlhf export, and serve-reward.
+"""Commands on a finished model: lightning-rlhf export, and serve-reward.
 
 `export` writes a folder like `final/` from a kept checkpoint, or one with whole weights.
 """

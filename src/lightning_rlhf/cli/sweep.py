@@ -79,7 +79,7 @@ class JobResult:
 
     overrides: Sequence[str]
     status: str = "failed"
-    """How it ended: done, pruned, stopped or failed."""
+    """End of the job: done, pruned, stopped or failed."""
     failure: str | None = None
     """Why it has no result; None for a finished job."""
     folder: str | None = None

@@ -230,4 +230,4 @@ FAMILY: Mapping[str, Callable[[Manifest], str | None]] = {
     "vocabulary": lambda manifest: manifest.tokenizer_hash,
     "chat template": lambda manifest: manifest.chat_template,
 }
-"""What policies that are compared have in common with the SFT model; random weights by seed."""
+"""Name of what compared policies must share with the SFT model -> its value in a manifest."""

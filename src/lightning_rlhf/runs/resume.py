@@ -1,4 +1,4 @@
-"""How a run starts: its lock, the state of its folder, and the checkpoint that it resumes from."""
+"""Start of a run: its lock, the state of its folder, and the checkpoint that it resumes from."""
 
 import os
 import re
