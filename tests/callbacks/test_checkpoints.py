@@ -29,7 +29,6 @@ from lightning_rlhf.callbacks.files import (
     numbered,
     read_rows,
     read_stamp,
-    stamp,
     step_of,
 )
 from lightning_rlhf.callbacks.loggers import MetricsFile
@@ -51,7 +50,7 @@ from .conftest import FakePPO, Fit
 
 GOAL = PPO.goal
 ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
-STAMP = stamp(ORIGIN, 1)
+STAMP = asdict(ORIGIN) | {"step": 1}
 NEVER = 1000
 
 
@@ -235,7 +234,7 @@ def test_without_a_goal_no_evaluation_is_the_best(tmp_path: Path) -> None:
 
 
 class Remembers(Callback):
-    """Has a state: a value, or an error, after so many steps."""
+    """Has a state after so many steps."""
 
     def __init__(self, state: Any, after: int = 0) -> None:
         self.state, self.after, self.steps = state, after, 0
@@ -244,8 +243,6 @@ class Remembers(Callback):
         self.steps += 1
 
     def state_dict(self) -> dict[str, Any]:
-        if isinstance(self.state, Exception):
-            raise self.state
         return {} if self.steps < self.after else {"rules": self.state}
 
 
@@ -274,7 +271,6 @@ class Optimised(FakePPO):
             0,
         ),
         (Remembers([config()], 2), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 2),
-        (Remembers(KeyError("x")), r"Remembers\.state_dict\(\) raises KeyError: 'x'; allowed", 1),
         (Adds(), r"checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;", 1),
         (Optimised(), r"checkpoint\['optimizer_states'\] holds .*: pathlib\.PosixPath;", 1),
     ],
@@ -310,7 +306,7 @@ def powerless(monkeypatch: pytest.MonkeyPatch) -> None:
 def left(folder: Path) -> dict[str, Any]:
     """Return the rows of metrics.csv, without what the machine decides, and all samples."""
     rows = [
-        {name: cell for name, cell in row.items() if not name.startswith(MACHINE)}
+        {name: str(x) for name, x in row.items() if not name.startswith(MACHINE)}
         for row in read_rows(folder / "metrics.csv").values()
     ]
     samples = sorted((folder / "samples").iterdir())
@@ -535,7 +531,7 @@ def test_another_runs_checkpoint_and_one_of_another_name_are_foreign(whole: Path
         with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
             check_checkpoint(whole, replace(ORIGIN, **change))
     other = whole.rename(whole.with_stem("000009"))
-    with pytest.raises(CheckpointError, match=r"000009.ckpt is foreign: of step 6, whatever its"):
+    with pytest.raises(CheckpointError, match=r"000009.ckpt is foreign: of step 6, not 9"):
         check_checkpoint(other, ORIGIN)
 
 

@@ -18,9 +18,9 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rlhf.callbacks.compute import CountedRows, compute_line, peak_memory, sum_of
+from lightning_rlhf.callbacks.compute import compute_line, peak_memory, sum_of
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
-from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics, StepRows
 from lightning_rlhf.callbacks.progress import position
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.results import RESULT
@@ -174,7 +174,7 @@ def test_a_sanity_check_counts_only_if_it_covers_the_validation_set(
 
 
 def test_totals_add_up_and_memory_is_the_largest() -> None:
-    rows, more = CountedRows(), {"generated_tokens": 4, "scored_tokens": 12}
+    rows, more = StepRows(), {"generated_tokens": 4, "scored_tokens": 12}
     more |= {"trained_tokens": 6, "flops": 6e15, "device_s": 4.5}
     rows.count(more, 7_000)
     assert rows.count(more, 5_000) == {

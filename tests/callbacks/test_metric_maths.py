@@ -12,14 +12,11 @@ from hypothesis import strategies as st
 
 from lightning_rlhf.callbacks.metrics import (
     repetition_metrics,
-    response_sums,
     rollout_metrics,
-    share_alike,
-    stacked,
     step_metrics,
+    step_sums,
     time_metrics,
     update_metrics,
-    update_rows,
 )
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.results import (
@@ -40,7 +37,7 @@ def test_rollout_metrics_by_hand() -> None:
     # both 0.35 away from 0.25; reward sums 1.4, -0.9.
     # Values 1, 1, 2, 0: mean 1. Returns 2, 1, 3, -2: mean 1, variance (1 + 0 + 4 + 9) / 4 = 3.5.
     # Errors 1, 0, 1, -2: mean 0, variance (1 + 0 + 1 + 4) / 4 = 1.5.
-    assert rollout_metrics(response_sums(make_experience())) == pytest.approx(
+    assert rollout_metrics(make_experience()) == pytest.approx(
         {
             "reward_mean": 0.5,
             "kl_divergence": 0.25,
@@ -66,22 +63,20 @@ def test_rollout_metrics_by_hand() -> None:
 
 def test_quantiles_of_the_score_are_those_of_numpy() -> None:
     # Sorted: -4, 0, 1, 3, 10. The quantile q is at place 4 q: 0.2, 1, 2, 3 and 3.8 from 0.
-    sums = torch.zeros(5, 10)
-    sums[:, 0] = torch.tensor([3.0, -4.0, 10.0, 1.0, 0.0])
-    found = rollout_metrics(sums)
+    score = torch.tensor([3.0, -4.0, 10.0, 1.0, 0.0])
+    found = rollout_metrics(replace(_random_experience([1] * 5, 0), score=score))
     by_hand = {5: -4 + 0.2 * 4, 25: 0.0, 50: 1.0, 75: 3.0, 95: 3 + 0.8 * 7}
     for percent, expected in by_hand.items():
         assert found[f"rollout/score_p{percent:02d}"] == pytest.approx(expected)
-        assert np.quantile(sums[:, 0], percent / 100) == pytest.approx(expected)
+        assert np.quantile(score, percent / 100) == pytest.approx(expected)
 
 
 def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:
-    sums = torch.zeros(6, 10)
-    sums[:, 0] = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0])
-    assert share_alike(sums, 2) == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
-    assert share_alike(sums, 3) == 0.0  # 1 1 2 | 2 2 3
-    sums[:, 3] = torch.arange(6)  # another KL makes no difference
-    assert share_alike(sums, 2) == pytest.approx(2 / 3)
+    score = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0, 3.0])
+    experience, name = replace(_random_experience([1] * 6, 0), score=score), "rollout/groups_alike"
+    assert rollout_metrics(experience, 2)[name] == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
+    assert rollout_metrics(experience, 3)[name] == 0.0  # 1 1 2 | 2 2 3
+    assert name not in rollout_metrics(experience)
 
 
 def test_repetition_metrics_by_hand() -> None:
@@ -109,13 +104,13 @@ def test_what_stands_on_padding_changes_no_metric(
     """Not by a bit: sums of quarters and of their squares are exact, in whatever order."""
     clean = _random_experience(lengths, seed)
     padded = _with_padding(clean, columns, junk)
-    expected = rollout_metrics(response_sums(clean))
-    found = rollout_metrics(response_sums(padded))
+    expected = rollout_metrics(clean)
+    found = rollout_metrics(padded)
     assert found == pytest.approx(expected, rel=0, abs=0, nan_ok=True)
 
 
 def test_update_metrics_are_means_over_minibatches_but_for_the_largest_ratio_and_counts() -> None:
-    metrics = update_metrics(update_rows(make_updates()))
+    metrics = update_metrics(make_updates())
     assert metrics.pop("update/ratio_max") == 3.0
     counts = {metrics.pop(f"update/{name}") for name in ("steps", "skipped", "stopped")}
     assert counts == {0.0, 4.0}  # of 1 and 3 the sum; neither is 0, so no step was taken
@@ -129,7 +124,7 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
     one, zero = torch.tensor(1.0), torch.tensor(0.0)
     fate = [(zero, zero), (one, zero), (zero, zero), (zero, zero), (zero, one)]
     updates = [replace(make_updates()[0], skipped=s, stopped=t) for s, t in fate]
-    metrics = update_metrics(update_rows(updates))
+    metrics = update_metrics(updates)
     assert {n: metrics[f"update/{n}"] for n in ("steps", "skipped", "stopped")} == {
         "steps": 3.0,
         "skipped": 1.0,
@@ -137,18 +132,18 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
     }
     spoiled = UpdateStats(**dict.fromkeys(UpdateStats.__dataclass_fields__, one * math.nan))
     spoiled = replace(spoiled, skipped=zero, stopped=zero, nonfinite=one)
-    with_spoiled = update_metrics(update_rows([*updates, spoiled]))
+    with_spoiled = update_metrics([*updates, spoiled])
     assert with_spoiled == metrics | {"update/nonfinite": 1.0}
-    nothing = update_metrics(update_rows([spoiled]))
+    nothing = update_metrics([spoiled])
     assert (nothing["update/nonfinite"], nothing["update/steps"]) == (1.0, 0.0)
     assert math.isnan(nothing["ppo_loss"])
     both = [replace(make_updates()[0], skipped=one, stopped=one)]
-    assert update_metrics(update_rows(both))["update/steps"] == 0.0
+    assert update_metrics(both)["update/steps"] == 0.0
 
 
 def test_time_metrics_by_hand() -> None:
-    sums = response_sums(make_experience())
-    metrics = time_metrics(IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5), sums)
+    seconds = IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5)
+    metrics = time_metrics(seconds, tokens=4, responses=2)
     assert metrics == {
         "time/rollout_s": 2.0,
         "time/score_s": 1.0,
@@ -162,8 +157,7 @@ def test_time_metrics_by_hand() -> None:
 
 def means(*results: Any, phase: str = "eval") -> dict[str, float]:
     """Metrics of the results of several batches."""
-    stacks = [stacked(result) for result in results]
-    return step_metrics(stacks[0][0], torch.stack([sums for _, sums in stacks]), phase)
+    return step_metrics([step_sums(result) for result in results], phase)
 
 
 def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:

@@ -18,7 +18,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from transformers import AutoConfig
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.logger_config import LoggerConfig, WandbConfig
+from lightning_rlhf.callbacks.files import LoggerConfig, WandbConfig
 from lightning_rlhf.cli.arguments import refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, PPOConfig, RMConfig, SFTConfig

@@ -20,7 +20,7 @@ import lightning as L
 import torch
 from torch.nn.functional import relu
 
-from lightning_rlhf.callbacks.compute import FileRows
+from lightning_rlhf.callbacks.metrics import FileRows
 from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.validation import STRICT, PositiveFloat
 from lightning_rlhf.models.config import REFERENCE

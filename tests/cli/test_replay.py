@@ -315,7 +315,7 @@ def test_what_fails_as_a_batch_is_kept_does_not_hide_why_the_run_ended(
     table = pandas.read_parquet(bad_folder(bad, "sft") / LAST_BATCH)
     assert "loss" not in table
     assert numbers_named(outcome.error) == sorted(table["number"])
-    monkeypatch.setattr("lightning_rlhf.callbacks.recorder.write_table", no_room)
+    monkeypatch.setattr("lightning_rlhf.data.rollouts.write_table", no_room)
     outcome = breaking(bad, "sft", "overwrite=true")
     assert "(sft.max_nonfinite)" in outcome.error
     assert LAST_BATCH not in outcome.error

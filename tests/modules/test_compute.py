@@ -14,11 +14,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rlhf.callbacks.compute import iteration_totals, step_totals
+from lightning_rlhf.callbacks.compute import (
+    Weights,
+    iteration_totals,
+    step_totals,
+    weights_of,
+)
 from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
-from lightning_rlhf.models.flops import Weights, weights_of
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised

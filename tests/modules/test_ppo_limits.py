@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.metrics import update_metrics, update_rows
+from lightning_rlhf.callbacks.metrics import update_metrics
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
 from lightning_rlhf.modules.optim import exceeds
@@ -50,7 +50,7 @@ def test_the_first_minibatch_above_the_target_is_not_learned_from(make_ppo: Make
     assert second.approx_kl > 1e-7
     assert changed(before, after_first)
     assert not changed(after_first, after_second)
-    metrics = update_metrics(update_rows([first, second]))
+    metrics = update_metrics([first, second])
     assert (metrics["update/steps"], metrics["update/stopped"]) == (1.0, 1.0)
     assert metrics["update/skipped"] == 0.0
 
@@ -110,7 +110,7 @@ def test_a_minibatch_that_went_too_far_is_skipped_and_the_rest_learned_from(
         assert stats.stopped.item() == 0.0
         assert (not changed(state, after)) == skipped
         state = after
-    metrics = update_metrics(update_rows([stats for stats, _ in found]))
+    metrics = update_metrics([stats for stats, _ in found])
     expected = (5.0, 3.0) if limit else (8.0, 0.0)
     assert (metrics["update/steps"], metrics["update/skipped"]) == expected
     assert metrics["update/stopped"] == 0.0

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
-from lightning_rlhf.callbacks.metrics import update_metrics, update_rows
+from lightning_rlhf.callbacks.metrics import update_metrics
 from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Record, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles
@@ -381,7 +381,7 @@ def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
     assert len(updates) == 4
     assert all(p.isfinite().all() for p in parameters(module).values())
     assert changed(before, parameters(module))
-    metrics = update_metrics(update_rows(updates))
+    metrics = update_metrics(updates)
     assert metrics["update/nonfinite"] == 2
     assert metrics["update/steps"] == 2
     assert metrics["update/stopped"] == metrics["update/skipped"] == 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.callbacks.metrics import response_sums, rollout_metrics
+from lightning_rlhf.callbacks.metrics import rollout_metrics
 from lightning_rlhf.core.kl import k2, k3
 
 from .conftest import close, number
@@ -44,7 +44,7 @@ def metric(trl: Iteration, name: str) -> Tensor:
 
 def test_kl_score_and_return_of_a_response() -> None:
     trl = trl_iteration()
-    ours = rollout_metrics(response_sums(experience_of(trl)))
+    ours = rollout_metrics(experience_of(trl))
     assert ours["kl_divergence"] == pytest.approx(trl.metrics["objective/kl"], rel=1e-6)
     theirs = trl.metrics["objective/rlhf_reward"]
     assert ours["rollout/shaped_return"] == pytest.approx(theirs, rel=1e-6)
@@ -53,7 +53,7 @@ def test_kl_score_and_return_of_a_response() -> None:
 def test_mean_score_differs_by_the_penalty() -> None:
     """objective/scores is after the penalty for a missing end token, reward_mean before it."""
     trl = trl_iteration()
-    ours = rollout_metrics(response_sums(experience_of(trl)))
+    ours = rollout_metrics(experience_of(trl))
     unended = (~trl.batch["contain_eos_token"]).double().mean().item()
     difference = trl.metrics["objective/scores"] - ours["reward_mean"]
     assert difference == pytest.approx(-PENALTY * unended, rel=1e-6)

@@ -7,7 +7,8 @@ torch.load(weights_only=True), which refuses objects of other classes.
 import io
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -43,14 +44,19 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
 
-ALLOWED = "allowed: tensors, numbers, texts, None, and dictionaries and lists of them"
-
-
 def check_loadable(where: str, part: Any) -> None:
     """Raise CheckpointError where torch.load would refuse a part of a checkpoint.
 
     where: name of the part.
     """
+
+    def without_tensors(tree: Any) -> Any:  # which are loaded in any case
+        if type(tree) in (dict, OrderedDict):
+            return {key: without_tensors(value) for key, value in tree.items()}
+        if type(tree) in (list, tuple):
+            return [without_tensors(value) for value in tree]
+        return None if type(tree) in (Tensor, torch.nn.Parameter) else tree
+
     file = io.BytesIO()
     try:
         torch.save(without_tensors(part), file)
@@ -60,37 +66,9 @@ def check_loadable(where: str, part: Any) -> None:
         refused = first_line(error)
     if refused:
         raise CheckpointError(
-            f"{where} holds objects from which no run can be resumed: {refused}; {ALLOWED}"
+            f"{where} holds objects from which no run can be resumed: {refused}; allowed: tensors, "
+            "numbers, texts, None, and dictionaries and lists of them"
         )
-
-
-def without_tensors(tree: Any) -> Any:
-    """Return `tree` with None for each tensor, which is loaded in any case."""
-    if type(tree) in (Tensor, torch.nn.Parameter):
-        return None
-    if type(tree) in (dict, OrderedDict):
-        return {key: without_tensors(value) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return [without_tensors(value) for value in tree]
-    return tree
-
-
-def check_states(callbacks: Iterable[Callback], *, at_start: bool) -> None:
-    """Raise CheckpointError, with its class, where a callback's state is not for a checkpoint.
-
-    at_start: True before the first step, when a callback need not have a state yet.
-    """
-    for callback in callbacks:
-        where = f"{type(callback).__name__}.state_dict()"
-        try:
-            state = callback.state_dict()
-        except Exception as error:  # code of the user's own
-            if at_start:
-                continue
-            raise CheckpointError(
-                f"{where} raises {type(error).__name__}: {first_line(error)}; {ALLOWED}"
-            ) from error
-        check_loadable(where, state)
 
 
 class Checkpoints(Callback):
@@ -112,14 +90,9 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        config: StageConfig,
-        origin: Origin,
-        stop: Stop,
-        goal: Goal,
+        self, folder: Path, config: StageConfig, origin: Origin, stop: Stop, goal: Goal,
         replicas: Replicas = ONE,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set up the callback.
 
         config: section of the stage; the checkpoint of its `final` is kept where that is a step.
@@ -156,9 +129,11 @@ class Checkpoints(Callback):
         vars(self).update(state_dict)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        for key, part in checkpoint.items():
-            check_loadable(f"checkpoint[{key!r}]", part)
-        checkpoint[files.RUN] = files.stamp(self.origin, trained(trainer))
+        states = {f"{name}.state_dict()": x for name, x in checkpoint["callbacks"].items()}
+        others = {f"checkpoint[{n!r}]": x for n, x in checkpoint.items() if n != "callbacks"}
+        for where, part in (states | others).items():
+            check_loadable(where, part)
+        checkpoint[files.RUN] = asdict(self.origin) | {"step": trained(trainer)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         self._first = checkpoint[files.RUN]["step"]
@@ -174,7 +149,12 @@ class Checkpoints(Callback):
         self.delete_surplus()  # a kill within `save` leaves too many
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        check_states(trainer.callbacks, at_start=True)  # type: ignore[attr-defined]
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            try:
+                state = callback.state_dict()
+            except Exception:  # code of the user's own, whose state may be there after a step alone
+                continue
+            check_loadable(f"{type(callback).__name__}.state_dict()", state)
         if self.replicas.size > 1:
             self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
         step = trained(trainer)
@@ -185,7 +165,12 @@ class Checkpoints(Callback):
         if not (self.folder / files.BEST).exists():  # deleted, being later than `step`
             self.best = self.best_step = None
         if step > 0 and step % self.config.val_every == 0 and self.evaluated != step:
-            evaluate(trainer)
+            # The evaluation that is due, as Lightning runs it during training.
+            loop = trainer.fit_loop.epoch_loop.val_loop
+            loop.restarting = False  # start with the first batch
+            trainer.validating = True
+            loop.run()
+            trainer.training = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._finished = progress(trainer, pl_module)
@@ -198,11 +183,14 @@ class Checkpoints(Callback):
     def is_due(self, trainer: Trainer) -> bool:
         """Return True if a checkpoint of the finished step is due."""
         step, config = trained(trainer), self.config
-        if step % config.checkpoint_every == 0 or step % config.val_every == 0:
-            return True
         minutes = (monotonic() - self._since) / 60
-        is_late = config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes
-        return is_late or step == trainer.num_training_batches or trainer.should_stop
+        return (
+            step % config.checkpoint_every == 0
+            or step % config.val_every == 0
+            or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes)
+            or step == trainer.num_training_batches
+            or trainer.should_stop
+        )
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.replicas.size > 1:
@@ -219,8 +207,13 @@ class Checkpoints(Callback):
         if trainer.sanity_checking:
             return
         step = trained(trainer)
-        # Raised before the evaluation counts as done, so that a resumed run raises it again.
-        require_finite_metrics(self.origin.stage, step, trainer.global_step, metrics)
+        bad = [
+            f"{name} is {x:g}"
+            for name, x in metrics.items()
+            if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(x)
+        ]
+        if bad:  # before the evaluation counts as done, so that a resumed run raises it again
+            raise diverged(self.origin.stage, step, trainer.global_step, " and ".join(bad))
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
@@ -259,7 +252,6 @@ class Checkpoints(Callback):
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
         if self.replicas.is_first:
-            check_states(trainer.callbacks, at_start=False)  # type: ignore[attr-defined]
             path = path_of(self.folder, step)
             trainer.save_checkpoint(path)
             self.delete_surplus()
@@ -285,33 +277,13 @@ def progress(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
     return trained(trainer), position(trainer, pl_module), optimizer.total.ready
 
 
-def evaluate(trainer: Trainer) -> None:
-    """Run the evaluation that is due at the resumed step, as Lightning runs it during training."""
-    loop = trainer.fit_loop.epoch_loop.val_loop
-    loop.restarting = False  # start with the first batch
-    trainer.validating = True
-    loop.run()
-    trainer.training = True
-
-
-def require_finite_metrics(stage: str, step: int, made: int, metrics: Mapping[str, float]) -> None:
-    """Raise DivergedError unless the metrics of the evaluation after `step` are finite.
-
-    made: number of optimizer steps so far. Numbers of a judge are not checked.
-    """
-    found = [
-        f"{name} is {value:g}"
-        for name, value in metrics.items()
-        if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(value)
-    ]
-    if found:
-        raise diverged(stage, step, made, " and ".join(found))
-
-
 def require_finite_weights(
     stage: str, step: int, made: int, weights: Iterable[tuple[str, Tensor]]
 ) -> None:
-    """Raise DivergedError unless every tensor of `weights`, with their names, is finite."""
+    """Raise DivergedError unless every tensor of `weights`, with their names, is finite.
+
+    made: number of optimizer steps so far.
+    """
     weights = list(weights)
     found = [name for name, tensor in weights if not tensor.isfinite().all()]
     if found:
@@ -327,15 +299,14 @@ def diverged(stage: str, step: int, made: int, what: str) -> DivergedError:
 
 def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
+    reward = ", or a reward of enormous size," if stage == "ppo" else ""
     if made == 0:
-        reward = ", or a reward of enormous size" * (stage == "ppo")
         return (
-            "No update was made before them, so that no learning rate did this: it is the model "
-            f"that the run starts from, or its data{reward}"
+            "No update was made before them, so that no learning rate did this: it is the data"
+            f"{reward} or the model that the run starts from"
         )
-    reward = ", and so does a reward of enormous size" * (stage == "ppo")
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
-        f"A learning rate that is too large does this{reward}. Start over (overwrite=true or "
+        f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "
         f"{beside}) with a smaller {stage}.lr: a resumed run keeps its numbers"
     )

@@ -1,75 +1,118 @@
-"""Totals of what a run has computed, over all resumes; metric files that follow its checkpoints."""
+"""What a run has computed: tokens, memory, and floating-point operations by the standard formula.
+
+For n tokens in rows of S tokens, m of whose hidden states go through the output layer:
+
+    forward = 2 N n + 2 d V m + 4 A sum over rows of S^2
+    update  = forward + backward
+    backward = 2 N n + 2 d V m        gradients of the activations
+               + 2 N' n [+ 2 d V m]   gradients of the weights that are trained [the output layer's]
+               + 8 A sum of S^2       gradients of attention: twice its forward pass
+               [+ forward]            with gradient checkpointing
+
+N counts the weights of the trunk's linear layers and of the role's adapters, N' those of them that
+are trained, d V the output layer's, and A heads * head size summed over the layers with softmax
+attention. A trained weight takes 6 operations a token, a frozen one 4, and one that only reads 2.
+
+Source: 2 N forward and 6 N in training, Kaplan et al. 2020, section 2.1,
+https://arxiv.org/abs/2001.08361; attention of 12 layers * hidden * S in training, Chowdhery et al.
+2022 (PaLM), appendix B, https://arxiv.org/abs/2204.02311
+Departs: N has no embedding, and the output layer counts for the tokens that it reads. Attention is
+its whole square, as in PaLM and in torch's counter; Kaplan's table 1 has the causal half. Left out
+are padding, the state of linear attention (it grows with the tokens, not with their square), norms,
+softmax, scalar heads, the optimizer, and experts that a router chooses.
+"""
 
 import re
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from jaxtyping import Int
+from torch import Tensor
+from transformers import PreTrainedModel
 
-from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
-from lightning_rlhf.callbacks.progress import position
 from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
-from lightning_rlhf.models.flops import weights_of
+from lightning_rlhf.models.roles import Roles, linear_layers
 from lightning_rlhf.rollout.native import NativeSampler
 
-PETA = 1e15
 PREFIX = "compute/"
 PEAK = f"{PREFIX}peak_memory"
 
 
-class FileRows(Callback):
-    """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
-    before a checkpoint is written. For a module that logs its metrics with `self.log`."""
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """Numbers of weights of a model in one role, from which its operations follow."""
 
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile | RunTensorBoard):
-                logger.rewind(position(trainer, pl_module))
+    frozen: int
+    trained: int
+    head: int
+    """Number of weights of the output layer; 0 without one."""
+    head_is_trained: bool
+    attention: int
+    """Number of heads times their size, summed over the layers with softmax attention."""
+    recomputes: bool
+    """True if decoder layers are computed once more for the gradient."""
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
-        for logger in trainer.loggers:
-            if isinstance(logger, MetricsFile | RunTensorBoard):
-                logger.flush()
+    def forward(self, lengths: Int[Tensor, " B"], predicted: int = 0) -> float:
+        """Return the operations of a forward pass.
 
-
-class CountedRows(FileRows):
-    """Rows of metrics with the totals of what the run has computed, over all resumes.
-
-    Sums of whole numbers are exact up to 2^53, so that a resumed run continues them exactly.
-    """
-
-    def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
-        """Metric -> total so far, or the largest memory; empty before the first step."""
-
-    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        pl_module.logs_headline = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"compute": self.totals}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.totals = state_dict["compute"]
-
-    def count(self, more: Mapping[str, float], peak_memory: int) -> dict[str, float]:
-        """Add an iteration or step; return the metrics.
-
-        more: what it computed, as `iteration_totals` and `step_totals` return it.
-        peak_memory: largest memory of the process, in bytes.
+        lengths: number of tokens of each row. predicted: number of tokens that the output layer
+            predicts.
         """
-        found = {PREFIX + name: float(number) for name, number in more.items()}
-        before = self.totals or dict.fromkeys([*found, PEAK], 0.0)
-        self.totals = {name: before[name] + number for name, number in found.items()}
-        self.totals[PEAK] = max(before[PEAK], float(peak_memory))
-        return dict(self.totals)
+        linear = 2.0 * (self.frozen + self.trained) * int(lengths.sum())
+        return linear + 2.0 * self.head * predicted + self._scores(lengths)
+
+    def _scores(self, lengths: Int[Tensor, " B"]) -> float:
+        return 4.0 * self.attention * float((lengths.double() ** 2).sum())
+
+    def update(self, lengths: Int[Tensor, " B"], predicted: int = 0) -> float:
+        """Return the operations of a forward and a backward pass; arguments as for `forward`."""
+        passes = (3 if self.recomputes else 2) * self.forward(lengths, predicted)
+        weights = self.trained * int(lengths.sum()) + self.head_is_trained * self.head * predicted
+        return passes + 2.0 * weights + self._scores(lengths)
+
+    def sampling(
+        self, prompts: Int[Tensor, " B"], responses: Int[Tensor, " B"], each: int
+    ) -> float:
+        """Return the operations of sampling with a cache, where token t attends to t tokens.
+
+        prompts, responses: number of tokens of each response's prompt, and of the response.
+        each: number of responses, one after the other, for which a prompt is read once.
+        """
+        steps = responses - 1  # nothing is predicted from the last token
+        contexts = float((steps * prompts + steps * (steps + 1) // 2).sum())
+        decoding = 2.0 * (self.frozen + self.trained) * int(steps.sum())
+        decoding += 4.0 * self.attention * contexts
+        return self.forward(prompts[::each], int(responses.sum())) + decoding
+
+
+def weights_of(model: PreTrainedModel | Roles, role: str = "") -> Weights:
+    """Return the numbers of weights of a model of any family; role: role of `Roles`."""
+    adapters = model.adapters(role) if isinstance(model, Roles) else ()
+    causal_lm: Any = model.causal_lm if isinstance(model, Roles) else model
+    counts = {True: 0, False: 0}
+    for _, layer, inputs, outputs in linear_layers(causal_lm.base_model, adapters):
+        counts[layer.weight.requires_grad] += inputs * outputs
+    head, config = causal_lm.get_output_embeddings(), causal_lm.config.get_text_config()
+    heads = int(getattr(config, "num_attention_heads", None) or 0)  # RWKV has none
+    size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+    layers = getattr(config, "layer_types", None) or ["attention"] * config.num_hidden_layers
+    return Weights(
+        frozen=counts[False],
+        trained=counts[True],
+        head=0 if head is None else head.in_features * head.out_features,
+        head_is_trained=head is not None and head.weight.requires_grad,
+        attention=heads * size * sum(kind != "linear_attention" for kind in layers),
+        recomputes=bool(getattr(causal_lm, "recomputes", False)),
+    )
 
 
 def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> dict[str, float]:
@@ -79,12 +122,12 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
         score      forward of the reference and of each reward model here
         update     (forward + backward of the policy) [+ the same of a critic apart], each epoch
 
-    in operations of `models/flops.py`. A critic on the policy's trunk costs nothing, nor does a
-    reward on another machine; a reward model with a tokenizer of its own is taken to read as many
-    tokens as the policy. kl_estimator=full adds a forward pass of the policy to the score, or of
-    the reference to the update. The policy reads once more what its sampler gives no numbers for,
-    and only forward during ppo.critic_warmup. Every sampler is taken to compute with a cache, and
-    all but the native one to read a prompt once for each response to it.
+    A critic on the policy's trunk costs nothing, nor does a reward on another machine; a reward
+    model with a tokenizer of its own is taken to read as many tokens as the policy.
+    kl_estimator=full adds a forward pass of the policy to the score, or of the reference to the
+    update. The policy reads once more what its sampler gives no numbers for, and only forward
+    during ppo.critic_warmup. Every sampler is taken to compute with a cache, and all but the native
+    one to read a prompt once for each response to it.
 
     module: a PPOModule after the iteration. devices: number of processes, each on its own device.
     """
@@ -143,17 +186,15 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
     is_pair = isinstance(batch, Preferences)
     masks = (batch.chosen_mask, batch.rejected_mask) if is_pair else (batch.mask,)
     lengths = torch.cat([mask.sum(dim=1) for mask in masks]).cpu()
+    tokens = int(lengths.sum())
     if not is_pair:
         predicted = int(batch.target_mask.sum())
     else:
-        in_prompts = 2 * int(batch.prompt_tokens.sum())
-        predicted = 0 if module.role == REWARD else int(lengths.sum()) - in_prompts
+        predicted = 0 if module.role == REWARD else tokens - 2 * int(batch.prompt_tokens.sum())
     flops = weights_of(module.roles, module.role).update(lengths, predicted)
     if isinstance(module.config, DPOConfig) and not module.config.reference_free:
         flops += weights_of(module.roles, REFERENCE).forward(lengths, predicted)
-    return {
-        "trained_tokens": int(lengths.sum()), "flops": flops, "device_s": devices * seconds
-    }  # fmt: skip
+    return {"trained_tokens": tokens, "flops": flops, "device_s": devices * seconds}
 
 
 def peak_memory(device: torch.device) -> int:
@@ -178,17 +219,11 @@ def sum_of(stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def compute_line(metrics: Mapping[str, float], of: str = "") -> str:
-    """Return the totals of a run in one line.
-
-    of: words that say whose totals these are, with a space before them.
-    """
-    tokens = ", ".join(
-        f"{metrics[f'{PREFIX}{name}_tokens']:,.0f} {name}"
-        for name in ("generated", "scored", "trained")
-        if f"{PREFIX}{name}_tokens" in metrics
-    )
+    """Return the totals of a run in one line; of: words that say whose, after a space."""
+    found = {name.removeprefix(PREFIX): x for name, x in metrics.items() if name.startswith(PREFIX)}
+    kinds = [kind for kind in ("generated", "scored", "trained") if f"{kind}_tokens" in found]
+    tokens = ", ".join(f"{found[f'{kind}_tokens']:,.0f} {kind}" for kind in kinds)
     return (
-        f"compute{of}: tokens {tokens}; {metrics[f'{PREFIX}flops'] / PETA:.4g} PFLOP; "
-        f"{metrics[f'{PREFIX}device_s']:,.1f} device seconds; "
-        f"peak memory {readable(int(metrics[PEAK]))}"
+        f"compute{of}: tokens {tokens}; {found['flops'] / 1e15:.4g} PFLOP; "
+        f"{found['device_s']:,.1f} device seconds; peak memory {readable(int(metrics[PEAK]))}"
     )

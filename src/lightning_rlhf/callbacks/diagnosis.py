@@ -33,14 +33,9 @@ class Diagnosis(Callback):
     """
 
     def __init__(
-        self,
-        config: PPOConfig,
-        run_dir: Path,
-        *,
-        prompts_cut: float = 0.0,
-        stage: str = "ppo",
+        self, config: PPOConfig, run_dir: Path, *, prompts_cut: float = 0.0, stage: str = "ppo",
         rules: Sequence[Rule] = RULES,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Set the rules and the facts that they read besides metrics.
 
         prompts_cut: share of the training prompts that were cut, or left out, for their length.
@@ -56,14 +51,11 @@ class Diagnosis(Callback):
         """Metrics of the latest iterations."""
         self.evaluations: list[Row] = []
         """Metrics of the latest evaluations."""
-        self.reported: list[str] = []
-        """Names of the rules that were reported."""
         self.findings: list[dict[str, Any]] = []
         """Entries of the file: rule, iteration, symptom, cause, remedy."""
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("rows", "evaluations", "reported", "findings")
-        return {name: list(getattr(self, name)) for name in kept}
+        return {name: list(vars(self)[name]) for name in ("rows", "evaluations", "findings")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update({name: list(kept) for name, kept in state_dict.items()})
@@ -86,25 +78,33 @@ class Diagnosis(Callback):
         self.diagnose(trainer, step)
 
     def diagnose(self, trainer: Trainer, iteration: int) -> None:
-        """Apply the rules that were not reported yet, and report those that find a symptom."""
+        """Apply the rules that were not reported yet, and report those that find a symptom.
+
+        Raises ConfigError where a rule fails.
+        """
         history = History(
-            rows=self.rows,
-            evaluations=self.evaluations,
-            config=self.config,
-            prompts_cut=self.prompts_cut,
-            run_dir=self.path.parent,
-        )
-        for each in self.rules:
-            if each.name in self.reported or (symptom := applied(each, history)) is None:
+            rows=self.rows, evaluations=self.evaluations, config=self.config,
+            prompts_cut=self.prompts_cut, run_dir=self.path.parent,
+        )  # fmt: skip
+        reported = {finding["rule"] for finding in self.findings}
+        for each in (one for one in self.rules if one.name not in reported):
+            try:
+                numbers = each.find(history)
+            except FAULTS as error:  # code of the user's own
+                raise ConfigError(
+                    f"the rule {each.name!r} of the diagnosis raised {error!r} on {len(self.rows)} "
+                    f"iterations and {len(self.evaluations)} evaluations; allowed: to return a "
+                    "text, or None"
+                ) from error
+            if numbers is None:
                 continue
-            self.reported.append(each.name)
+            symptom = f"{each.when} ({numbers})"
             found = {"symptom": symptom, "cause": each.cause, "remedy": each.remedy}
-            keys = vars(self.config)
-            found = {name: own_keys(text, self.stage, keys) for name, text in found.items()}
+            found = {n: own_keys(x, self.stage, vars(self.config)) for n, x in found.items()}
             self.findings.append({"rule": each.name, "iteration": iteration, **found})
+            self.write()
             text = "{symptom}: {cause}. {remedy}".format(**found)
             print_line(f"warning: {text}", "yellow")
-            self.write()
             for logger in trainer.loggers:
                 if isinstance(logger, RunWandb):
                     logger.alert(each.name, text)
@@ -113,19 +113,6 @@ class Diagnosis(Callback):
         """Write all findings to the file."""
         with written_whole(self.path) as beside:
             beside.write_text(json.dumps(self.findings, indent=2) + "\n", encoding="utf-8")
-
-
-def applied(rule: Rule, history: History) -> str | None:
-    """Return the symptom that a rule finds, or None; raises ConfigError where the rule fails."""
-    try:
-        return rule.find(history)
-    except FAULTS as error:
-        shown = " ".join(f"{type(error).__name__}: {error}".split())
-        raise ConfigError(
-            f"the rule {rule.name!r} of the diagnosis raised {shown} on {len(history.rows)} "
-            f"iterations and {len(history.evaluations)} evaluations; allowed: to return the "
-            "symptom as text, or None"
-        ) from error
 
 
 class OwnRule(Callback):

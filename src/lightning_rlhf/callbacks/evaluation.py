@@ -1,13 +1,16 @@
-"""Evaluation of PPO on held-out prompts, and samples of training, each kept in a file."""
+"""Evaluation of PPO on held-out prompts, and what is kept of training in files: samples, recorded
+iterations, and the batch that ends a run."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+import pyarrow as pa
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
@@ -15,36 +18,28 @@ from rich import get_console
 from rich.table import Table
 from rich.text import Text
 
-from lightning_rlhf.callbacks.files import (
-    SAMPLES,
-    Sample,
-    eval_samples,
-    read_samples,
-    train_samples,
-    write_samples,
-)
+from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks.files import SAMPLES, Sample, eval_samples
 from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.progress import is_evaluation
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
+from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.results import RESULT, EvaluationResult
 from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
-from lightning_rlhf.io.console import json_line, visible, visible_line
-from lightning_rlhf.io.storage import (
-    flush,
-    flush_entry,
-    full_disk_told,
-    json_lines,
-    make_folder,
-    written_whole,
-)
+from lightning_rlhf.data import rollouts
+from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.data.lengths import Tokenised
+from lightning_rlhf.data.rows import Rows
+from lightning_rlhf.io import storage
+from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:
     import wandb
-
 
 COUNT = 4
 """Responses that are kept of an iteration."""
@@ -52,6 +47,10 @@ COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
 DECIMALS = 4
 """Number of decimals of the numbers of a token in a file of samples."""
+BY_ROW = ("old_logprobs", "ref_logprobs", "old_values", "component_scores")
+"""Fields of Experience in which a row does not depend on the others."""
+NAMED = 20
+"""Number of rows of the data that the message at the end of a run names."""
 
 
 class Samples(Callback):
@@ -67,7 +66,7 @@ class Samples(Callback):
         self._every_n_iterations = every_n_iterations
         self._count = count
         self._characters = characters
-        self._path = train_samples(run_dir)
+        self._path = files.train_samples(run_dir)
         self._wandb_table: wandb.Table | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -82,30 +81,27 @@ class Samples(Callback):
         samples = training_samples(pl_module, experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
-        make_folder(self._path.parent)
-        with full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
+        storage.make_folder(self._path.parent)
+        with storage.full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
             file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
-                logger.log_metrics({"samples": self._extended_table(samples)}, step=iteration)
+                import wandb
+
+                # One table for the whole run, of which W&B uploads only the rows that are new.
+                if self._wandb_table is None:
+                    self._wandb_table = wandb.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
+                for sample in samples:
+                    self._wandb_table.add_data(*(sample[column] for column in COLUMNS))
+                logger.log_metrics({"samples": self._wandb_table}, step=iteration)
             elif isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_text("samples", markdown(samples), iteration)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Flush the samples before the checkpoint that comes after them is written."""
         if trainer.is_global_zero and self._path.exists():
-            flush(self._path)
-            flush_entry(self._path.parent)
-
-    def _extended_table(self, samples: Sequence[Sample]) -> wandb.Table:
-        """Return one table for the whole run, of which W&B uploads only the rows that are new."""
-        import wandb
-
-        if self._wandb_table is None:
-            self._wandb_table = wandb.Table(columns=list(COLUMNS), log_mode="INCREMENTAL")
-        for sample in samples:
-            self._wandb_table.add_data(*(sample[column] for column in COLUMNS))
-        return self._wandb_table
+            storage.flush(self._path)
+            storage.flush_entry(self._path.parent)
 
 
 def training_samples(module: Any, experience: Experience) -> list[Sample]:
@@ -118,22 +114,20 @@ def training_samples(module: Any, experience: Experience) -> list[Sample]:
     kl_sums = torch.where(experience.response_mask, experience.kl, 0.0).sum(dim=1).tolist()
     for row, index in enumerate(experience.index.tolist()):
         real = experience.response_mask[row]
-        kl, advantages = experience.kl[row][real], experience.advantages[row][real]
         response = experience.responses[row][real].tolist()
-        per_token = {
-            "text": [module.chat.show([token]) for token in response],
-            "kl": [round(x, DECIMALS) for x in kl.tolist()],
-            "advantage": [round(x, DECIMALS) for x in advantages.tolist()],
-        }
-        sample = {
+        numbers = {"kl": experience.kl[row][real], "advantage": experience.advantages[row][real]}
+        samples.append({
             "iteration": module.iteration,
             "prompt": prompts[index]["prompt"],
             "response": module.chat.decode_response(response),
             "score": experience.score[row].item(),
             "kl": kl_sums[row],
             "ended": experience.ended[row].item(),
-        }
-        samples.append(sample | {"per_token": per_token})
+            "per_token": {
+                "text": [module.chat.show([token]) for token in response],
+                **{n: [round(v, DECIMALS) for v in x.tolist()] for n, x in numbers.items()},
+            },
+        })  # fmt: skip
     return samples
 
 
@@ -167,8 +161,8 @@ def markdown(samples: Sequence[Sample]) -> str:
 
 def keep_until(path: Path, iteration: int) -> None:
     """Drop the samples of later iterations, which a resumed run draws again, or one cut off."""
-    kept = [f"{line}\n" for line, drawn in read_samples(path) if drawn <= iteration]
-    with written_whole(path) as beside:
+    kept = [f"{line}\n" for line, drawn in files.read_samples(path) if drawn <= iteration]
+    with storage.written_whole(path) as beside:
         beside.write_bytes("".join(kept).encode())
 
 
@@ -215,14 +209,14 @@ class Evaluation(Callback):
         if iteration == 0:
             self._sft = samples
         elif self._sft is None and (path := eval_samples(self._run_dir, 0)).is_file():
-            self._sft = [found for _, found in json_lines(path)]  # of an earlier process
-        sft, indices = self._sft, [sample["index"] for sample in samples]
-        if sft is not None and [sample["index"] for sample in sft] == indices:
-            metrics["eval/win_rate"] = win_rate(samples, sft)
+            self._sft = [found for _, found in storage.json_lines(path)]  # of an earlier process
+        indices = [sample["index"] for sample in samples]
+        if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
+            metrics["eval/win_rate"] = win_rate(samples, self._sft)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
-        write_samples(eval_samples(self._run_dir, iteration), samples)
+        files.write_samples(eval_samples(self._run_dir, iteration), samples)
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -298,8 +292,6 @@ def load_judge(source: str) -> Judge:
 
     Raises ConfigError where `source` does not lead to a function.
     """
-    if not source.rpartition(":")[0].endswith(".py"):
-        raise ConfigError(f"data.judge is {source!r}; allowed: 'path/to/file.py:function' or null")
     judge = load_function(source, "data.judge")
 
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
@@ -316,3 +308,130 @@ def load_judge(source: str) -> Judge:
             ) from error
 
     return ask
+
+
+class Recorder(Callback):
+    """Writes iterations of PPO to `<run_dir>/rollouts/`: each, or only one that ends the run.
+
+    An iteration ends the run where its updates are not finite. A resumed run deletes the files
+    after its checkpoint, since it goes through those iterations again.
+    """
+
+    def __init__(self, run_dir: Path, rows: Rows[Any], *, every: bool) -> None:
+        """Store the folder of the run and its prompts; every: True to write each iteration."""
+        self._run_dir = run_dir
+        self._rows = rows
+        self._every = every
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for iteration in rollouts.recorded_iterations(self._run_dir):
+            if iteration > pl_module.iteration:
+                rollouts.file_of(self._run_dir, iteration).unlink()
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+        if self._every:
+            path = rollouts.file_of(self._run_dir, pl_module.iteration)
+            rollouts.write_table(path, self.columns(pl_module))
+
+    def columns(self, module: Any) -> dict[str, Any]:
+        """Return the columns of the module's current or latest iteration."""
+        experience, rows = module.experience, module.prompt_rows("train")
+        return rollouts.recorded_columns(
+            experience,
+            [rows[index]["prompt"] for index in experience.index.tolist()],
+            [
+                module.chat.decode_response(tokens)
+                for tokens in real_tokens(experience.responses, experience.response_mask)
+            ],
+            components=[term.name for term in module.reward.terms],
+            show=module.chat.show,
+            has_critic=module.critic is not None,
+        )
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, NotFiniteError):
+            return
+        experience, iteration = pl_module.experience, pl_module.iteration + 1
+        # Advantages are whitened, so that one row that is not finite would spoil all of them.
+        numbers = (experience.score[:, None], *(getattr(experience, name) for name in BY_ROW))
+        bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
+        path = rollouts.file_of(self._run_dir, iteration)
+        told = (
+            f"Iteration {iteration} is in {path}, and `lightning-rlhf replay {self._run_dir} "
+            f"--iteration {iteration}` shows it"
+        )
+        batch = rows_text(self._rows, self._rows.numbers, experience.index.tolist(), bad)
+        keep_batch(exception, path, self.columns(pl_module), f"{told}; {batch}")
+
+
+class KeepLastBatch(Callback):
+    """Writes `<run_dir>/last_batch.parquet` when updates that are not finite end SFT, RM or DPO.
+
+    One row per example of the last batch: the number of its row in the data, texts and token ids,
+    and its loss by itself. A resumed run deletes the file, since it trains on that batch again.
+    """
+
+    def __init__(
+        self, run_dir: Path, rows: Rows[Any], tokenised: Tokenised[Any], data: StageData,
+        chat: ChatFormat,
+    ) -> None:  # fmt: skip
+        """Store the sources; rows, tokenised, data: the training data as rows, tokens, batches."""
+        self._path = run_dir / rollouts.LAST_BATCH
+        self._rows = rows
+        self._numbers = tokenised.numbers
+        self._data = data
+        self._chat = chat
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self._path.unlink(missing_ok=True)
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        if not isinstance(exception, NotFiniteError):
+            return
+        step = pl_module.iteration
+        positions = self._data.schedule.batch(step)
+        examples = [self._data.train[i] for i in positions]
+        columns: dict[str, Any] = {"number": [self._numbers[i] for i in positions]}
+        for name in (field.name for field in fields(examples[0])):
+            cells = [getattr(example, name) for example in examples]
+            if isinstance(cells[0], float):  # the margin of a pair
+                columns[name] = pa.array(cells, pa.float64())
+                continue
+            if name != "learned":  # positions in the prompt
+                columns[name] = pa.array(map(self._chat.show, cells), pa.string())
+            columns[f"{name}_tokens"] = pa.array(map(list, cells), pa.list_(pa.int64()))
+        bad: list[int] = []
+        try:
+            with trainer.precision_plugin.forward_context():
+                batch = self._data.collate(examples).to(pl_module.device)
+                losses: torch.Tensor = pl_module.row_losses(batch).float().cpu()
+            columns["loss"] = losses.numpy()
+            bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
+        except Exception as failure:  # the batch itself is still written
+            print_line(f"the batch that ended the run has no loss of each row: {failure}")
+        told = rows_text(self._rows, self._numbers, positions, bad)
+        told = f"The batch of step {step + 1} is in {self._path}; {told}"
+        keep_batch(exception, self._path, columns, told)
+
+
+def keep_batch(error: NotFiniteError, path: Path, columns: Mapping[str, Any], told: str) -> None:
+    """Write the batch that ended a run, and let the error tell it; print why it is not kept."""
+    try:
+        rollouts.write_table(path, columns)
+        error.batch = told
+    except StorageError as failure:  # must not replace the exception that ended the run
+        print_line(f"the batch that ended the run is not kept: {failure}")
+
+
+def rows_text(
+    rows: Rows[Any], numbers: Sequence[int], batch: Iterable[int], bad: Iterable[int]
+) -> str:
+    """Return where in the data the rows of a batch are that are not finite, or all without any.
+
+    numbers: number of each row in the source. batch, bad: positions in `numbers`.
+    """
+    bad = set(bad)
+    found = sorted({numbers[i] for i in bad or batch})
+    more = f", {len(found) - NAMED} more" * (len(found) > NAMED)
+    named = ", ".join(map(str, found[:NAMED])) + more
+    return f"{'not finite' if bad else 'its rows'}: {rows.unit} {named} of {rows.source}"

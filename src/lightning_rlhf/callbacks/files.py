@@ -1,11 +1,11 @@
-"""The files that callbacks write into the folder of a run, and a resume reads: checkpoints
+"""What is read of callbacks without torch and Lightning, which load slowly: the section `logger`,
+and the files that they write into the folder of a run and a resume reads: checkpoints
 (`<step>.ckpt`, six digits, and `best.ckpt`), metrics.csv, samples, and the id of the W&B run.
-
-Apart from the callbacks, since torch and Lightning load slowly and these are read without them.
 """
 
 import csv
 import hashlib
+import netrc
 import os
 import re
 import shutil
@@ -15,9 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from lightning_rlhf.core.errors import CheckpointError, first_line
+from pydantic import Field
+from pydantic.dataclasses import dataclass as validated
+
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
+from lightning_rlhf.core.validation import (
+    STRICT,
+    PositiveFloat,
+    Text,
+    build,
+    check_value,
+    described,
+)
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.io.storage import (
     UNFINISHED,
@@ -46,6 +58,64 @@ WANDB_ID = "wandb_id.txt"
 """File of a run folder with the id of the run in W&B."""
 
 Sample = dict[str, Any]
+Kind = Literal["csv", "tensorboard", "wandb"]
+WandbMode = Literal["auto", "online", "offline", "disabled"]
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class LoggerConfig:
+    """The logger beside metrics.csv, if any."""
+
+    kind: Kind
+
+
+@validated(frozen=True, kw_only=True, config=STRICT)
+class WandbConfig(LoggerConfig):
+    """Weights & Biases."""
+
+    project: Annotated[Text, described("the name of a project")]
+    entity: Annotated[Text, described("a user or team")] | None
+    """User or team; None is the account's own default."""
+    group: Annotated[Text, described("the name of a group")] | None
+    """Group of runs; None is the name of the run for the jobs of a sweep, else no group."""
+    tags: Annotated[tuple[Text, ...], Field(strict=False), described("a list of texts")]
+    """Tags beside the stage and the model."""
+    mode: WandbMode
+    """auto is online if a key is found, else offline; the variable WANDB_MODE overrides it."""
+
+    init_timeout_s: PositiveFloat
+    """Seconds without an answer after which the run is offline."""
+    finish_timeout_s: PositiveFloat
+    """Seconds of uploading at the end, after which the rest stays in the run's folder."""
+
+    def __post_init__(self) -> None:
+        has_key = wandb_key_present() or os.getenv("WANDB_IDENTITY_TOKEN_FILE")
+        if self.start_mode == "online" and not has_key:
+            raise ConfigError(
+                "W&B is to be online (logger.mode, or the variable WANDB_MODE), but WANDB_API_KEY "
+                "and netrc hold no key; run `wandb login`, or give logger.mode=offline"
+            )
+
+    @property
+    def start_mode(self) -> Any:
+        """Return the mode W&B starts in: WANDB_MODE, else `mode`, else by whether it has a key."""
+        auto = "online" if wandb_key_present() else "offline"
+        return os.getenv("WANDB_MODE") or (auto if self.mode == "auto" else self.mode)
+
+
+def logger_config(options: Mapping[str, Any]) -> LoggerConfig:
+    """Return the section `logger` of a configuration, checked."""
+    kind = options["kind"]
+    check_value("logger.kind", kind, Kind)
+    return build(WandbConfig if kind == "wandb" else LoggerConfig, options, "logger")
+
+
+def wandb_key_present() -> bool:
+    """Return whether the environment or netrc holds a key for W&B."""
+    host = urlsplit(os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
+    path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
+    in_file = path.exists() and netrc.netrc(path).authenticators(host)
+    return bool(os.getenv("WANDB_API_KEY") or in_file)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,19 +167,17 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
 
     Returns: file name -> reason, for the deleted files other than unfinished ones.
     """
-    best = folder / BEST
-    later = f"later than step {step}"
+    best, later = folder / BEST, f"later than step {step}"
     gone = {path: later for path in numbered(folder) if step_named(path) > step}
-    if best.exists():
-        try:
-            best_step = step_of(best)
-        except CheckpointError:
-            gone[best] = "unreadable"
-        else:
-            if best_step == step and not path_of(folder, step).exists():
-                link(best, path_of(folder, step))
-            if best_step > step:
-                gone[best] = later
+    try:
+        best_step = step_of(best) if best.exists() else -1
+    except CheckpointError:
+        gone[best] = "unreadable"
+    else:
+        if best_step == step and not path_of(folder, step).exists():
+            link(best, path_of(folder, step))
+        if best_step > step:
+            gone[best] = later
     for path in (*gone, *folder.glob(f"*{UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
@@ -118,11 +186,6 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
 def step_of(path: Path) -> int:
     """Return the step of a checkpoint. Raises CheckpointError like `read_stamp`."""
     return int(read_stamp(path)["step"])
-
-
-def stamp(origin: Origin, step: int) -> dict[str, Any]:
-    """Return the value of the key RUN of a checkpoint."""
-    return {**asdict(origin), "step": step}
 
 
 def load_checkpoint(path: Path) -> Any:
@@ -160,19 +223,19 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
     """
     try:
         with zipfile.ZipFile(path) as file:
-            damaged = file.testzip()
+            if damaged := file.testzip():
+                raise zipfile.BadZipFile(f"{damaged} in it is damaged")
     except Exception as error:  # damaged bytes raise errors of any type
         raise CheckpointError(f"{path} cannot be read: {first_line(error)}") from error
-    if damaged is not None:
-        raise CheckpointError(f"{path} cannot be read: {damaged} in it is damaged")
     content: dict[str, Any] = load_checkpoint(path)
     found = read_stamp(path, content)
-    for key, value in asdict(origin).items():
+    expected = asdict(origin)
+    if path.stem.isdigit():
+        expected["step"] = step_named(path)
+    for key, value in expected.items():
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key
             raise CheckpointError(f"{path} is foreign: of {what} {found[key]}, not {value}")
-    if path.stem.isdigit() and found["step"] != step_named(path):
-        raise CheckpointError(f"{path} is foreign: of step {found['step']}, whatever its name")
     if OUTLINE not in content or content[OUTLINE] != outline_of(content):
         raise CheckpointError(f"{path} is foreign: it does not hold what this program wrote")
     return content
@@ -199,7 +262,7 @@ def outline_of(checkpoint: Mapping[str, Any]) -> str:
     return hashlib.sha256(repr(described(rest)).encode()).hexdigest()
 
 
-def read_rows(path: Path) -> dict[int, dict[str, str]]:
+def read_rows(path: Path) -> dict[int, dict[str, float]]:
     """Return step -> its cells that are not empty; {} where there is no file.
 
     A last line without line end is ignored: a row that was cut off may show "1" for 12.
@@ -207,31 +270,22 @@ def read_rows(path: Path) -> dict[int, dict[str, str]]:
     """
     if not os.path.lexists(path):
         return {}
-    text = read_text(path)
-    try:
-        header, *lines = list(csv.reader(text[: text.rfind("\n") + 1].splitlines())) or [[STEP]]
-    except csv.Error as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if header[0] != STEP or len({*header}) != len(header) or not all(header):
-        raise CheckpointError(
-            f"{path}, line 1, is damaged: found {','.join(header)[:60]!r}; allowed: {STEP}, and "
-            "names that are all different"
-        )
-    rows: dict[int, dict[str, str]] = {}
-    for number, cells in enumerate(lines, start=2):
+    lines = read_text(path).splitlines(keepends=True)
+    reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+    rows: dict[int, dict[str, float]] = {}
+    for cells in reader:
         try:
-            step = int(cells[0])
-            row = {name: x for name, x in zip(header[1:], cells[1:], strict=True) if x}
-            [float(x) for x in row.values()]
-            if step <= max(rows, default=-1):
+            step = int(cells[STEP])
+            if step <= next(reversed(rows), -1):
                 raise ValueError
-        except (ValueError, IndexError):
-            raise CheckpointError(
-                f"{path}, line {number}, is damaged: found {','.join(cells)[:60]!r}; allowed: a "
-                f"step larger than those before it, and {len(header) - 1} numbers or empty cells. "
-                "Delete that line, or mend it"
-            ) from None
-        rows[step] = row
+            rows[step] = {name: float(x) for name, x in cells.items() if x != "" and name != STEP}
+        except (KeyError, TypeError, ValueError):
+            number = reader.line_num if STEP in cells else 1
+            raise damaged_line(
+                path, number, f"found {lines[number - 1].rstrip()[:60]!r}; allowed: {STEP} and "
+                "names in line 1, then a step larger than those before it, and as many numbers or "
+                "empty cells as there are names",
+            ) from None  # fmt: skip
     return rows
 
 

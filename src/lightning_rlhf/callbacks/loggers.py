@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 
-from lightning_rlhf.callbacks.files import STEP, WANDB_ID, read_rows, read_wandb_id
-from lightning_rlhf.callbacks.logger_config import (
+from lightning_rlhf.callbacks.files import (
+    STEP,
+    WANDB_ID,
     LoggerConfig,
     WandbConfig,
+    read_rows,
+    read_wandb_id,
     wandb_key_present,
-    wandb_mode,
 )
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import METRICS
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 AXIS = "iteration"
 """W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""
+NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
+"""Largest numbers of characters that W&B allows in the name of a run or group, and in a tag."""
 
 
 class RunWandb(WandbLogger):
@@ -60,10 +64,12 @@ class RunWandb(WandbLogger):
         self._try(lambda: self.experiment.alert(title=title, text=text, level="WARN"))
 
     def close(self, exit_code: int) -> None:
-        """Finish the W&B run, so that the next run in this process starts a new one."""
+        """Finish the W&B run and its process, so that the next run here starts anew."""
+        import wandb
+
         self._try(lambda: self.experiment.finish(exit_code=exit_code))
-        if self.is_gone:
-            forget()
+        with suppress(*gone()):
+            wandb.teardown()
 
     def _try(self, ask: Callable[[], None]) -> None:
         """Call `ask` unless W&B's process has ended; other errors are raised."""
@@ -79,14 +85,6 @@ class RunWandb(WandbLogger):
             )
 
 
-def forget() -> None:
-    """Reset W&B's connection to its ended process, so that the next run starts a new process."""
-    import wandb
-
-    with suppress(*gone()):
-        wandb.teardown()
-
-
 def gone() -> tuple[type[Exception], ...]:
     """Return the exceptions that W&B raises when its process has ended."""
     from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
@@ -94,52 +92,48 @@ def gone() -> tuple[type[Exception], ...]:
     return ConnectionError, HandleAbandonedError, MailboxClosedError
 
 
-_ORDER = {name: place for place, name in enumerate(METRICS)}
-
-
 class MetricsFile(Logger):
     """Logger that writes `<run_dir>/metrics.csv`.
 
     Lightning's CSVLogger deletes an existing file and writes several rows per step. This logger
     writes one row per step, with an empty cell for each metric not measured at that step, and a
-    resumed run keeps the rows up to the step that it resumes from (`rewind`).
+    resumed run keeps the rows up to the step that it resumes from (`rewind`). Columns are in the
+    order of METRICS, then all others in alphabetical order.
     """
+
+    name, version, save_dir = "metrics", "", ""
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__()
+        self.save_dir = str(run_dir)
         self.path = run_dir / "metrics.csv"
         self._rows = read_rows(self.path)
-        self._columns = _columns(self._rows)
-
-    @property
-    def name(self) -> str:
-        return "metrics"
-
-    @property
-    def version(self) -> str:
-        return ""
-
-    @property
-    def save_dir(self) -> str:
-        return str(self.path.parent)
+        self._columns: list[str] = []
+        """Columns of the file as this logger has written it; empty before."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add the metrics to the row of `step`. Raises ValueError where `step` is None."""
         if step is None:
             raise ValueError("a row of metrics.csv needs its step")
-        cells = {name: repr(float(value)) for name, value in metrics.items()}
-        is_new_row = step > max(self._rows, default=-1)
+        cells = {name: float(value) for name, value in metrics.items()}
+        is_new_row = step > next(reversed(self._rows), -1)
         self._rows.setdefault(step, {}).update(cells)
-        if is_new_row and self.path.exists() and cells.keys() <= set(self._columns):
+        if is_new_row and cells.keys() <= set(self._columns):
             with full_disk_told(self.path), self.path.open("a", newline="") as file:
-                self._writer(file).writerow({STEP: step, **cells})
+                csv.DictWriter(file, [STEP, *self._columns]).writerow({STEP: step, **cells})
         else:
-            self._rewrite()
+            self.rewind(max(self._rows))
 
     def rewind(self, step: int) -> None:
-        """Delete the rows after `step`."""
-        self._rows = {s: row for s, row in self._rows.items() if s <= step}
-        self._rewrite()
+        """Write the file anew, without the rows after `step`."""
+        self._rows = {s: self._rows[s] for s in sorted(self._rows) if s <= step}
+        order = {name: place for place, name in enumerate(METRICS)}
+        names = {name for row in self._rows.values() for name in row}
+        self._columns = sorted(names, key=lambda n: (order.get(n, len(order)), n))
+        with written_whole(self.path) as beside, beside.open("w", newline="") as file:
+            writer = csv.DictWriter(file, [STEP, *self._columns])
+            writer.writeheader()
+            writer.writerows({STEP: s, **row} for s, row in self._rows.items())
 
     def flush(self) -> None:
         """Write all rows to the disk, so that they survive a loss of power."""
@@ -148,63 +142,6 @@ class MetricsFile(Logger):
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Ignore the hyperparameters: the run folder already holds the configuration."""
-
-    def _rewrite(self) -> None:
-        self._columns = _columns(self._rows)
-        with written_whole(self.path) as beside, beside.open("w", newline="") as file:
-            writer = self._writer(file)
-            writer.writeheader()
-            writer.writerows({STEP: step, **self._rows[step]} for step in sorted(self._rows))
-
-    def _writer(self, file: Any) -> csv.DictWriter[str]:
-        return csv.DictWriter(file, fieldnames=[STEP, *self._columns])
-
-
-def _columns(rows: Mapping[int, Mapping[str, str]]) -> list[str]:
-    """Return the metric names in the order of METRICS, then all others in alphabetical order."""
-    names = {name for row in rows.values() for name in row}
-    return sorted(names, key=lambda n: (_ORDER[n] if n in _ORDER else len(_ORDER), n))
-
-
-NAME_CHARACTERS, TAG_CHARACTERS = 128, 64
-"""Largest numbers of characters that W&B allows in the name of a run or group, and in a tag."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """The description of a run that a dashboard shows besides its metrics."""
-
-    name: str
-    """Display name: run/model/stage, or run/model/job/stage."""
-    run: str
-    """Name of the run."""
-    model: str
-    """Name of the model preset."""
-    job: str | None
-    """Name of the run's variant, which lists the varied values; None without variants. The jobs of
-    a run form a group."""
-    stage: str
-    """Name of the stage."""
-    config: Mapping[str, Any]
-    """Complete configuration, resolved."""
-
-
-def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
-    """Return MetricsFile, then the configured logger; both continue the files in `run_dir`."""
-    loggers: list[Logger] = [MetricsFile(run_dir)]
-    if isinstance(config, WandbConfig):
-        run = _wandb_run(config, run_dir, identity)
-        loggers.append(RunWandb(project=config.project, save_dir=run_dir, experiment=run))
-    elif config.kind == "tensorboard":
-        loggers.append(RunTensorBoard(run_dir))
-    return loggers
-
-
-def close_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
-    """Finish the W&B run, so that the next run in this process starts a new one."""
-    for logger in loggers:
-        if isinstance(logger, RunWandb):
-            logger.close(exit_code)
 
 
 class RunTensorBoard(TensorBoardLogger):
@@ -227,6 +164,59 @@ class RunTensorBoard(TensorBoardLogger):
         """Write all events to the disk, so that they survive a kill and a loss of power."""
         self.experiment.flush()
         flush(Path(self.log_dir))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunIdentity:
+    """The description of a run that a dashboard shows besides its metrics."""
+
+    name: str
+    """Display name: run/model/stage, or run/model/job/stage."""
+    run: str
+    """Name of the run."""
+    model: str
+    """Name of the model preset."""
+    job: str | None
+    """Name of the run's variant, which lists the varied values; None without variants. The jobs of
+    a run form a group."""
+    stage: str
+    """Name of the stage."""
+    config: Mapping[str, Any]
+    """Complete configuration, resolved."""
+
+    @property
+    def tags(self) -> list[str]:
+        """Return the tags of the run: stage, model, job, and each value in the job's name.
+
+        A sweep joins values by , or + to the name of a job.
+        """
+        varied = [self.job, *re.split("[,+]", self.job)] if self.job else []
+        tags = (self.stage, self.model, *filter(None, varied))
+        return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
+
+
+def fitted(text: str, longest: int) -> str:
+    """Return `text`; cut to `longest` characters it ends with a checksum, so as to stay unique."""
+    checksum = f"-{zlib.crc32(text.encode()):08x}"
+    return text if len(text) <= longest else text[: longest - len(checksum)] + checksum
+
+
+def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
+    """Return MetricsFile, then the configured logger; both continue the files in `run_dir`."""
+    loggers: list[Logger] = [MetricsFile(run_dir)]
+    if isinstance(config, WandbConfig):
+        run = wandb_run(config, run_dir, identity)
+        loggers.append(RunWandb(project=config.project, save_dir=run_dir, experiment=run))
+    elif config.kind == "tensorboard":
+        loggers.append(RunTensorBoard(run_dir))
+    return loggers
+
+
+def close_loggers(loggers: Sequence[Logger], exit_code: int) -> None:
+    """Finish the W&B run, so that the next run in this process starts a new one."""
+    for logger in loggers:
+        if isinstance(logger, RunWandb):
+            logger.close(exit_code)
 
 
 def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: int) -> None:
@@ -254,11 +244,15 @@ def log_table(
             logger.log_metrics({name: table}, step=0)
 
 
-def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
+def wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
+    """Return the run of W&B, online or offline; a resumed run continues the one of its folder."""
     import wandb
     from wandb.errors import AuthenticationError, CommError
 
     group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
+    if not (run_dir / WANDB_ID).exists():
+        with written_whole(run_dir / WANDB_ID) as beside:
+            beside.write_text(secrets.token_hex(4))
 
     def start(mode: Any) -> Run:
         return wandb.init(
@@ -267,9 +261,9 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
             name=fitted(identity.name, NAME_CHARACTERS),
             group=None if group is None else fitted(group, NAME_CHARACTERS),
             job_type=identity.stage,
-            tags=[*wandb_tags(identity), *config.tags],
+            tags=[*identity.tags, *config.tags],
             config=dict(identity.config),
-            id=_wandb_id(run_dir),
+            id=read_wandb_id(run_dir / WANDB_ID),
             dir=run_dir,
             mode=mode,
             resume="allow" if mode == "online" else None,
@@ -281,7 +275,7 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
             ),
         )
 
-    mode, why = wandb_mode(config.mode), "WANDB_API_KEY and netrc hold no key"
+    mode, why = config.start_mode, "WANDB_API_KEY and netrc hold no key"
     try:
         run = start(mode)
     except AuthenticationError as error:
@@ -293,9 +287,6 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         why = f"W&B did not answer in {config.init_timeout_s:g} s (logger.init_timeout_s)"
         wandb.teardown()  # releases the id of the run that could not be started
         run = start("offline")
-    except gone():  # the W&B process has ended since the previous run of this Python process
-        forget()
-        run = start(mode)
     run.define_metric(AXIS)
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
@@ -303,36 +294,3 @@ def _wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run
         upload = f"upload later with `wandb sync {Path(run.dir).parent}`"
         print(visible_line(f"W&B: offline{reason}; {upload}"))
     return run
-
-
-def wandb_tags(identity: RunIdentity) -> list[str]:
-    """Return the tags of a run: stage, model, job, and each value in the job's name.
-
-    A sweep joins values by , or + to the name of a job.
-    """
-    varied = [] if identity.job is None else [identity.job, *re.split("[,+]", identity.job)]
-    tags = (identity.stage, identity.model, *filter(None, varied))
-    return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
-
-
-def fitted(text: str, longest: int) -> str:
-    """Return `text` cut to `longest` characters.
-
-    A text that is cut ends with a checksum of the whole, so that different texts stay different.
-    """
-    if len(text) <= longest:
-        return text
-    checksum = f"-{zlib.crc32(text.encode()):08x}"
-    return text[: longest - len(checksum)] + checksum
-
-
-def _wandb_id(run_dir: Path) -> str:
-    """Return the W&B run id stored in the run folder, so that a resumed run continues its curves.
-
-    A random id is written on the first call.
-    """
-    path = run_dir / WANDB_ID
-    if not path.exists():
-        with written_whole(path) as beside:
-            beside.write_text(secrets.token_hex(4))
-    return read_wandb_id(path)

@@ -16,7 +16,14 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.compute import CountedRows, iteration_totals, peak_memory, step_totals
+from lightning_rlhf.callbacks.compute import (
+    PEAK,
+    PREFIX,
+    iteration_totals,
+    peak_memory,
+    step_totals,
+)
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.progress import is_evaluation, latest, position
 from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
@@ -33,77 +40,61 @@ from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.parallel.replicas import Replicas
 
-SUMS = (
-    "score", "ended", "tokens", "kl", "rewards",
-    "values", "returns", "returns^2", "errors", "errors^2",
-)  # fmt: skip
-"""Columns of `response_sums`; errors are returns - values."""
 QUANTILES = (5, 25, 50, 75, 95)
 """Percentages of the quantiles of the score."""
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
 STATS = tuple(field.name for field in fields(UpdateStats))
-"""Columns of `update_rows`."""
-MEANS = {
-    "entropy": "entropy", "ppo_loss": "loss",
-    **{f"update/{name}": name for name in (
-        "policy_loss", "value_loss", "kl_loss", "ptx_loss", "approx_kl", "clip_fraction",
-        "value_clip_fraction", "ratio_mean", "grad_norm",
-    )},
-}  # fmt: skip
-"""Metric -> column of `update_rows` that it is the mean of, over minibatches."""
+MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
+    f"update/{name}": name
+    for name in STATS
+    if name not in ("entropy", "loss", "ratio_max", "skipped", "stopped", "nonfinite")
+}
+"""Metric -> field of UpdateStats that it is the mean of, over minibatches."""
 
 
-def response_sums(experience: Experience) -> Float[Tensor, "B 10"]:
-    """Return one row a response: its score, whether it ended, and sums over its real tokens."""
-    mask = experience.response_mask
-    errors = experience.returns - experience.old_values
-    per_token = (
-        mask.float(), experience.kl, experience.rewards, experience.old_values,
-        experience.returns, experience.returns**2, errors, errors**2,
-    )  # fmt: skip
-    sums = [torch.where(mask, x.float(), 0.0).sum(dim=1) for x in per_token]
-    return torch.stack([experience.score.float(), experience.ended.float(), *sums], dim=1)
-
-
-def rollout_metrics(sums: Float[Tensor, "B 10"]) -> dict[str, float]:
-    """Return the metrics of the rollout that follow from `response_sums`.
+def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, float]:
+    """Return the metrics of the responses of an iteration, over their real tokens.
 
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
     The quantile q of B sorted scores is taken at place q (B - 1), counted from 0, linearly between
     its two neighbours: numpy's method 'linear'.
+    groups_alike is the share of groups whose responses, `group_size` in a row, have the same score.
     """
-    column = dict(zip(SUMS, sums.double().unbind(dim=1), strict=True))
-    tokens = column["tokens"].sum()
-
-    def token_mean(name: str) -> Tensor:
-        return column[name].sum() / tokens
-
-    returns_var = (token_mean("returns^2") - token_mean("returns") ** 2).clamp(min=0.0)
-    errors_var = (token_mean("errors^2") - token_mean("errors") ** 2).clamp(min=0.0)
+    mask = experience.response_mask
+    errors = experience.returns - experience.old_values
+    per_token = {
+        "tokens": mask.float(), "kl": experience.kl, "rewards": experience.rewards,
+        "values": experience.old_values, "returns": experience.returns,
+        "returns^2": experience.returns**2, "errors": errors, "errors^2": errors**2,
+    }  # fmt: skip
+    sums = [torch.where(mask, x.float(), 0.0).sum(dim=1) for x in per_token.values()]
+    rows = torch.stack([experience.score.float(), experience.ended.float(), *sums], dim=1)
+    score, ended, *of_tokens = rows.cpu().double().unbind(dim=1)
+    column = dict(zip(per_token, of_tokens, strict=True))
+    mean = {name: x.sum() / column["tokens"].sum() for name, x in column.items()}
+    returns_var = (mean["returns^2"] - mean["returns"] ** 2).clamp(min=0.0)
+    errors_var = (mean["errors^2"] - mean["errors"] ** 2).clamp(min=0.0)
     explained = 1.0 - errors_var / returns_var if returns_var > 0.0 else torch.tensor(math.nan)
-    quantiles = column["score"].quantile(column["score"].new_tensor(QUANTILES) / 100)
+    quantiles = score.quantile(score.new_tensor(QUANTILES) / 100)
     metrics = {
-        "reward_mean": column["score"].mean(),
+        "reward_mean": score.mean(),
         "kl_divergence": column["kl"].mean(),
         "rollout/kl_std": column["kl"].std(correction=0),
-        "rollout/reward_std": column["score"].std(correction=0),
-        "rollout/reward_min": column["score"].min(),
-        "rollout/reward_max": column["score"].max(),
+        "rollout/reward_std": score.std(correction=0),
+        "rollout/reward_min": score.min(),
+        "rollout/reward_max": score.max(),
         **{f"rollout/score_p{p:02d}": q for p, q in zip(QUANTILES, quantiles, strict=True)},
         "rollout/response_tokens": column["tokens"].mean(),
-        "rollout/ended": column["ended"].mean(),
+        "rollout/ended": ended.mean(),
         "rollout/shaped_return": column["rewards"].mean(),
-        "rollout/value_mean": token_mean("values"),
+        "rollout/value_mean": mean["values"],
         "rollout/explained_variance": explained,
     }
+    if group_size > 1:
+        groups = score.view(-1, group_size)
+        metrics["rollout/groups_alike"] = (groups == groups[:, :1]).all(dim=1).double().mean()
     return {name: value.item() for name, value in metrics.items()}
-
-
-def share_alike(sums: Float[Tensor, "B 10"], group_size: int) -> float:
-    """Return the share of groups whose responses, `group_size` in a row, have the same score."""
-    groups = sums[:, SUMS.index("score")].view(-1, group_size)
-    return (groups == groups[:, :1]).all(dim=1).double().mean().item()
 
 
 def repetition_metrics(experience: Experience) -> dict[str, float]:
@@ -126,19 +117,16 @@ def repetition_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def update_rows(updates: Sequence[UpdateStats]) -> Float[Tensor, "U S"]:
-    """Return one row for each of U updates, with the S columns of `STATS`."""
-    return torch.stack([torch.stack([getattr(u, s).float() for s in STATS]) for u in updates])
-
-
-def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
+def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     """Return MEANS over minibatches, the largest ratio, and what became of the minibatches.
 
     Minibatches whose loss or gradient is not finite are counted and in none of the means. A field
     that is NaN in all others was not measured, and is no metric.
     """
-    of_all = dict(zip(STATS, rows.double().unbind(dim=1), strict=True))
-    finite = rows[of_all["nonfinite"] == 0].double()
+    stats = [torch.stack([getattr(u, name).float() for name in STATS]) for u in updates]
+    rows = torch.stack(stats).cpu().double()
+    nonfinite = rows[:, STATS.index("nonfinite")]
+    finite = rows[nonfinite == 0]
     column = dict(zip(STATS, finite.unbind(dim=1), strict=True))
     metrics = {
         **{metric: column[name].mean().item() for metric, name in MEANS.items()},
@@ -146,23 +134,18 @@ def update_metrics(rows: Float[Tensor, "U S"]) -> dict[str, float]:
         "update/steps": float(((column["stopped"] + column["skipped"]) == 0).sum()),
         "update/skipped": column["skipped"].sum().item(),
         "update/stopped": column["stopped"].sum().item(),
-        "update/nonfinite": of_all["nonfinite"].sum().item(),
+        "update/nonfinite": nonfinite.sum().item(),
     }
     return {name: x for name, x in metrics.items() if not (len(finite) and math.isnan(x))}
 
 
-def time_metrics(seconds: IterationSeconds, sums: Float[Tensor, "B 10"]) -> dict[str, float]:
+def time_metrics(seconds: IterationSeconds, tokens: int, responses: int) -> dict[str, float]:
     """Return seconds of each part of an iteration, and response tokens and responses a second."""
     iteration_s = seconds.rollout + seconds.score + seconds.update
-    tokens = sums[:, SUMS.index("tokens")].sum().item()
-    return {
-        "time/rollout_s": seconds.rollout,
-        "time/score_s": seconds.score,
-        "time/update_s": seconds.update,
+    return {f"time/{part}_s": x for part, x in vars(seconds).items()} | {
         "time/iteration_s": iteration_s,
-        "time/other_s": seconds.other,
         "time/tokens_per_s": tokens / iteration_s,
-        "time/episodes_per_s": len(sums) / iteration_s,
+        "time/episodes_per_s": responses / iteration_s,
     }
 
 
@@ -178,10 +161,9 @@ def step_sums(result: SFTStep | SFTEvaluation | PairScores) -> dict[str, Float[T
         return {"loss": result.loss.float() * tokens, "tokens": tokens}
     if isinstance(result, SFTEvaluation):
         return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
-    is_dpo = isinstance(result, DPOScores)
     columns = {
         "pairs": torch.ones_like(result.chosen),
-        "dpo_loss" if is_dpo else "rm_loss": result.losses,
+        "dpo_loss" if isinstance(result, DPOScores) else "rm_loss": result.losses,
         "accuracy": result.ranked_right,
         "reward_chosen": result.chosen,
         "reward_rejected": result.rejected,
@@ -193,20 +175,16 @@ def step_sums(result: SFTStep | SFTEvaluation | PairScores) -> dict[str, Float[T
     return {name: column.float().sum() for name, column in columns.items()}
 
 
-def stacked(result: Any) -> tuple[list[str], Float[Tensor, " M"]]:
-    """Return the names of the `step_sums` of a result, and their numbers."""
-    sums = step_sums(result)
-    return list(sums), torch.stack([*sums.values()])
-
-
-def step_metrics(names: Sequence[str], sums: Float[Tensor, "N M"], phase: str) -> dict[str, float]:
-    """Return the means over N batches of M `step_sums`, with these names; nan over nothing.
+def step_metrics(batches: Sequence[Mapping[str, Tensor]], phase: str) -> dict[str, float]:
+    """Return the means over the `step_sums` of batches; nan over nothing.
 
     perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected;
     sft_loss = -(sum of logps_chosen) / tokens, the loss of SFT on the chosen responses.
     phase: "update" or "eval".
     """
-    totals = dict(zip(names, sums.sum(dim=0).tolist(), strict=True))
+    names, device = list(batches[-1]), next(iter(batches[-1].values())).device
+    rows = torch.stack([torch.stack([*batch.values()]).to(device) for batch in batches])
+    totals = dict(zip(names, rows.sum(dim=0).tolist(), strict=True))
 
     def mean(total: float, number: float) -> float:
         return total / number if number else math.nan
@@ -231,13 +209,56 @@ def publish(trainer: Trainer, pl_module: Any, metrics: Mapping[str, float]) -> N
     pl_module.log_dict(dict(metrics), logger=False)
 
 
-class StepRows(CountedRows):
-    """Rows of metrics of steps, at whose start their learning rate and the time are noted."""
+class FileRows(Callback):
+    """Removes the rows after the checkpoint that a run goes on from, and puts them on the disk
+    before a checkpoint is written. For a module that logs its metrics with `self.log`."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.rewind(position(trainer, pl_module))
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
+        for logger in trainer.loggers:
+            if isinstance(logger, MetricsFile | RunTensorBoard):
+                logger.flush()
+
+
+class StepRows(FileRows):
+    """Rows of metrics of steps, with the totals of what the run has computed, over all resumes.
+
+    Sums of whole numbers are exact up to 2^53, so that a resumed run continues them exactly.
+    """
+
+    def __init__(self) -> None:
+        self.totals: dict[str, float] = {}
+        """Metric -> total so far, or the largest memory; empty before the first step."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        pl_module.logs_headline = False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"compute": self.totals}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.totals = state_dict["compute"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         # The learning rate of the first parameter group, the policy's.
         self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
         self._started = time.perf_counter()
+
+    def count(self, more: Mapping[str, float], memory: int) -> dict[str, float]:
+        """Add an iteration or step; return the metrics.
+
+        more: what it computed, as `iteration_totals` and `step_totals` return it.
+        memory: largest memory of the process, in bytes.
+        """
+        found = {PREFIX + name: float(number) for name, number in more.items()}
+        before = self.totals or dict.fromkeys([*found, PEAK], 0.0)
+        self.totals = {name: before[name] + number for name, number in found.items()}
+        self.totals[PEAK] = max(before[PEAK], float(memory))
+        return dict(self.totals)
 
 
 class PPOMetrics(StepRows):
@@ -245,22 +266,21 @@ class PPOMetrics(StepRows):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         result: IterationResult = outputs[RESULT]
-        sums = response_sums(result.experience).cpu()
+        experience = result.experience
         computed = iteration_totals(pl_module, result, trainer.world_size)
+        tokens = int(experience.response_mask.sum())
         metrics = {
-            **rollout_metrics(sums),
-            **repetition_metrics(result.experience),
-            **update_metrics(update_rows(result.updates).cpu()),
+            **rollout_metrics(experience, result.group_size),
+            **repetition_metrics(experience),
+            **update_metrics(result.updates),
             "update/lr": self._lr,
             "update/kl_coef": result.kl_coef,
             "rollout/padding": result.padding.item(),
-            **time_metrics(result.seconds, sums),
+            **time_metrics(result.seconds, tokens, len(experience)),
             **self.count(computed, peak_memory(pl_module.device)),
         }
-        if result.group_size > 1:
-            metrics["rollout/groups_alike"] = share_alike(sums, result.group_size)
         terms = pl_module.reward.terms
-        parts = result.experience.component_scores.cpu()
+        parts = experience.component_scores.cpu()
         if not all(term.is_paid_as_reported for term in terms):
             paid = paid_sum(parts, terms, pl_module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
@@ -296,18 +316,16 @@ class StepMetrics(StepRows):
 
     def __init__(self) -> None:
         super().__init__()
-        self._training: list[Tensor] = []
+        self._training: list[dict[str, Tensor]] = []
         """Sums of each batch that the next row covers; zeros where an update was not made."""
         self._nonfinite = 0
         """Updates that were not made since the last row."""
         self._logged_step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {
-            "training": [sums.cpu() for sums in self._training],
-            "nonfinite": self._nonfinite,
-            "logged_step": self._logged_step,
-        }
+        training = [{name: x.cpu() for name, x in sums.items()} for sums in self._training]
+        counts = {"nonfinite": self._nonfinite, "logged_step": self._logged_step}
+        return super().state_dict() | counts | {"training": training}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
@@ -318,10 +336,11 @@ class StepMetrics(StepRows):
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
         result = outputs[RESULT]
-        names, sums = stacked(result)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        self._training.append(sums if result.is_made else torch.zeros_like(sums))
-        del self._training[: -every * trainer.accumulate_grad_batches]
+        sums = step_sums(result)
+        if not result.is_made:
+            sums = {name: torch.zeros_like(x) for name, x in sums.items()}
+        self._training = [*self._training, sums][-every * trainer.accumulate_grad_batches :]
         self._nonfinite += not result.is_made
         seconds = time.perf_counter() - self._started
         totals = step_totals(pl_module, batch, seconds, trainer.world_size)
@@ -330,33 +349,33 @@ class StepMetrics(StepRows):
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:
             return
-        covered = torch.stack([row.to(sums.device) for row in self._training])
-        metrics = step_metrics(names, covered, "update")
-        metrics["update/lr"] = self._lr
-        metrics["update/nonfinite"] = float(self._nonfinite)
-        metrics["update/grad_norm"] = result.grad_norm.item()
+        metrics = {
+            **step_metrics(self._training, "update"),
+            "update/lr": self._lr,
+            "update/nonfinite": float(self._nonfinite),
+            "update/grad_norm": result.grad_norm.item(),
+        }
         publish(trainer, pl_module, metrics | computed)
         self._nonfinite, self._logged_step = 0, step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._validation: list[Tensor] = []
+        self._validation: list[dict[str, Tensor]] = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        self._names, sums = stacked(outputs)
-        self._validation.append(sums)
+        self._validation.append(step_sums(outputs))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_evaluation(trainer):
-            metrics = step_metrics(self._names, torch.stack(self._validation), "eval")
-            publish(trainer, pl_module, metrics)
+            publish(trainer, pl_module, step_metrics(self._validation, "eval"))
 
 
 class SharedMetrics(Callback):
     """Gives every process the `trainer.callback_metrics` of the first, so that rules agree in all.
 
     Place it after the callbacks that log metrics, which the first process alone has.
+    `LightningModule.log` would take longer for all of them than a step of a small model.
     """
 
     def __init__(self, replicas: Replicas) -> None:
@@ -366,19 +385,10 @@ class SharedMetrics(Callback):
         pl_module.logs_headline = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        self.share(trainer)
+        self.on_validation_epoch_end(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if is_evaluation(trainer):
-            self.share(trainer)
-
-    def share(self, trainer: Trainer) -> None:
-        """Take the metrics of the first process for those of this one, unless this is it.
-
-        `LightningModule.log` would take longer for all of them than a step of a small model.
-        """
-        found = self.replicas.first(lambda: latest(trainer))
-        if not self.replicas.is_first:
-            trainer.callback_metrics.update(
-                {name: torch.tensor(value) for name, value in found.items()}
-            )
+            found = self.replicas.first(lambda: latest(trainer))
+            if not self.replicas.is_first:
+                trainer.callback_metrics.update({n: torch.tensor(x) for n, x in found.items()})

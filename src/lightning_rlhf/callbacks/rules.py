@@ -5,6 +5,7 @@ shows in the metrics of the kinds behind it, seldom the other way round.
 """
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
 
 IN_A_ROW = 3
 """Consecutive iterations in which a metric of a batch must be bad: a single one may be chance."""
+COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 Row = Mapping[str, float]
 """Metrics of one iteration by name."""
@@ -41,16 +43,18 @@ class History:
         found = [row[name] for row in self.rows[-count:] if name in row]
         return found if len(found) == count else []
 
-    def streak(self, name: str, is_bad: Callable[[float], bool], words: str) -> str | None:
-        """Return words, with the latest value for "{}", on a metric that is bad IN_A_ROW times."""
+    def streak(self, name: str, sign: str, bound: float) -> str | None:
+        """Return the latest value of a metric that is beyond a bound IN_A_ROW times, else None.
+
+        sign: key of COMPARE.
+        """
         found = self.last(name, IN_A_ROW)
-        if not found or not all(map(is_bad, found)):
-            return None
-        return f"{words.format(found[-1])} {IN_A_ROW} iterations in a row"
+        is_beyond = found and all(COMPARE[sign](x, bound) for x in found)
+        return f"{found[-1]:.3g}" if is_beyond else None
 
 
 Find = Callable[[History], str | None]
-"""Function of the history that returns the symptom with its measured numbers, or None."""
+"""Function of the history that returns the measured numbers of a symptom, or None without it."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +64,13 @@ class Rule:
     name: str
     """Name of the rule."""
     when: str
-    """Condition on which the rule applies."""
+    """Condition on which the rule applies, which with the numbers found is the symptom."""
     cause: str
     """Likely cause of the symptom."""
     remedy: str
     """Places to look at, and the keys of the configuration to change."""
     find: Find
-    """Function that returns the symptom, or None where it is absent."""
+    """Function that returns the numbers found, or None where the condition does not hold."""
 
 
 def rule(*, when: str, cause: str, remedy: str) -> Callable[[Find], Rule]:
@@ -74,51 +78,45 @@ def rule(*, when: str, cause: str, remedy: str) -> Callable[[Find], Rule]:
     return lambda find: Rule(find.__name__, when, cause, remedy, find)
 
 
-CUT = 0.1
-"""Share of training prompts cut for their length: below it, they change no mean by much."""
-ALIKE = 0.9
-"""Share of groups without any difference: what is left of the batch is a tenth of its size."""
-ENDED = 0.05
-"""Share of responses that end: the score of a response that is cut off is that of a fragment."""
+def streak(
+    name: str, metric: str, sign: str, bound: float, *, cause: str, remedy: str, only: str = "",
+    applies: Callable[[PPOConfig], bool] = lambda config: True,
+) -> Rule:  # fmt: skip
+    """Return the rule that a metric is beyond a bound in IN_A_ROW iterations in a row.
+
+    only: words on the configurations that it `applies` to.
+    """
+    return Rule(
+        name, f"{metric} {sign} {bound:g} in {IN_A_ROW} iterations in a row{only}", cause, remedy,
+        lambda history: history.streak(metric, sign, bound) if applies(history.config) else None,
+    )  # fmt: skip
+
+
+CUT = 0.1  # fewer prompts change no mean by much
 FULL, EMPTY = 0.95, 1.5
 """Mean length as a share of ppo.max_response_tokens, and in tokens: an end token alone is one."""
-SIGMAS = 4.0
-"""Standard errors below 0 of a KL that cannot be chance: 1 in 30,000 iterations if normal."""
-LEAST_KL = 0.01
-"""Nats a response: rounding alone gives about 1e-6 (fp32) to 1e-2 (bf16)."""
-ENTROPY = 0.01
-"""Nats a token: the most likely token then has a probability above 0.998 on average."""
-RATIO = 10.0
-"""Probability ratio of a token, as `update/ratio_max` in METRICS; clipping does not bound the
-gradient of tokens with a negative advantage."""
+SIGMAS, LEAST_KL = 4.0, 0.01
+"""Standard errors below 0 of a KL that cannot be chance (1 in 30,000 iterations if normal), and
+nats a response: rounding alone gives about 1e-6 (fp32) to 1e-2 (bf16)."""
 CLIPPED, CLIPPED_FOR = 0.4, 5
 """Share of tokens outside ppo.clip_range, mean over so many iterations; healthy is below 0.3."""
-UNMOVED_FOR = 10
-"""Consecutive iterations without one clipped token."""
-UNMOVED_TOKENS = 3000
-"""Tokens of all epochs of these iterations, at least: of a clipped share above 0.1%, so many tokens
-show one with 95% probability (3 / n, Hanley and Lippman-Hand 1983)."""
-SAME = 0.5
-"""Share of responses that are the most common response of the batch."""
-REPEATED = 0.3
-"""Share of repeated 4-grams; 0.005 in human text, 0.44 in greedy text of a language model (Welleck
-et al. 2019, https://arxiv.org/abs/1908.04319)."""
-CRITIC_FOR, CRITIC_ERRORS = 20, 2.0
-"""Iterations over which the explained variance is averaged, and standard errors below 0."""
-CRITIC_AT_MOST = -0.1
-"""Mean explained variance: a tenth more squared error than a constant. A new critic is near 0."""
+UNMOVED_FOR, UNMOVED_TOKENS = 10, 3000
+"""Consecutive iterations without one clipped token, and the least number of tokens of all epochs of
+these: of a clipped share above 0.1%, so many tokens show one with 95% probability (3 / n, Hanley
+and Lippman-Hand 1983)."""
+CRITIC_FOR, CRITIC_ERRORS, CRITIC_AT_MOST = 20, 2.0, -0.1
+"""Iterations over which the explained variance is averaged, standard errors below 0, and the mean:
+a tenth more squared error than a constant. A new critic is near 0."""
 RISE, RISE_FOR = 3.0, 10
 """Factor between the medians of the value loss in so many iterations and in as many before."""
 FLAT_AFTER, GAIN = 40, 0.1
-"""Iterations before the reward can be flat, and the least gain, in standard deviations of the
-score."""
+"""Iterations before the reward can be flat; least gain, in standard deviations of the score."""
 FALL, FALL_ERRORS = 0.1, 2.0
 """Fall of the gold score in two evaluations: a share of its range so far, and standard errors of
 the difference prompt by prompt. A gold score that stays the same falls twice in a row in one of six
 cases, but by 2 standard errors in one of 50. The course's three runs without a KL penalty, of 247
 prompts, fall by 2.6, 3.3 and 12."""
-PERPLEXITY = 10.0
-"""Factor on the perplexity of the first evaluation: 2.3 nats a token."""
+PERPLEXITY = 10.0  # 2.3 nats a token
 
 
 @rule(
@@ -127,27 +125,18 @@ PERPLEXITY = 10.0
     remedy="raise data.max_prompt_tokens; data.long_prompts is what becomes of longer ones",
 )
 def prompts_cut(history: History) -> str | None:
-    if history.prompts_cut <= CUT:
-        return None
-    return (
-        f"{history.prompts_cut:.0%} of the training prompts were cut, or left out, as longer than "
-        "data.max_prompt_tokens"
-    )
+    return f"{history.prompts_cut:.0%}" if history.prompts_cut > CUT else None
 
 
-@rule(
-    when=f"rollout/groups_alike >= {ALIKE} in {IN_A_ROW} iterations in a row, for the estimators "
-    f"that compare ({', '.join(GROUPED)})",
+groups_alike = streak(
+    "groups_alike", "rollout/groups_alike", ">=", 0.9,  # a tenth of the batch is left
+    only=f", for the estimators that compare ({', '.join(GROUPED)})",
+    applies=lambda config: config.advantage in GROUPED,
     cause="responses to the same prompt all get the same score, so that their advantage is 0: the "
     "prompts are all too hard or too easy, or the score has too few levels",
     remedy="look at reward_mean and samples/; prompts of mixed difficulty, a finer reward, "
     "a larger ppo.samples_per_prompt or ppo.temperature",
-)
-def groups_alike(history: History) -> str | None:
-    if history.config.advantage not in GROUPED:
-        return None
-    name = "rollout/groups_alike"
-    return history.streak(name, lambda x: x >= ALIKE, f"{name} is {{:.3g}}, at least {ALIKE}")
+)  # fmt: skip
 
 
 @rule(
@@ -157,34 +146,22 @@ def groups_alike(history: History) -> str | None:
     remedy="Look at the reward, and at samples/; reward.clip must not cut all scores to one",
 )
 def reward_constant(history: History) -> str | None:
-    def is_constant(row: Row) -> bool:
-        # Compared are values, as the standard deviation of equal ones may be rounded above 0.
-        least, most = (row.get(f"rollout/reward_{end}") for end in ("min", "max"))
-        return (least is not None and least == most) or row.get("rollout/reward_paid_range") == 0.0
-
-    rows = history.rows[-IN_A_ROW:]
-    few = history.config.rollout_batch_size == 1 or len(rows) < IN_A_ROW
-    if few or not all(map(is_constant, rows)):
+    # Compared are values, as the standard deviation of equal ones may be rounded above 0.
+    ends = [history.last(f"rollout/reward_{end}", IN_A_ROW) for end in ("min", "max")]
+    paid = [row.get("rollout/reward_paid_range") for row in history.rows[-IN_A_ROW:]]
+    is_same = (ends[0] and ends[0] == ends[1]) or paid == [0.0] * IN_A_ROW
+    if not is_same or history.config.rollout_batch_size == 1:
         return None
-    return (
-        f"all responses of an iteration got the same reward, {IN_A_ROW} iterations in a row (the "
-        f"last time {rows[-1]['rollout/reward_max']:g})"
-    )
+    return f"{history.rows[-1]['rollout/reward_max']:g}"
 
 
-@rule(
-    when=f"rollout/ended < {ENDED} in {IN_A_ROW} iterations in a row",
+nothing_ends = streak(
+    "nothing_ends", "rollout/ended", "<", 0.05,  # the scores are those of fragments
     cause="responses are cut at ppo.max_response_tokens: the limit is too small, or the SFT model "
     "never learned the end token",
     remedy="raise ppo.max_response_tokens, or give ppo.stop_strings; data.long_responses=cut in "
     "SFT teaches no end; ppo.missing_eos=none where responses need no end",
-)
-def nothing_ends(history: History) -> str | None:
-    limit = history.config.max_response_tokens
-    words = (
-        f"{{:.1%}} of the responses end within ppo.max_response_tokens={limit}, below {ENDED:.0%}"
-    )
-    return history.streak("rollout/ended", lambda x: x < ENDED, words)
+)  # fmt: skip
 
 
 @rule(
@@ -195,13 +172,8 @@ def nothing_ends(history: History) -> str | None:
     "ppo.length_penalty, ppo.missing_eos_penalty, a larger ppo.kl_coef",
 )
 def length_extreme(history: History) -> str | None:
-    name, limit = "rollout/response_tokens", history.config.max_response_tokens
-    words = "responses have {:.3g} tokens on average, "
-    full = words + f"at the limit of ppo.max_response_tokens={limit},"
-    empty = words + "hardly more than an end token,"
-    return history.streak(name, lambda x: x >= FULL * limit, full) or history.streak(
-        name, lambda x: x <= EMPTY, empty
-    )
+    name, full = "rollout/response_tokens", FULL * history.config.max_response_tokens
+    return history.streak(name, ">=", full) or history.streak(name, "<=", EMPTY)
 
 
 @rule(
@@ -213,19 +185,14 @@ def length_extreme(history: History) -> str | None:
     "ppo.rollout=hf",
 )
 def kl_negative(history: History) -> str | None:
-    found = history.last(KL, IN_A_ROW)
-    deviations = history.last("rollout/kl_std", IN_A_ROW)
+    found, deviations = (history.last(name, IN_A_ROW) for name in (KL, "rollout/kl_std"))
     if not found or not deviations:
         return None
-    mean = fmean(found)
-    responses = IN_A_ROW * history.config.rollout_batch_size
+    mean, responses = fmean(found), IN_A_ROW * history.config.rollout_batch_size
     error = math.sqrt(fmean(x * x for x in deviations) / responses)
-    if mean >= -LEAST_KL or mean >= -SIGMAS * error:
+    if mean >= -max(LEAST_KL, SIGMAS * error):
         return None
-    return (
-        f"kl_divergence is {mean:.4g} nats a response over {IN_A_ROW} iterations, with a standard "
-        f"error of {error:.2g}"
-    )
+    return f"{mean:.4g}, standard error {error:.2g}"
 
 
 @rule(
@@ -237,32 +204,22 @@ def kl_exploding(history: History) -> str | None:
     limit, kl = history.config.kl_warning, history.last(KL, 1)
     if limit is None or not kl or not kl[0] > limit:
         return None
-    return (
-        f"kl_divergence is {kl[0]:.4g} nats a response in iteration "
-        f"{history.rows[-1]['step']:.0f}, above ppo.kl_warning={limit:g}"
-    )
+    return f"{kl[0]:.4g} nats a response, ppo.kl_warning={limit:g}"
 
 
-@rule(
-    when=f"entropy < {ENTROPY:g} nats a token in {IN_A_ROW} iterations in a row",
+entropy_collapse = streak(
+    "entropy_collapse", "entropy", "<", 0.01,  # the likeliest token then has more than 0.998
     cause="the policy nearly always picks the same token, so that nothing new is tried: the steps "
     "are too large, or the temperature too low",
     remedy="a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature",
-)
-def entropy_collapse(history: History) -> str | None:
-    words = f"entropy is {{:.3g}} nats a token, below {ENTROPY:g}"
-    return history.streak("entropy", lambda x: x < ENTROPY, words)
-
-
-@rule(
-    when=f"update/ratio_max > {RATIO:g} in {IN_A_ROW} iterations in a row",
+)  # fmt: skip
+# Clipping does not bound the gradient of tokens with a negative advantage.
+ratio_outliers = streak(
+    "ratio_outliers", "update/ratio_max", ">", 10,
     cause="single tokens became many times as likely within an iteration: the steps are too large, "
     "or sampling and training compute different log-probabilities",
     remedy="a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3",
-)
-def ratio_outliers(history: History) -> str | None:
-    name = "update/ratio_max"
-    return history.streak(name, lambda x: x > RATIO, f"{name} is {{:.3g}}, above {RATIO:g}")
+)  # fmt: skip
 
 
 @rule(
@@ -272,12 +229,7 @@ def ratio_outliers(history: History) -> str | None:
 )
 def clip_fraction_high(history: History) -> str | None:
     found = history.last("update/clip_fraction", CLIPPED_FOR)
-    if not found or not fmean(found) > CLIPPED:
-        return None
-    return (
-        f"update/clip_fraction is {fmean(found):.3g} on average over {CLIPPED_FOR} iterations, "
-        f"above {CLIPPED:g}"
-    )
+    return f"{fmean(found):.3g}" if found and fmean(found) > CLIPPED else None
 
 
 @rule(
@@ -297,34 +249,25 @@ def clip_fraction_zero(history: History) -> str | None:
     is_warm = history.rows[-UNMOVED_FOR]["step"] > config.critic_warmup
     if min(rates) < config.lr / 2 or not is_warm or tokens < UNMOVED_TOKENS:
         return None
-    return (
-        f"update/clip_fraction is 0 {UNMOVED_FOR} iterations in a row (ppo.clip_range="
-        f"{config.clip_range:g}, update/lr={rates[-1]:.3g})"
-    )
+    return f"ppo.clip_range={config.clip_range:g}, update/lr={rates[-1]:.3g}"
 
 
-@rule(
-    when=f"rollout/most_common >= {SAME:g} in {IN_A_ROW} iterations in a row, of 4 prompts or more",
+responses_identical = streak(
+    "responses_identical", "rollout/most_common", ">=", 0.5,
+    only=", of 4 prompts or more",
+    applies=lambda config: config.prompts_per_iteration >= 4,
     cause="the policy gives the same response whatever the prompt is: the reward does not depend "
     "on the prompt, or the policy has collapsed",
     remedy="look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr",
-)
-def responses_identical(history: History) -> str | None:
-    if history.config.prompts_per_iteration < 4:
-        return None
-    words = f"{{:.0%}} of the responses are the same, at least {SAME:.0%}"
-    return history.streak("rollout/most_common", lambda x: x >= SAME, words)
-
-
-@rule(
-    when=f"rollout/repetition > {REPEATED:g} in {IN_A_ROW} iterations in a row",
+)  # fmt: skip
+# Human text has 0.005, and greedy text of a language model 0.44 (Welleck et al. 2019,
+# https://arxiv.org/abs/1908.04319).
+responses_repeat = streak(
+    "responses_repeat", "rollout/repetition", ">", 0.3,
     cause="responses repeat the same words: the reward pays for it, or the model loops",
     remedy="look at samples/; a smaller ppo.max_response_tokens, a larger ppo.kl_coef or "
     "ppo.temperature, a reward that sees repetition",
-)
-def responses_repeat(history: History) -> str | None:
-    words = f"{{:.0%}} of the 4-grams of the responses are repeated, above {REPEATED:.0%}"
-    return history.streak("rollout/repetition", lambda x: x > REPEATED, words)
+)  # fmt: skip
 
 
 @rule(
@@ -336,16 +279,12 @@ def responses_repeat(history: History) -> str | None:
 )
 def critic_worse(history: History) -> str | None:
     found = history.last("rollout/explained_variance", CRITIC_FOR)
-    found = [x for x in found if math.isfinite(x)]
-    if len(found) < CRITIC_FOR:
+    if not found or not all(map(math.isfinite, found)):
         return None
     mean, error = fmean(found), stdev(found) / math.sqrt(len(found))
     if mean >= CRITIC_AT_MOST or mean + CRITIC_ERRORS * error >= 0.0:
         return None
-    return (
-        f"rollout/explained_variance is {mean:.3g} on average over {CRITIC_FOR} iterations, with a "
-        f"standard error of {error:.2g}"
-    )
+    return f"{mean:.3g}, standard error {error:.2g}"
 
 
 @rule(
@@ -360,16 +299,14 @@ def value_loss_rising(history: History) -> str | None:
     if not found or history.config.advantage != "gae":
         return None
     before, now = median(found[:RISE_FOR]), median(found[RISE_FOR:])
-    if not (now > RISE * before and min(found[RISE_FOR:]) > before):
-        return None
-    return (
-        f"update/value_loss rose from {before:.3g} to {now:.3g} (medians of {RISE_FOR} iterations)"
-    )
+    is_up = now > RISE * before and min(found[RISE_FOR:]) > before
+    return f"from {before:.3g} to {now:.3g}" if is_up else None
 
 
 @rule(
-    when=f"after {FLAT_AFTER} to 100 iterations, reward_mean of the last third is, with 2 standard "
-    f"errors, less than {GAIN:g} standard deviations of the score above that of the first third",
+    when=f"after {FLAT_AFTER} to 100 iterations, reward_mean of the last third is, with 2 "
+    f"standard errors, less than {GAIN:g} standard deviations of the score above that of the first "
+    "third",
     cause="the policy does not learn what the reward pays for: the steps are too small, kl_coef is "
     "too large, or the reward is noise",
     remedy="a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise; "
@@ -386,10 +323,7 @@ def reward_flat(history: History) -> str | None:
     spread = fmean(row["rollout/reward_std"] for row in rows)
     if spread == 0.0 or gain + 2 * error >= GAIN * spread:
         return None
-    return (
-        f"reward_mean gained {gain:.3g} in {len(rows)} iterations, with a standard error of "
-        f"{error:.2g}; the standard deviation of the scores is {spread:.3g}"
-    )
+    return f"gain {gain:.3g}, standard error {error:.2g}; standard deviation {spread:.3g}"
 
 
 @rule(
@@ -412,11 +346,8 @@ def reward_against_gold(history: History) -> str | None:
     falls = [before[index] - now[index] for index in before if index in now]
     if len(falls) < 2 or fmean(falls) <= FALL_ERRORS * stdev(falls) / math.sqrt(len(falls)):
         return None
-    return (
-        f"from iteration {rows[-3]['step']:.0f} to {rows[-1]['step']:.0f} {HELD_OUT} rose from "
-        f"{reward[-3]:.3g} to {reward[-1]:.3g}, while {GOLD} fell from {gold[-3]:.3g} to "
-        f"{gold[-1]:.3g}"
-    )
+    since = f"since iteration {rows[-3]['step']:.0f}, reward {reward[-3]:.3g} to {reward[-1]:.3g}"
+    return f"{since}, gold {gold[-3]:.3g} to {gold[-1]:.3g}"
 
 
 @rule(
@@ -428,16 +359,10 @@ def reward_against_gold(history: History) -> str | None:
 def reward_against_perplexity(history: History) -> str | None:
     name = "eval/response_perplexity"
     rows = [row for row in history.evaluations if name in row]
-    if not rows:
+    if not rows or not rows[-1][HELD_OUT] > rows[0][HELD_OUT]:
         return None
-    first, now = rows[0], rows[-1]
-    is_up = now[HELD_OUT] > first[HELD_OUT]
-    if not is_up or not now[name] > PERPLEXITY * first[name]:
-        return None
-    return (
-        f"{name} rose from {first[name]:.3g} to {now[name]:.3g}, while {HELD_OUT} rose from "
-        f"{first[HELD_OUT]:.3g} to {now[HELD_OUT]:.3g}"
-    )
+    first, now = rows[0][name], rows[-1][name]
+    return f"from {first:.3g} to {now:.3g}" if now > PERPLEXITY * first else None
 
 
 RULES = tuple(each for each in list(vars().values()) if isinstance(each, Rule))

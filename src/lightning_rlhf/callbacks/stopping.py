@@ -17,6 +17,9 @@ from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
 from lightning_rlhf.core.errors import ConfigError, counted, require
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
 
+AVERAGE = "averaged_weights"
+"""Checkpoint key of the average of each weight, by its name in `state_dict`."""
+
 
 class CheckMonitors(Callback):
     """Callback that checks the metric of every EarlyStopping. Place it before them."""
@@ -62,8 +65,7 @@ class EarlyStop(Callback):
         """Why the run ended; None while it has not."""
 
     def state_dict(self) -> dict[str, Any]:
-        kept = ("best", "best_step", "without", "reason")
-        return {name: getattr(self, name) for name in kept}
+        return {name: vars(self)[name] for name in ("best", "best_step", "without", "reason")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         vars(self).update(state_dict)
@@ -75,11 +77,8 @@ class EarlyStop(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
         if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
-            self.end(
-                trainer,
-                f"{KL} is {metric_text(kl)} nats a response, above "
-                f"{self.section}.stop.max_kl={largest:g}",
-            )
+            limit = f"{self.section}.stop.max_kl={largest:g}"
+            self.end(trainer, f"{KL} is {metric_text(kl)} nats a response, above {limit}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         is_over = self.config.patience is None or self.reason is not None
@@ -137,10 +136,6 @@ class MaxTime(Timer):
         """Keep no time of an earlier process."""
 
 
-AVERAGE = "averaged_weights"
-"""Checkpoint key of the average of each weight, by its name in `state_dict`."""
-
-
 class WeightAverage(Callback):
     """Averages the trained weights of a module's `roles` over optimizer steps.
 
@@ -179,8 +174,7 @@ class WeightAverage(Callback):
         """Take the present weights into the average."""
         weights = averaged_weights(module)
         if self.average:
-            present = [*weights.values()]
-            self._update([*self.average.values()], present, 0)  # the count has no effect
+            self._update([*self.average.values()], [*weights.values()], 0)  # no effect of a count
         else:
             self.average = {name: x.clone() for name, x in weights.items()}
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.callbacks.logger_config import LoggerConfig
+from lightning_rlhf.callbacks.files import LoggerConfig
 from lightning_rlhf.core.config import (
     DPOConfig,
     DType,

@@ -9,10 +9,9 @@ from lightning.pytorch.callbacks import Callback
 from rich import get_console
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Samples, load_judge
+from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Recorder, Samples, load_judge
 from lightning_rlhf.callbacks.files import read_rows
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.recorder import Recorder
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL

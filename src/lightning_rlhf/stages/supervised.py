@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 
+from lightning_rlhf.callbacks.evaluation import KeepLastBatch
 from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.core.config import DPOConfig, SFTConfig
 from lightning_rlhf.core.errors import require
 from lightning_rlhf.core.masking import real_tokens
