@@ -40,14 +40,13 @@ def test_a_name_without_a_row_is_refused_by_name() -> None:
 
 def test_a_row_is_read_with_its_parts_and_without_those_that_it_lacks() -> None:
     found = metric_rows("""
-eval/x | ppo dpo | nats | min | 0.5.. | the x of held-out pairs
-    a formula
-    of two lines -> falls
-time/y | sft | s
-    seconds
+eval/x | ppo dpo | nats | min | 0.5.. | the x of held-out pairs: a formula
+    of two lines: x = y
+    -> falls
+time/y | sft | s: seconds
 """)
     assert vars(found["eval/x"]) == {
-        "formula": "a formula of two lines", "unit": "nats", "phase": "eval",
+        "formula": "a formula of two lines: x = y", "unit": "nats", "phase": "eval",
         "stages": ("ppo", "dpo"), "healthy": "falls", "label": "the x of held-out pairs",
         "better": "min", "band": (0.5, None),
     }  # fmt: skip

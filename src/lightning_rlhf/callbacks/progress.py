@@ -5,7 +5,7 @@ prompt_rows) without its type, since modules and callbacks do not import each ot
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from time import monotonic
 from typing import Any
 
@@ -59,12 +59,13 @@ class Progress(ProgressBar):
         """headlines: names of the metrics that are shown while the stage runs."""
         super().__init__()
         self._stage = stage
-        self._shown = headlines
+        self._headlines = headlines
         self._enabled = True
+        self._total = 0
+        """Number of steps of the training; 0 outside of it."""
         self._bar: Bar | None = None
         self._working: Working | None = None
         """Printer of the plain lines of training or evaluation where there is no bar."""
-        self._is_training = False
 
     def disable(self) -> None:
         self._enabled = False
@@ -79,48 +80,44 @@ class Progress(ProgressBar):
         self._total = int(trainer.estimated_stepping_batches)
         self._done = self._first = position(trainer, pl_module)
         self._start = monotonic()
-        self._is_training = True
         if self._enabled and get_console().is_terminal:
             times = TextColumn("{task.fields[times]}")
             self._bar = Bar(self._stage, self._total, times, done=self._done)
             self._bar.start()
-        self._begin(Working(self._stage, line=self._line))
+        self._replace(Working(self._stage, line=self._line))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         before, self._done = self._done, position(trainer, pl_module)
         if self._done == before:
             return
-        headlines = headline_text(trainer.callback_metrics, self._shown)
+        found = trainer.callback_metrics
+        headlines = (f"{n} {metric_text(float(found[n]))}" for n in self._headlines if n in found)
+        shown = "  ".join(headlines)
         tenth = self._done * LINES // self._total
         is_due = self._done == self._first + 1 or tenth > (self._done - 1) * LINES // self._total
         if self._bar is not None:
-            self._bar.below = headlines
+            self._bar.below = shown
             self._bar.show(completed=self._done, times=self._times())
         elif self._enabled and is_due:
-            print(f"{self._line()}  {headlines}", flush=True)
+            print(f"{self._line()}  {shown}", flush=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if self._bar is not None:
-            self._bar.show(description=f"{self._stage} eval", refresh=True)
-        is_check = trainer.sanity_checking
-        total = sum(trainer.num_sanity_val_batches if is_check else trainer.num_val_batches)
-        known = int(total) if math.isfinite(total) else None
-        self._begin(Working(f"{self._stage} evaluation, batches", known))
+        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else (
+            trainer.num_val_batches
+        )  # fmt: skip
+        known = int(sum(batches)) if math.isfinite(sum(batches)) else None
+        self._replace(Working(f"{self._stage} evaluation, batches", known), "eval")
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         if self._working is not None:
             self._working.advance()
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._end()
-        if self._bar is not None:
-            self._bar.show(description=self._stage, refresh=True)
-        if self._is_training:
-            self._begin(Working(self._stage, line=self._line))
+        self._replace(Working(self._stage, line=self._line) if self._total else None)
 
     def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._is_training = False
-        self._end()
+        self._replace(None)
+        self._total = 0
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -128,16 +125,16 @@ class Progress(ProgressBar):
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         self.on_train_end(trainer, pl_module)
 
-    def _begin(self, working: Working) -> None:
-        self._end()
-        if self._enabled and self._bar is None:
-            self._working = working
-            working.start()
-
-    def _end(self) -> None:
+    def _replace(self, working: Working | None, part: str = "") -> None:
+        """Let `working` print from now on, and nothing else; part: of the stage, for the bar."""
         if self._working is not None:
             self._working.stop()
             self._working = None
+        if self._bar is not None:
+            self._bar.show(description=f"{self._stage} {part}".strip(), refresh=True)
+        elif self._enabled and working is not None:
+            self._working = working
+            working.start()
 
     def _line(self) -> str:
         return f"{self._stage} {self._done}/{self._total}  {self._times()}"
@@ -149,12 +146,6 @@ class Progress(ProgressBar):
         if made:
             left = f"{clock_text(elapsed / made * (self._total - self._done))} left"
         return f"{clock_text(elapsed)} elapsed, {left}"
-
-
-def headline_text(metrics: Mapping[str, Any], names: Sequence[str]) -> str:
-    """Return the metrics of these names that have been measured, with their values."""
-    shown = (name for name in names if name in metrics)
-    return "  ".join(f"{name} {metric_text(float(metrics[name]))}" for name in shown)
 
 
 def metric_text(x: float) -> str:

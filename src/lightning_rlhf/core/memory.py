@@ -90,21 +90,18 @@ class MicrobatchSize:
                 if rows == 1:
                     raise TrainingError(
                         f"one row at a time ({self.key}) is too much for the memory of the device: "
-                        f"{error} Shorter prompts and responses, a smaller model or a quantised "
-                        "one need less"
+                        f"{error} Shorter prompts and responses, or a smaller model, need less"
                     ) from error
 
-        while True:
+        while not fits:
             rows = self.rows
             yield attempt(rows)
-            if fits:
-                return
-            # The tensors of the failed block are freed only after the handler.
-            torch.cuda.empty_cache()
-            if self.rows < rows:  # other work with this object has already halved it
-                continue
-            self.rows //= 2
-            warnings.warn(
-                f"out of memory: {self.key} is {self.rows} from now on, which changes no result",
-                stacklevel=2,
-            )
+            if not fits:
+                # The tensors of the failed block are freed only after the handler.
+                torch.cuda.empty_cache()
+            if not fits and self.rows == rows:  # other work with this object has not halved it
+                self.rows //= 2
+                warnings.warn(
+                    f"out of memory: {self.key} is {self.rows} from now on, which changes no result",
+                    stacklevel=2,
+                )

@@ -41,6 +41,10 @@ class RunFiles:
         return str(self.tree["stage"])
 
     @property
+    def seed(self) -> str:
+        return str(self.tree.get("seed"))
+
+    @property
     def name(self) -> str:
         """Return run/model/stage, or run/model/job/stage."""
         tree = self.tree
@@ -52,10 +56,6 @@ class RunFiles:
         """Return the title of the stage, with the job that it is of."""
         title = self.stage if self.definition is None else self.definition.title
         return f"{title} ({job})" if (job := self.tree.get("job")) else title
-
-    @property
-    def seed(self) -> str:
-        return str(self.tree.get("seed"))
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -74,21 +74,16 @@ def read_run(folder: Path, definition: Stage | None) -> RunFiles:
     definition: stage of the run; None for one that is not in the package.
     Raises CheckpointError where a file is damaged.
     """
-    file = folder / CONFIG
-    tree = read_config(file, "a report cannot be written")
+    tree = read_config(folder / CONFIG, "a report cannot be written")
     match tree:
         case {"stage": str(), "model": {"name": str()}}:
             pass
         case _:
-            raise CheckpointError(f"{file} is damaged: it names no stage and no model")
-    manifest = folder / FINAL / MANIFEST
-    return RunFiles(
-        folder=folder,
-        tree=tree,
-        definition=definition,
-        curves=read_metrics(folder),
-        manifest=read_manifest(manifest) if manifest.is_file() else None,
-    )
+            raise CheckpointError(f"{folder / CONFIG} is damaged: it names no stage and no model")
+    file = folder / FINAL / MANIFEST
+    manifest = read_manifest(file) if file.is_file() else None
+    return RunFiles(folder=folder, tree=tree, definition=definition, curves=read_metrics(folder),
+                    manifest=manifest)  # fmt: skip
 
 
 def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -98,10 +93,10 @@ def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     """
     curves: dict[str, tuple[list[int], list[float]]] = {}
     for step, row in read_rows(folder / METRICS).items():
-        for name, cell in row.items():
+        for name, x in row.items():
             steps, values = curves.setdefault(name, ([], []))
             steps.append(step)
-            values.append(float(cell))
+            values.append(x)
     return curves
 
 
@@ -163,31 +158,23 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
         files = evaluation_files(folder) or ()
         first, last = [[x for _, x in json_lines(file)] for file in files] or ([], [])
         curves = read_metrics(folder)
-        ends = {name: curves[name][1][-1] for name in (LOWEST, HIGHEST) if name in curves}
-        metrics = {**ends, **metrics}
-    return {
-        name: one_evaluated(name, metrics, first, last)
-        for name in metrics
-        if not name.startswith("start/")
-    }
-
-
-def one_evaluated(
-    name: str, metrics: Mapping[str, float], first: Samples, last: Samples
-) -> Evaluated:
-    """Return one of the metrics, from the samples of the first evaluation and of that in final/."""
-    value, start = metrics[name], metrics.get(f"start/{name}")
-    before, after = (by_prompt(samples, name) for samples in (first, last))
-    known = after[~np.isnan(after)]
-    are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
-    interval = interval_of(after, rate_interval if are_rates else mean_interval)
-    if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
-        interval = metrics[LOWEST], metrics[HIGHEST]
-    if start is None:
-        return Evaluated(metric=name, value=value, interval=interval)
-    gained = interval_of(after - before) if len(before) == len(after) else None
-    return Evaluated(metric=name, value=value, interval=interval, before=start,
-                     gain=value - start, gain_interval=gained)  # fmt: skip
+        metrics = {n: curves[n][1][-1] for n in (LOWEST, HIGHEST) if n in curves} | {**metrics}
+    found = {}
+    for name in (name for name in metrics if not name.startswith("start/")):
+        value, start = metrics[name], metrics.get(f"start/{name}")
+        before, after = (by_prompt(samples, name) for samples in (first, last))
+        known = after[~np.isnan(after)]
+        are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
+        interval = interval_of(after, rate_interval if are_rates else mean_interval)
+        if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
+            interval = metrics[LOWEST], metrics[HIGHEST]
+        has_gain = start is not None and len(before) == len(after)
+        found[name] = Evaluated(
+            metric=name, value=value, interval=interval, before=start,
+            gain=None if start is None else value - start,
+            gain_interval=interval_of(after - before) if has_gain else None,
+        )  # fmt: skip
+    return found
 
 
 def evaluation_files(folder: Path) -> tuple[Path, Path] | None:
@@ -212,10 +199,13 @@ def by_prompt(samples: Samples, name: str) -> np.ndarray:
     values = number_column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
     _, prompts = np.unique([sample["index"] for sample in samples], return_inverse=True)
     known = ~np.isnan(values)
+    size = len(set(prompts))
     sums, counts = (
-        np.bincount(prompts[known], weights, len(set(prompts))) for weights in (values[known], None)
+        np.bincount(prompts[known], values[known], size),
+        np.bincount(prompts[known], None, size),
     )
-    return np.divide(sums, counts, out=np.full(len(sums), np.nan), where=counts > 0)
+    with np.errstate(invalid="ignore"):
+        return sums / counts
 
 
 def interval_of(
