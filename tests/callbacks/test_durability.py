@@ -94,16 +94,6 @@ def test_rows_and_samples_are_on_the_disk_before_the_checkpoint(
     assert disk.synced[tmp_path / "samples"] >= 2, "the names of the files in it"
 
 
-def test_a_new_folder_of_checkpoints_is_flushed_with_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk = Disk(monkeypatch)
-    WholeFiles().save_checkpoint({}, tmp_path / "run" / "checkpoints" / "000001.ckpt")
-    assert disk.synced[tmp_path] == 1
-    assert disk.synced[tmp_path / "run"] == 1
-    assert disk.synced[tmp_path / "run" / "checkpoints"] == 1
-
-
 def test_a_kill_between_deletions_leaves_no_checkpoint_for_ever(tmp_path: Path, fit: Fit) -> None:
     """At the last step, after which nothing is saved any more: the resume deletes what is left."""
     run = Run(tmp_path, fit)

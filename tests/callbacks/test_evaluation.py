@@ -18,10 +18,9 @@ from lightning_rlhf.callbacks.evaluation import (
     console_table,
     keep_until,
     load_judge,
-    markdown,
 )
 from lightning_rlhf.callbacks.loggers import MetricsFile
-from lightning_rlhf.core.errors import ConfigError, RLHFError
+from lightning_rlhf.core.errors import RLHFError
 
 from .conftest import FakePPO, Fit
 
@@ -60,12 +59,6 @@ def test_text_is_cut_for_reading_and_never_taken_for_markup() -> None:
     assert "a [bold] | pipe" in shown
     assert "x" * 19 + "…" in shown
     assert "x" * 20 not in shown
-
-
-def test_markdown_keeps_one_row_a_sample() -> None:
-    lines = markdown([SAMPLE]).splitlines()
-    assert len(lines) == 3
-    assert lines[2].startswith(r"| 4 | a [bold] \| pipe line |")
 
 
 def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
@@ -126,35 +119,6 @@ def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(
     assert resumed.last is not None
     assert resumed.last["eval/win_rate"] == 0.5
     assert resumed.first == first.first
-
-
-@pytest.mark.parametrize("rows", [None, '{"index": 7, "score": 1.0}\n'])
-def test_without_sft_samples_of_the_same_prompts_there_is_no_win_rate(
-    fit: Fit, tmp_path: Path, rows: str | None
-) -> None:
-    if rows is not None:
-        (tmp_path / "samples").mkdir()
-        (tmp_path / "samples" / "eval_000000.jsonl").write_text(rows)
-    evaluation = Evaluation(None, tmp_path)
-    module = FakePPO()
-    module.iteration = 1
-    fit(module, [evaluation], [], batches=1)
-    assert evaluation.last is not None
-    assert "eval/win_rate" not in evaluation.last
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ("{folder}/rules.py", "allowed: 'path/to/file.py:function'"),
-        ("rules:gold", "allowed: 'path/to/file.py:function'"),
-        ("{folder}/rules.py:LIMIT", r"no function 'LIMIT', it has \['gold'\]"),
-    ],
-)
-def test_a_judge_that_is_not_there_is_named(tmp_path: Path, source: str, message: str) -> None:
-    (tmp_path / "rules.py").write_text("LIMIT = 3\ndef gold(row, response, ended): ...\n")
-    with pytest.raises(ConfigError, match=f"data.judge.*{message}"):
-        load_judge(source.format(folder=tmp_path))
 
 
 @pytest.mark.parametrize("body", ["import sys; sys.exit(0)", "return None", "return {'gold': '1'}"])

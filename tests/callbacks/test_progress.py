@@ -92,29 +92,6 @@ def test_the_lines_come_by_themselves_and_end_with_the_block(
     assert loading._stopped.is_set()
 
 
-def test_items_count_once_the_next_is_asked_for() -> None:
-    sampling = Working("sampling", 6)
-    sampling.start()
-    lines = [sampling.line for _ in sampling.track(["ab", "abc", "a"], len)]
-    assert [line.split()[1] for line in lines] == ["0/6", "2/6", "5/6"]
-    assert sampling.line.split()[1] == "6/6"
-    sampling.stop()
-
-
-def test_on_a_terminal_a_known_total_is_a_bar_that_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=120)
-    monkeypatch.setattr(rich, "_console", terminal)
-    with Working("sampling [from] it", 4) as sampling:
-        assert len(list(sampling.track(range(3)))) == 3
-        assert sampling._bar is not None
-        sampling._bar.refresh()
-    assert isinstance(terminal.file, io.StringIO)
-    shown = terminal.file.getvalue()
-    assert "sampling [from] it" in shown
-    assert "3/4" in shown
-    assert shown.endswith("\x1b[2K"), "its line is erased"
-
-
 def test_training_and_evaluations_without_a_bar_are_counted(
     fit: Fit, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,36 +24,26 @@ from lightning_rlhf.data.config import DataConfig
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 RECORDED = Path(__file__).parent / "recorded_rows.csv"
 CONFIG = {
-    "kl_warning": 50.0,
-    "max_response_tokens": 100,
-    "rollout_batch_size": 64,
-    "prompts_per_iteration": 64,
-    "critic_warmup": 0,
-    "advantage": "gae",
-    "lr": 1e-3,
-    "clip_range": 0.2,
-    "ppo_epochs": 4,
-}
+    "kl_warning": 50.0, "max_response_tokens": 100, "rollout_batch_size": 64,
+    "prompts_per_iteration": 64, "critic_warmup": 0, "advantage": "gae", "lr": 1e-3,
+    "clip_range": 0.2, "ppo_epochs": 4,
+}  # fmt: skip
 HEALTHY = {
-    "reward_mean": 0.0,
-    "kl_divergence": 1.0,
-    "entropy": 1.0,
-    "rollout/reward_std": 1.0,
-    "rollout/reward_min": -2.0,
-    "rollout/reward_max": 2.0,
-    "rollout/kl_std": 0.8,
-    "rollout/response_tokens": 40.0,
-    "rollout/ended": 1.0,
-    "rollout/most_common": 0.02,
-    "rollout/repetition": 0.01,
-    "rollout/explained_variance": 0.3,
-    "rollout/groups_alike": 0.2,
-    "update/value_loss": 1.0,
-    "update/clip_fraction": 0.1,
-    "update/ratio_max": 1.5,
-    "update/steps": 8.0,
-    "update/lr": 1e-3,
-}
+    "reward_mean": 0.0, "kl_divergence": 1.0, "entropy": 1.0, "rollout/reward_std": 1.0,
+    "rollout/reward_min": -2.0, "rollout/reward_max": 2.0, "rollout/kl_std": 0.8,
+    "rollout/response_tokens": 40.0, "rollout/ended": 1.0, "rollout/most_common": 0.02,
+    "rollout/repetition": 0.01, "rollout/explained_variance": 0.3, "rollout/groups_alike": 0.2,
+    "update/value_loss": 1.0, "update/clip_fraction": 0.1, "update/ratio_max": 1.5,
+    "update/steps": 8.0, "update/lr": 1e-3,
+}  # fmt: skip
+
+
+def history_of(rows: Any, evaluations: Any = (), **changes: Any) -> History:
+    """Return a history with the configuration CONFIG; changes: of it, and of the other fields."""
+    facts = {name: changes.pop(name) for name in ("prompts_cut", "run_dir") if name in changes}
+    config: Any = SimpleNamespace(**CONFIG | changes)
+    given: Any = {"prompts_cut": 0.0, "run_dir": Path("nowhere")} | facts
+    return History(rows=rows, evaluations=evaluations, config=config, **given)
 
 
 def found(
@@ -61,9 +51,7 @@ def found(
     *,
     evaluations: list[dict[str, float]] | None = None,
     start: int = 1,
-    prompts_cut: float = 0.0,
-    run_dir: Path = Path("nowhere"),
-    **config: Any,
+    **changes: Any,
 ) -> list[str]:
     """Return the names of the rules that apply to healthy iterations with other `columns`."""
     columns = columns or {}
@@ -71,13 +59,8 @@ def found(
         HEALTHY | {"step": float(start + i)} | dict(zip(columns, values, strict=True))
         for i, values in enumerate(zip(*columns.values(), strict=True))
     ]
-    history = History(
-        rows=rows,
-        evaluations=[{"step": float(k), **row} for k, row in enumerate(evaluations or [])],
-        config=SimpleNamespace(**{**CONFIG, **config}),  # type: ignore[arg-type]
-        prompts_cut=prompts_cut,
-        run_dir=run_dir,
-    )
+    evaluated = [{"step": float(k), **row} for k, row in enumerate(evaluations or [])]
+    history = history_of(rows, evaluated, **changes)
     return [rule.name for rule in RULES if rule.find(history) is not None]
 
 
@@ -87,16 +70,10 @@ def test_a_healthy_run_has_no_finding() -> None:
 
 
 def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:
-    for rule in RULES:
-        for count in (1, 100):
-            history = History(
-                rows=[{"step": float(i)} for i in range(5, count)],
-                evaluations=[{"step": 0.0}] * 3,
-                config=SimpleNamespace(**CONFIG),  # type: ignore[arg-type]
-                prompts_cut=0.0,
-                run_dir=Path("nowhere"),
-            )
-            assert rule.find(history) is None, rule.name
+    for count in (1, 100):
+        rows = [{"step": float(i)} for i in range(5, count)]
+        history = history_of(rows, [{"step": 0.0}] * 3)
+        assert [rule.name for rule in RULES if rule.find(history) is not None] == []
 
 
 def noisy(size: float, count: int) -> dict[str, list[float]]:
@@ -112,7 +89,6 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     ("prompts_cut", {}, {"prompts_cut": 0.1}, False),
     ("groups_alike", {"rollout/groups_alike": [0.9, 0.95, 1.0]}, {"advantage": "grpo"}, True),
     ("groups_alike", {"rollout/groups_alike": [0.89, 0.95, 1.0]}, {"advantage": "grpo"}, False),
-    ("groups_alike", {"rollout/groups_alike": [1.0, 1.0]}, {"advantage": "rloo"}, False),
     ("compares none", {"rollout/groups_alike": [1.0] * 3}, {"advantage": "reinforce++"}, False),
     ("nothing_ends", {"rollout/ended": [0.0, 0.04, 0.049]}, {}, True),
     ("nothing_ends", {"rollout/ended": [0.0, 0.0, 0.05]}, {}, False),
@@ -123,33 +99,25 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     # The standard error of 3 * 64 responses is 0.8 / sqrt(192) = 0.0577, times 4 is 0.231.
     ("kl_negative", {"kl_divergence": [-0.24] * 3}, {}, True),
     ("kl_negative", {"kl_divergence": [-0.22] * 3}, {}, False),
-    ("kl_negative", {"kl_divergence": [-0.24] * 2}, {}, False),
     ("kl_negative", {"kl_divergence": [-0.011] * 3, "rollout/kl_std": [0.0] * 3}, {}, True),
     ("rounding", {"kl_divergence": [-0.009] * 3, "rollout/kl_std": [0.0] * 3}, {}, False),
     ("kl_exploding", {"kl_divergence": [50.1]}, {}, True),
     ("kl_exploding", {"kl_divergence": [50.0]}, {}, False),
     ("kl_exploding", {"kl_divergence": [1e9]}, {"kl_warning": None}, False),
-    ("kl_exploding", {"kl_divergence": [math.nan]}, {}, False),
     ("entropy_collapse", {"entropy": [0.009] * 3}, {}, True),
     ("entropy_collapse", {"entropy": [0.01, 0.0, 0.0]}, {}, False),
     ("ratio_outliers", {"update/ratio_max": [10.1, 11.0, 99.0]}, {}, True),
     ("ratio_outliers", {"update/ratio_max": [10.0, 99.0, 99.0]}, {}, False),
     ("clip_fraction_high", {CLIPPED: [0.3, 0.3, 0.45, 0.5, 0.5]}, {}, True),  # mean 0.41
     ("clip_fraction_high", {CLIPPED: [0.3, 0.3, 0.4, 0.45, 0.5]}, {}, False),  # mean 0.39
-    ("clip_fraction_high", {CLIPPED: [0.9] * 4}, {}, False),
     ("clip_fraction_zero", {CLIPPED: [0.0] * 10}, {}, True),
-    ("clip_fraction_zero", {CLIPPED: [0.0] * 9}, {}, False),
     ("clip_fraction_zero", {CLIPPED: [1e-4] + [0.0] * 9}, {}, False),
     ("ratio is 1", {CLIPPED: [0.0] * 10, "update/steps": [1.0] * 10}, {}, False),
     ("schedule ends", {CLIPPED: [0.0] * 10, "update/lr": [1e-3] * 9 + [4e-4]}, {}, False),
     ("warm-up", {CLIPPED: [0.0] * 10}, {"critic_warmup": 1}, False),
     # 10 iterations of 10 responses in 4 epochs: 400 times 7.5 are 3,000 tokens.
-    (
-        "clip_fraction_zero",
-        {CLIPPED: [0.0] * 10, TOKENS: [7.5] * 10},
-        {"rollout_batch_size": 10},
-        True,
-    ),
+    ("clip_fraction_zero", {CLIPPED: [0.0] * 10, TOKENS: [7.5] * 10}, {"rollout_batch_size": 10},
+     True),
     ("few tokens", {CLIPPED: [0.0] * 10, TOKENS: [7.4] * 10}, {"rollout_batch_size": 10}, False),
     ("responses_identical", {"rollout/most_common": [0.5, 0.6, 0.7]}, {}, True),
     ("responses_identical", {"rollout/most_common": [0.49, 0.6, 0.7]}, {}, False),
@@ -158,12 +126,10 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     ("responses_repeat", {"rollout/repetition": [0.3, 0.9, 0.9]}, {}, False),
     ("reward_constant", {LOW: [0.5] * 3, HIGH: [0.5] * 3}, {}, True),
     ("reward_constant", {LOW: [0.5] * 3, HIGH: [1.5, 0.5, 0.5]}, {}, False),
-    ("reward_constant", {LOW: [0.5] * 2, HIGH: [0.5] * 2}, {}, False),
     ("reward_constant", {"rollout/reward_paid_range": [0.0] * 3}, {}, True),
     ("of one", {"rollout/reward_paid_range": [0.0] * 3}, {"rollout_batch_size": 1}, False),
     ("critic_worse", {EXPLAINED: [-0.11] * 20}, {}, True),
     ("critic_worse", {EXPLAINED: [-0.09] * 20}, {}, False),
-    ("critic_worse", {EXPLAINED: [-0.11] * 19}, {}, False),
     ("critic_worse", {EXPLAINED: [-0.11] * 19 + [math.nan]}, {}, False),
     # Mean -0.125; standard errors 1.125 * sqrt(20 / 19) / sqrt(20) = 0.26, and 0.023.
     ("critic_worse", {EXPLAINED: [1.0, -1.25] * 10}, {}, False),
@@ -171,7 +137,6 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 10}, {}, True),
     ("value_loss_rising", {LOSS: [1.0] * 10 + [2.9] * 10}, {}, False),
     ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 9 + [0.9]}, {}, False),
-    ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 9}, {}, False),
     ("without a critic", {LOSS: [1.0] * 10 + [3.1] * 10}, {"advantage": "rloo"}, False),
     # Thirds of 14 with deviation 0.052: standard error of the gain 0.0196, twice is 0.039.
     ("reward_flat", noisy(0.05, 42), {}, True),
@@ -184,7 +149,7 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     # Gains of 0.14 and 0.056 standard deviations, the latter with an error of 0.003.
     ("reward_flat", {"reward_mean": [i * 0.005 for i in range(42)]}, {}, False),
     ("reward_flat", {"reward_mean": [i * 0.002 for i in range(42)]}, {}, True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "columns", "keys", "applies"), CASES)
@@ -289,16 +254,8 @@ class Notes(dict[str, float]):
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
     iteration, evaluation = Notes(), Notes()
-    config: Any = SimpleNamespace(**CONFIG | {"advantage": "grpo", "kl_warning": 0.5})
-    rule.find(
-        History(
-            rows=[iteration] * 100,
-            evaluations=[evaluation] * 100,
-            config=config,
-            prompts_cut=1.0,
-            run_dir=Path("nowhere"),
-        )
-    )
+    changes: dict[str, Any] = {"advantage": "grpo", "kl_warning": 0.5, "prompts_cut": 1.0}
+    rule.find(history_of([iteration] * 100, [evaluation] * 100, **changes))
     names = {*iteration, *evaluation} - {"step", "eval/judge/gold"}
     assert names or rule.name == "prompts_cut"
     assert names <= {name for name, metric in METRICS.items() if "ppo" in metric.stages}
@@ -312,13 +269,9 @@ def test_recorded_runs_of_the_quickstart_have_no_finding(seed: str) -> None:
     rows = [{name: float(cell) for name, cell in row.items() if cell} for row in cells]
     assert len(rows) == 61
     for end in range(1, 62):
-        history = History(
-            rows=[row for row in rows[:end] if "reward_mean" in row],
-            evaluations=[row for row in rows[:end] if "eval/reward_mean" in row],
-            config=SimpleNamespace(**CONFIG | {"max_response_tokens": 48}),  # type: ignore[arg-type]
-            prompts_cut=0.0,
-            run_dir=Path("nowhere"),
-        )
+        trained = [row for row in rows[:end] if "reward_mean" in row]
+        evaluated = [row for row in rows[:end] if "eval/reward_mean" in row]
+        history = history_of(trained, evaluated, max_response_tokens=48)
         assert [rule.name for rule in RULES if rule.find(history) is not None] == []
 
 

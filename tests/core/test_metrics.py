@@ -18,11 +18,6 @@ PREFIXES = {
 HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
 
 
-def test_only_the_four_headlines_go_without_the_prefix_of_their_phase() -> None:
-    bare = {name for name, metric in METRICS.items() if not name.startswith(PREFIXES[metric.phase])}
-    assert bare == HEADLINES
-
-
 def test_every_fact_of_an_update_has_a_row() -> None:
     """Under its own name, or under that of a headline or a count."""
     named = {"loss": "ppo_loss", "entropy": "entropy"}

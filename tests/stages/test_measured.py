@@ -77,13 +77,6 @@ def test_a_share_is_known_within_0_and_1_and_never_for_certain(tmp_path: Path) -
     assert interval[1] <= 1.0
 
 
-def test_responses_without_the_part_do_not_count() -> None:
-    assert interval([1.0, None, 1.0, None], [0, 1, 2, 3]) == (1.0, 1.0)
-    assert interval([1.0, None, 5.0, 1.0], [0, 0, 1, 1]) == pytest.approx((1.0, 3.0))
-    assert interval([1.0, None, None, None], [0, 1, 2, 3]) is None
-    assert interval([], []) is None
-
-
 def test_numbers_of_a_sample_go_by_the_names_of_their_metrics() -> None:
     samples = [sample(0, 1.0, kl=3.0), sample(1, 1.0, kl=5.0)]
     for name, values in {
