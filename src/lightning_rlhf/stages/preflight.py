@@ -31,8 +31,8 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.rollout.collector import decode_responses
-from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.rollout.score import policy_outputs, predict, response_hidden
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
