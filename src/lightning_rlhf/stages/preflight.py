@@ -26,9 +26,8 @@ from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.rollout.collector import decode_responses
 from lightning_rlhf.rollout.native import NativeSampler
