@@ -18,7 +18,7 @@ from lightning_rlhf.core.errors import RLHFError, first_line
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.results import RESULT, IterationResult
 from lightning_rlhf.kernels.patch import rounding_of
-from lightning_rlhf.models.quantization import scale_bytes
+from lightning_rlhf.models.loading import scale_bytes
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.stages.memory_plan import by_role
 from true_shape import DATA

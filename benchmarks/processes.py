@@ -40,8 +40,7 @@ from lightning_rlhf.evaluation.evaluate_policy import GREEDY, Task
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world

@@ -24,9 +24,8 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import POLICY, REWARD, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward
 from machine import options, write
 from memory import forget_peak, resident

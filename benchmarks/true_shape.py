@@ -81,7 +81,7 @@ class Phases(L.Callback):
         forget_peak()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from lightning_rlhf.models.quantization import scale_bytes
+        from lightning_rlhf.models.loading import scale_bytes
         from lightning_rlhf.stages.memory_plan import by_role, learned
 
         for role, parameters in by_role(pl_module).items():

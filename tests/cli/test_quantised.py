@@ -23,7 +23,7 @@ from transformers import (
 import lightning_rlhf
 from lightning_rlhf.kernels.patch import same_logits
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, SFT, VALUE
-from lightning_rlhf.models.quantization import use_exact_layers
+from lightning_rlhf.models.loading import use_exact_layers
 from lightning_rlhf.models.roles import Roles, probe_tokens
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.stages.preflight import ratio, sample

@@ -30,8 +30,8 @@ from lightning_rlhf.data.rollouts import (
     recorded_iterations,
 )
 from lightning_rlhf.modules import ppo
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.preferences import DPOModule
 from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
 from lightning_rlhf.runs.console import HOME
 

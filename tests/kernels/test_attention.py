@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from lightning_rlhf.kernels import attention
-from lightning_rlhf.kernels.attention import (
+from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels.layers import (
     FAST_SDPA,
     _CausalAttention,
     apply_rotary,
@@ -69,7 +69,7 @@ def exactly(states: list[Tensor]) -> list[Tensor]:
 def test_in_bf16_long_rows_and_masked_ones_are_fp32_rounded_once(
     mask: str | None, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "SHORT", 0)
+    monkeypatch.setattr(layers, "SHORT", 0)
     narrow = states(torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = gradients(narrow, MASKS[mask] if mask else None, ours=True)
@@ -86,7 +86,7 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
     scores: int, autocast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then output and gradients are as far from the truth as torch's own in bf16, which is slow."""
-    monkeypatch.setattr(attention, "SCORES", scores)
+    monkeypatch.setattr(layers, "SCORES", scores)
     narrow = states(torch.bfloat16)
     with (
         torch.autocast("cpu", torch.bfloat16, enabled=autocast),

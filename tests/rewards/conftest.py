@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -42,6 +43,24 @@ def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> DecodedRe
     return DecodedResponses(
         rollout=rollout, rows=rows, responses=[response for _, response in texts]
     )
+
+
+TOKENS = torch.tensor([[0, 3, 5], [2, 4, 0], [6, 7, 8]])
+MASK = torch.tensor([[False, True, True], [True, True, False], [True, True, True]])
+
+
+def three_replies(
+    responses: Sequence[str] = ("one", "two", "three"), rows: Sequence[int] = (0, 1, 2)
+) -> DecodedResponses:
+    """Three replies of 2, 2 and 3 tokens, two padded; `rows`: in which order they come."""
+    found = make_replies(
+        *((f"question {i}", text) for i, text in zip(rows, responses, strict=True))
+    )
+    order = torch.tensor(rows)
+    rollout = replace(
+        found.rollout, tokens=TOKENS[order], mask=MASK[order], response_mask=MASK[order, 2:]
+    )
+    return replace(found, rollout=rollout)
 
 
 def messages(prompt: str) -> list[dict[str, str]]:

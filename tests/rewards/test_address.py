@@ -15,13 +15,10 @@ from .conftest import make_reward
     [
         ("http://host:8000/score", "http://host:8000/score"),
         ("https://me:word@host/score", "https://***@host/score"),
-        ("http://host/score?token=word", "http://host/score?***"),
         ("http://me:word@host/score?a=word&b=word#word", "http://***@host/score?***"),
         ("http://me:w/o?r#d@host/score", "http://***@host/score"),  # not escaped, as it should be
         ("me:word@host", "***@host"),
-        ("//me:word@host", "//***@host"),
         ("word\nword@host", "***@host"),
-        ("host#word", "host?***"),
         ("", ""),
     ],
 )
@@ -57,17 +54,15 @@ def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: s
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        (None, "None"),
         ("", "''"),
-        ("host:8000/score", "'host:8000/score'"),
         ("ftp://me:word@host/score", "'ftp://***@host/score'"),
         ("http:///score?word", "'http:///score?***'"),
         ("http://me:word@host:port/score", "'http://***@host:port/score'"),
     ],
 )
-def test_what_is_no_address_is_named_without_its_secrets(url: str | None, shown: str) -> None:
+def test_what_is_no_address_is_named_without_its_secrets(url: str, shown: str) -> None:
     with pytest.raises(ConfigError) as found:
-        parsed(url, "reward.url")  # type: ignore[arg-type]
+        parsed(url, "reward.url")
     assert str(found.value) == (
         f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
     )

@@ -11,9 +11,14 @@ import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.rewards.format_check import (
+    FLATTERY,
+    PROBES,
+    REFUSAL,
     FormatResult,
     KnownPair,
+    Probe,
     compare_scores,
+    make_probes,
     ranked_backwards,
     read_pairs,
     write_pairs,
@@ -97,24 +102,10 @@ def test_pairs_that_are_ranked_backwards(right: int, wrong: int, chance: str) ->
 
 @pytest.mark.parametrize(
     ("right", "wrong", "ties"),
-    [
-        (3, 13, 0),  # 137 + 560 of 65536: 0.0106
-        (0, 6, 10),  # 1 / 2^6: 0.016
-        (0, 0, 4),
-    ],
+    [(3, 13, 0), (0, 6, 10)],  # 137 + 560 of 65536: 0.0106; 1 / 2^6: 0.016
 )
 def test_pairs_that_guessing_may_rank_so(right: int, wrong: int, ties: int) -> None:
     assert ranked(right, wrong, ties) == []
-
-
-def test_the_same_text_is_shown_once() -> None:
-    result = compare_scores([known(1, 0)], [1], [0], "<q>a<r>b<e>", [])
-    assert result.fits(0.1)
-    assert result.lines("a", 0.25, shows_text=True) == [
-        "reward a: 1 held-out pairs read through PPO's path, 1.00 of them ranked as labelled, 1.00 "
-        "in its own stage; the scores differ by 0.000 of their standard deviation (allowed: 0.25)",
-        "  text of a pair: '<q>a<r>b<e>'",
-    ]
 
 
 def test_another_text_is_shown_beside_its_own() -> None:
@@ -150,7 +141,7 @@ def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert lines[-1] == ""
 
 
-@pytest.mark.parametrize("line", ["{", '{"row": {}}', "[]"])
+@pytest.mark.parametrize("line", ["{", '{"row": {}}'])
 def test_a_damaged_file_is_named(tmp_path: Path, line: str) -> None:
     write_pairs(tmp_path, [known(1, 0)])
     file = tmp_path / "pairs.jsonl"
@@ -158,3 +149,34 @@ def test_a_damaged_file_is_named(tmp_path: Path, line: str) -> None:
     with pytest.raises(CheckpointError) as error:
         read_pairs(tmp_path)
     assert str(error.value).startswith(f"{file} is damaged: ")
+
+
+ROW = {
+    "prompt": "User: hello\n\nAssistant: hi\n\nUser: what is\na cat?",
+    "messages": [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hi"},
+        {"role": "user", "content": "what is\na cat?"},
+    ],
+}
+
+
+def test_a_probe_of_every_kind_for_every_row() -> None:
+    probes = make_probes([ROW, ROW], ["A cat  is\nan animal.", "It purrs."])
+    assert probes[:6] == [
+        Probe("empty", 0, ""),
+        Probe("repeated", 0, "\n".join(["A cat  is\nan animal."] * 4)),
+        Probe("truncated", 0, "A cat"),  # two words of five
+        Probe("prompt_copied", 0, "what is\na cat?"),
+        Probe("flattery", 0, FLATTERY),
+        Probe("refusal", 0, REFUSAL),
+    ]
+    assert [probe.kind for probe in probes[6:]] == list(PROBES)
+    assert {probe.row for probe in probes[6:]} == {1}
+    assert probes[8].response == "It"
+
+
+def test_white_space_is_kept_and_one_word_has_no_half() -> None:
+    (truncated,) = (p for p in make_probes([ROW], ["a\n\nb c d "]) if p.kind == "truncated")
+    assert truncated.response == "a\n\nb"
+    assert "truncated" not in {probe.kind for probe in make_probes([ROW], ["Yes."])}

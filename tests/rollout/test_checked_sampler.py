@@ -91,7 +91,7 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
 
 @pytest.mark.parametrize(("answer", "found", "allowed"), [
     (None, "an object of type NoneType", "SampledResponses"),
-    (replace(GOOD, ended=None), "ended of type NoneType", "torch.bool [4] on cpu"),
+    (replace(GOOD, ended=None), "ended of NoneType", "torch.bool [4] on cpu"),
     (GOOD.select(slice(3)), "response_mask of torch.bool [3, 3] on cpu",
      "torch.bool [4, 3] on cpu, for 2 prompt tokens"),
     (replace(GOOD, tokens=GOOD.tokens[:, 1:]), "tokens of torch.int64 [4, 4] on cpu",

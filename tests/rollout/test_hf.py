@@ -15,8 +15,7 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Rollout
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.hf import HFSampler, _Finite
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams, _Finite
 from lightning_rlhf.rollout.score import Critic, annotate
 
 END = (1, 2, 3, 4, 5, 6)

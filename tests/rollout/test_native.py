@@ -20,9 +20,8 @@ from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout import native
-from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import DecodeState, NativeSampler, position_ids
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
 from lightning_rlhf.rollout.score import response_hidden
 
 from .conftest import END, sample

@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
@@ -391,8 +392,7 @@ def evaluated(settings: Settings) -> Verdict | None:
     )
     if not is_same or json_object(functions) != code_of(settings):
         return None
-    found: Any = json_object(report).get("judgement")
-    return Verdict(**found) if Verdict.is_json(found) else None
+    return build(Verdict, json_object(report).get("judgement"), f"{report}: judgement")
 
 
 def code_of(settings: Settings) -> dict[str, str]:

@@ -73,9 +73,8 @@ from lightning_rlhf.report.evaluation_page import (
 )
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
-from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.runs.console import note_on_few
 from lightning_rlhf.runs.folders import FINAL, run_name

@@ -20,30 +20,26 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.masking import upload
-from lightning_rlhf.kernels.attention import (
-    FAST_SDPA,
-    apply_rotary,
-    fast_sdpa,
-    is_gated,
-    signed_sin,
-)
 from lightning_rlhf.kernels.layers import (
+    FAST_SDPA,
     LIBRARY,
     LINEAR,
     ROWS,
     FastLayer,
     OneDNNLinear,
+    apply_rotary,
+    fast_sdpa,
+    is_gated,
     own_class,
     rounded_up,
-)
+    signed_sin,
+)  # fmt: skip
 from lightning_rlhf.kernels.lora import is_plain_lora
 
 TRUNKS = {
-    "LlamaModel": "Llama",
-    "Qwen2Model": "Qwen2",
-    "Qwen3Model": "Qwen3",
+    "LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3",
     "Qwen3_5TextModel": "Qwen3_5",
-}
+}  # fmt: skip
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
 FAMILIES = ", ".join(sorted(TRUNKS.values()))
@@ -101,12 +97,8 @@ class PackedDecoderLayer(FastLayer, nn.Module):
             mixer = self.get_submodule("self_attn")
             if attention_mask is None and _is_plain(mixer):
                 return _attend(mixer, x, packing, position_embeddings, is_last=self.is_last)
-            mixed, _ = mixer(
-                packing.pad(x),
-                attention_mask=attention_mask,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
+            kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
+            mixed, _ = mixer(packing.pad(x), **kwargs)
         return packing.pack(mixed.flatten(0, 1), last=self.is_last)
 
 
@@ -165,9 +157,8 @@ def rotates_by_length(model: PreTrainedModel) -> bool:
 def merged_adapters(model: nn.Module) -> Iterator[None]:
     """Replace every LoRA layer by one plain linear layer, W + sum of scale * B A, inside.
 
-    That is one matrix product instead of three for each active adapter. The LoRA layers themselves
-    are kept and restored, so that nothing is rounded twice. Layers that do not compute in fp32,
-    where rounding would remove the adapter, are unchanged, as are quantised ones and variants.
+    The LoRA layers are restored, so that nothing is rounded twice. Layers that do not compute in
+    fp32, where rounding would remove the adapter, quantised ones and variants stay as they are.
 
     Memory: a second copy of the weights under LoRA.
     """
@@ -230,12 +221,7 @@ class Packing:
     _rotary: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(
-        cls,
-        wanted: Bool[Tensor, "B S"],
-        *,
-        few_shapes: bool = False,
-    ) -> Packing:
+    def of(cls, wanted: Bool[Tensor, "B S"], *, few_shapes: bool = False) -> Packing:
         """Return the packing of each row from its first position up to its last wanted one.
 
         few_shapes: whether N and M are multiples of a larger number, where there are enough other
@@ -256,12 +242,9 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """Return the packing with its indices on `device`, without waiting for that."""
-        return replace(
-            self,
-            real=None if self.real is None else upload(self.real, device),
-            wanted=upload(self.wanted, device),
-            wanted_real=upload(self.wanted_real, device),
-        )
+        indices = {"real": self.real, "wanted": self.wanted, "wanted_real": self.wanted_real}
+        there = {k: None if x is None else upload(x, device) for k, x in indices.items()}
+        return replace(self, **there)  # type: ignore[arg-type]
 
     def pack(self, x: Float[Tensor, "BS d"], *, last: bool = False) -> Float[Tensor, "N d"]:
         """Gather the N positions; `last`: the M wanted ones, as the last layer computes them."""

@@ -20,15 +20,17 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lightning_rlhf.core.errors import first_line
-from lightning_rlhf.kernels.attention import apply_rotary, is_gated, signed_sin
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
 from lightning_rlhf.kernels.layers import (
     LINEAR,
+    apply_rotary,
     computing_dtype,
+    is_gated,
     is_zero_centred,
     own_class,
+    signed_sin,
     weight_and_eps,
-)
+)  # fmt: skip
 from lightning_rlhf.kernels.lora import FusedLoRALinear, JointLinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
 
@@ -127,9 +129,7 @@ class _DeltaRule:
         rows = len(x)
         mixed, z, b, a = self.joint(x).split(self.widths, dim=-1)
         mixed = self._convolved(mixed)
-        qk, value = mixed.split(
-            [2 * self.k * self.size, mixed.shape[1] - 2 * self.k * self.size], 1
-        )
+        qk, value = mixed.tensor_split([2 * self.k * self.size], dim=1)
         qk = self.unit(qk.view(rows, 2 * self.k, self.size))
         query, key = (
             part.repeat_interleave(self.v // self.k, dim=1) for part in qk.chunk(2, dim=1)
@@ -198,8 +198,7 @@ def _attended(
 class DecodeStep:
     """A trunk's forward pass of one token a row, after the tokens in its cache.
 
-    It has the model's weights at the time of construction, in the dtype of the computation: under
-    autocast those in fp32 are rounded once, where the model's own layers round them at every token.
+    It copies the weights in the dtype of the computation: under autocast fp32 is rounded once.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:

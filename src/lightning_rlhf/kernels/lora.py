@@ -25,15 +25,6 @@ def is_plain_lora(layer: LoRALinear) -> bool:
     )
 
 
-def has_dropout(layer: LoRALinear) -> bool:
-    """Return whether an active adapter applies dropout."""
-    return layer.training and any(
-        isinstance(layer.lora_dropout[adapter], nn.Dropout)
-        for adapter in layer.active_adapters
-        if adapter in layer.lora_A
-    )
-
-
 class FusedLoRALinear(FastLayer, LoRALinear):
     """PEFT's linear layer with its active adapters added in place, or to the weight.
 
@@ -52,6 +43,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
         autocast, dtype = torch.is_autocast_enabled(x.device.type), computing_dtype(x)
         adapters = [a for a in self.active_adapters if a in self.lora_A]
         pairs = [(self.lora_A[adapter].weight, self.lora_B[adapter].weight) for adapter in adapters]
+        drops = self.training and any(type(self.lora_dropout[a]) is nn.Dropout for a in adapters)
         if (
             args
             or kwargs
@@ -61,7 +53,7 @@ class FusedLoRALinear(FastLayer, LoRALinear):
             or (base.bias is not None and base.bias.requires_grad)
             or not (autocast or all(a.dtype == dtype for a, _ in pairs))
             or not is_plain_lora(self)
-            or has_dropout(self)
+            or drops
         ):
             return super().forward(x, *args, **kwargs)
         matrices = [matrix.to(dtype) for pair in pairs for matrix in pair]
@@ -165,8 +157,7 @@ SMALLEST, LARGEST = 2**17, 2**25
 """Number of elements of a weight from which packing saves time in fp32, and above which its copy
 takes too much memory."""
 LARGEST_BF16 = 2**28
-"""The same in bf16. An output layer of 2**28 elements takes 0.5 GB once more, and is computed for 8
-rows in half the time, which pays for packing it from 10 tokens on."""
+"""The same in bf16: 0.5 GB once more for half the time of 8 rows pays from 10 tokens on."""
 OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
 """Operators of torch.ops.mkldnn by which torch.compile packs weights; a release may lack them."""
 

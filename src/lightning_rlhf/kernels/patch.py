@@ -11,14 +11,18 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import ConfigError, first_line
-from lightning_rlhf.kernels.attention import use_fast_sdpa
 from lightning_rlhf.kernels.decoder import FAMILIES, Packing, family, packed_class
-from lightning_rlhf.kernels.layers import LINEAR, FastLayer, computing_dtype, fast_class
+from lightning_rlhf.kernels.layers import (
+    LINEAR,
+    FastLayer,
+    computing_dtype,
+    fast_class,
+    use_fast_sdpa,
+)
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 
 LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
 """Attributes of PEFT's linear layer that the fast one reads."""
-
 LAYERS = 4
 """Number of layers from which rounding in 16 bits grows."""
 
@@ -91,11 +95,8 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     The hidden states of two short rows are compared, the second one padded.
     """
     trunk = model.base_model
-    tokens = (
-        torch.arange(1, 33, device=model.device).view(2, 16)
-        * 7919
-        % trunk.embed_tokens.num_embeddings
-    )
+    count = trunk.embed_tokens.num_embeddings
+    tokens = (torch.arange(1, 33, device=model.device) * 7919 % count).view(2, 16)
     wanted = torch.ones_like(tokens, dtype=torch.bool)
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]

@@ -8,7 +8,6 @@ import warnings
 
 import torch
 from peft import PeftModel
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -17,35 +16,18 @@ from lightning_rlhf.core.config import CriticKind
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import rounding, same_logits
-from lightning_rlhf.models.checkpoint import (
-    ROLES,
-    Final,
-    check_adapter,
-    check_weights,
-    find,
-    naming,
-)
-from lightning_rlhf.models.config import (
-    BASE,
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    REWARD,
-    SFT,
-    VALUE,
-    ModelConfig,
-)
+from lightning_rlhf.models import config as names
+from lightning_rlhf.models.checkpoint import ROLES, Final, find, naming
+from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.loading import load_causal_lm
-from lightning_rlhf.models.quantization import quantization_of
-from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.models.loading import load_causal_lm, quantization_of
+from lightning_rlhf.models.roles import Roles, checked_adapter
 
 FINGERPRINT = "fingerprint.safetensors"
 REROUNDED = {"int8": 0.1, "nf4": 3e-2}
 """Kind of rounding -> largest relative difference of the logits between two computations with it.
 
-On one machine there is none. Another device may round a weight that lies between two codes to the
-other one.
+On one machine there is none. Another device may round a weight between two codes to the other.
 """
 
 
@@ -58,13 +40,15 @@ def fingerprint(final: Final, of: str) -> torch.Tensor | None:
     file = final.path / ROLES / FINGERPRINT
     if not file.is_file():
         return None
-    try:
-        found = load_file(file)[of]
-    except (SafetensorError, OSError, KeyError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not found.is_floating_point():
-        raise CheckpointError(f"{file} cannot be read: {of} is of {found.dtype}, no logits")
-    return found
+    with naming(str(file), ""):
+        return load_file(file)[of]
+
+
+def trained_on(final: Final) -> tuple[str, str]:
+    """Return quantization and data type of the base of an adapter; whole weights have no base."""
+    config = final.manifest.config if final.manifest and final.is_adapter else {}
+    model = config.get("model") or {}
+    return model.get("quantization", "none"), model.get("dtype", "")
 
 
 def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
@@ -82,13 +66,6 @@ def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
         alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained_on(final)
         tolerance = max(tolerance, REROUNDED[here]) if alike else 0.5
     return found.shape == expected.shape and same_logits(found, expected, tolerance)
-
-
-def trained_on(final: Final) -> tuple[str, str]:
-    """Return quantization and data type of the base of an adapter; whole weights have no base."""
-    config = final.manifest.config if final.manifest and final.is_adapter else {}
-    model = config.get("model") or {}
-    return model.get("quantization", "none"), model.get("dtype", "")
 
 
 def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
@@ -112,10 +89,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     """Load the SFT model as the reference: whole weights, or an adapter on its base.
 
     sft: checkpoint of the SFT model; None uses the base model unchanged.
-    trainable: True makes all weights trainable, for full fine-tuning.
-
-    Raises CheckpointError where `sft` is a reward model, an adapter that is to be fine-tuned in
-    full, or does not match its fingerprint.
+    trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
     """
     if sft is None:
         return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -151,8 +125,7 @@ def attach_reward(
 
     Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
 
-    Raises CheckpointError where the reward model has another tokenizer, or its adapter was trained
-    on another SFT model.
+    Raises CheckpointError for another tokenizer or, of an adapter, another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -164,10 +137,9 @@ def attach_reward(
     if not final.is_adapter:
         if not has_fingerprint(roles, REFERENCE, final, "below"):
             warnings.warn(
-                f"{final.path} was trained from another SFT model, on whose responses the mean and "
-                "standard deviation of its reward were measured: responses of this SFT model may "
-                "not start at 0, nor have a deviation of 1; reward.normalization=running measures "
-                "both while PPO runs",
+                f"{final.path} was trained from another SFT model, on whose responses mean and "
+                "deviation of its reward were measured: those of this one's may not be 0 and 1; "
+                "reward.normalization=running measures both while PPO runs",
                 stacklevel=2,
             )
         return whole_reward(final, role, config)
@@ -218,7 +190,7 @@ def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
 
 
 LOWER = "lower data.max_response_tokens or data.max_prompt_tokens, to {limit} together"
-"""Advice on how to shorten the texts of the data."""
+"""Advice on how to shorten the texts of the data, to {limit} positions."""
 WARNED: set[int] = set()
 """Numbers of positions that this process has warned of."""
 
@@ -228,11 +200,9 @@ def check_positions(
 ) -> None:
     """Raise ConfigError where a text has more tokens than the model has learned positions for.
 
-    Where the positions are computed (rotary), a longer text is possible: the first one of a process
-    is warned of, where `warns`.
+    Computed positions (rotary) allow it: the first of a process is warned of, where `warns`.
 
-    longest: number of tokens of the longest text. what: description of that text, for the message.
-    lower: advice on how to shorten it, for the message, with the number of positions as {limit}.
+    longest: number of tokens of the longest text; what: its description; lower: advice, as LOWER.
     """
     model = roles.causal_lm
     limit = getattr(model.config, "max_position_embeddings", None)
@@ -258,9 +228,7 @@ def check_room(
 ) -> None:
     """Raise ConfigError where `device` cannot hold `rows` responses while they are sampled.
 
-    The estimate covers the memory that is allocated before the first token, and the cached keys
-    and values of one row.
-
+    Counted are what is allocated before the first token, and the cache of one row.
     prompt, response: largest numbers of tokens; `key` is the configuration key of the latter.
     """
     config, there = roles.causal_lm.config.get_text_config(), total_memory(device)
@@ -275,8 +243,7 @@ def check_room(
 
 
 def cache_bytes(config: PretrainedConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's keys and values in all layers of full attention; 0 without
-    any."""
+    """Return the bytes of a token's keys and values in all layers of full attention, 0 if none."""
     heads = getattr(config, "num_attention_heads", None)
     if not isinstance(heads, int):
         return 0
@@ -296,18 +263,15 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a new policy adapter, and check that it changes neither the reference nor the policy.
-
-    Raises CheckpointError where the logits of the reference, or of the untrained policy, differ
-    from the SFT model's.
-    """
+    """Add a new policy adapter. Raises CheckpointError where the reference or the untrained policy
+    then differ from the SFT model."""
     before = roles.probe(REFERENCE)
     roles.add_adapter(POLICY, config.lora, seed)
     for role in (REFERENCE, POLICY):
         if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
             raise CheckpointError(
-                f"the {role} does not start as the SFT model: its logits changed when the "
-                "policy's adapter was added. This is a fault of the adapter library's version"
+                f"the {role} does not start as the SFT model: the policy's adapter changed its "
+                "logits. This is a fault of the adapter library's version"
             )
 
 
@@ -327,27 +291,21 @@ def add_critic(
     scale: mean and standard deviation by which the reward model's output is standardised.
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
-
-    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
-    match kind:
-        case "head":
-            owner, role = roles, POLICY
-        case "adapter":
-            owner, role = roles, CRITIC
-            if reward is None:
-                roles.add_adapter(CRITIC, config.lora, seed)
-            elif reward.is_adapter:
-                roles.load_adapter(CRITIC, reward.adapter, trainable=True)
-            else:
-                raise ConfigError(
-                    f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole "
-                    "model; allowed: ppo.critic=model, or ppo.critic_init=zero"
-                )
-        case "model":
-            owner, role = Roles(whole_weights(config, sft, reward, seed), config.kernels), CRITIC
-            owner.assign(CRITIC)
-    owner.heads[VALUE] = head = ScalarHead.zeros(owner.hidden_size)
+    owner, role = roles, POLICY if kind == "head" else names.CRITIC
+    if kind == "model":
+        owner = Roles(whole_weights(config, sft, reward, seed), config.kernels)
+        owner.assign(role)
+    elif kind == "adapter" and reward is None:
+        roles.add_adapter(role, config.lora, seed)
+    elif kind == "adapter" and reward is not None:
+        if not reward.is_adapter:
+            raise ConfigError(
+                f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole model; "
+                "allowed: ppo.critic=model, or ppo.critic_init=zero"
+            )
+        roles.load_adapter(role, reward.adapter, trainable=True)
+    owner.heads[names.VALUE] = head = ScalarHead.zeros(owner.hidden_size)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
         heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
@@ -362,8 +320,7 @@ def whole_weights(
 ) -> PreTrainedModel:
     """Return the reward model, or without one the SFT model, as trainable fp32 weights.
 
-    An adapter is merged into the model that it was trained on: quantised weights are rounded, and
-    their rounded values merged.
+    An adapter is merged into the model that it was trained on, quantised or not.
     """
     weights, adapters = None, []
     for final in (sft, reward):
@@ -379,9 +336,7 @@ def whole_weights(
     if quantised:
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
-        check_weights(adapter)
-        check_adapter(adapter)
-        with naming(str(adapter), "ppo.critic"):
+        with checked_adapter(adapter, "ppo.critic"):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 
@@ -394,16 +349,8 @@ def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
     file = final.path / ROLES / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
-    try:
+    with naming(str(file), ""):
         state = load_file(file)
-        count, found = state["linear.weight"].shape
-        heads = RewardHeads(found, count)
+        heads = RewardHeads(hidden_size, len(state["linear.weight"]))
         heads.load_state_dict(state)
-    except (SafetensorError, OSError, KeyError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{file} is not a {name} head: {error}") from error
-    if found != hidden_size:
-        raise CheckpointError(
-            f"{file} was trained on hidden states of size {found}, but this model's have "
-            f"{hidden_size}; use the {name} model that belongs to it"
-        )
     return heads.requires_grad_(False)

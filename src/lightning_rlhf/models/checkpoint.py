@@ -66,20 +66,14 @@ def is_folder(source: str) -> bool:
     return os.path.isdir(os.path.expanduser(source))
 
 
-def refuse_missing_folder(source: str, key: str) -> None:
-    """Raise CheckpointError where `source` looks like a path, but there is no such folder."""
-    if not is_folder(source) and (
-        source.startswith(("/", ".", "~")) or source.count("/") > 1 or os.path.exists(source)
-    ):
-        raise missing_folder(source, key)
-
-
-def missing_folder(source: str, key: str) -> CheckpointError:
-    """Return the error about a folder that does not exist, with the nearest one that does."""
-    return CheckpointError(
-        f"{key}={source}: no such folder{nearest_path(source)}; allowed: a folder with "
-        "config.json, weights and tokenizer, or a hub id"
-    )
+def refuse_missing_folder(source: str, key: str, *, is_path: bool = False) -> None:
+    """Raise CheckpointError where `source` is (`is_path`), or looks like, the path of no folder."""
+    looks_like_one = source.startswith(("/", ".", "~")) or source.count("/") > 1
+    if not is_folder(source) and (is_path or looks_like_one or os.path.exists(source)):
+        raise CheckpointError(
+            f"{key}={source}: no such folder{nearest_path(source)}; allowed: a folder with "
+            "config.json, weights and tokenizer, or a hub id"
+        )
 
 
 def local_folder(
@@ -87,10 +81,7 @@ def local_folder(
 ) -> Path:
     """Return `source` if it is a folder, else the folder of its snapshot from the hub.
 
-    patterns: those of the files that are downloaded.
-
-    Raises CheckpointError where `source` is the path of a missing folder, HubError where the hub
-    does not provide it.
+    patterns: those of the files that are downloaded. Raises CheckpointError or HubError.
     """
     if is_folder(source):
         return Path(os.path.expanduser(source))
@@ -105,8 +96,7 @@ def local_folder(
 def naming(source: str, key: str) -> Iterator[None]:
     """Convert any exception of the block into one short CheckpointError or HubError.
 
-    The message names `source` and, where a setting helps, the configuration key. All exceptions
-    are converted, since a damaged file makes the libraries raise errors of any type.
+    A damaged file makes the libraries raise errors of any type.
     """
     try:
         yield
@@ -119,10 +109,9 @@ def naming(source: str, key: str) -> Iterator[None]:
                 f"{source} asks for Python code that it brings (auto_map in its configuration), "
                 f"which is not run unless {own}=true"
             ) from error
-        if is_folder(source):
+        if os.path.exists(os.path.expanduser(source)):
             raise CheckpointError(f"{source} cannot be loaded: {short}") from error
-        if os.path.isdir(source.partition("/")[0]):  # `outputs/sft`, which may be a hub id too
-            raise missing_folder(source, key) from error
+        refuse_missing_folder(source, key, is_path=os.path.isdir(source.partition("/")[0]))
         raise HubError(
             f"{source!r} is neither a local folder nor reachable on the hub ({short}). Download "
             f"it on a machine with access (hf download {source} --local-dir FOLDER) and set "
@@ -145,26 +134,23 @@ def json_object(file: Path) -> dict[str, Any]:
 def check_weights(folder: Path) -> None:
     """Raise CheckpointError unless the folder holds its weights as safetensors.
 
-    The weights of an adapter are required where the folder has adapter_config.json, else those of
-    a whole model.
+    They are those of an adapter where the folder has adapter_config.json, else a whole model's.
     """
-    names = (OF_ADAPTER,) if (folder / ADAPTER).is_file() else (WHOLE, INDEX)
+    is_adapter = (folder / ADAPTER).is_file()
+    names = (OF_ADAPTER,) if is_adapter else (WHOLE, INDEX)
     found = [name for name in names if (folder / name).is_file()]
     if not found:
-        pickles = sorted(f.name for f in folder.iterdir() if f.suffix in PICKLES)
-        has = "no weights"
-        if pickles:
-            has = f"only a pickle, {pickles[0]}, which may run code when it is read"
+        pickle = next((f.name for f in sorted(folder.iterdir()) if f.suffix in PICKLES), None)
+        has = "no weights" if pickle is None else f"only a pickle, {pickle}, which may run code"
         raise CheckpointError(
             f"{folder} cannot be loaded: it has {has}; allowed: {' or '.join(names)}"
         )
-    if found == [INDEX]:
-        shards = json_object(folder / INDEX).get("weight_map")
-        if not isinstance(shards, dict) or not all(
-            str(name).endswith(".safetensors") for name in shards.values()
-        ):
-            raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
-    if names != (OF_ADAPTER,):
+    shards = json_object(folder / INDEX).get("weight_map") if found == [INDEX] else {}
+    if not isinstance(shards, dict) or any(
+        Path(str(name)).suffix != ".safetensors" for name in shards.values()
+    ):
+        raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
+    if not is_adapter:
         check_references(folder / "config.json")
 
 
@@ -175,11 +161,11 @@ def check_references(config: Path) -> None:
 
 
 def config_faults(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield keys of a model's configuration, nested ones too, with value and what is allowed.
+    """Yield refused keys of a model's configuration, nested ones too, with value and what is
+    allowed.
 
-    They are those that refer to weights other than safetensors or to code on the hub (an attention
-    implementation named org/repository, which transformers would download and run), and numbers of
-    layers below 1 or above DEEPEST.
+    They refer to weights other than safetensors or to code on the hub (transformers would download
+    and run an attention named org/repository), or are numbers of layers beyond 1 to DEEPEST.
     """
     for key, value in tree.items():
         name = f"{prefix}{key}"
@@ -198,17 +184,18 @@ def check_adapter(folder: Path) -> None:
     """Raise CheckpointError unless the folder's adapter_config.json is that of a LoRA adapter.
 
     It may not repeat layers of the base model (layer_replication), nor name a Python module to
-    load (megatron_config). Values that PEFT would take for others are refused; PEFT refuses what
-    else is wrong with it.
+    load (megatron_config), nor hold values that PEFT would take for others.
     """
     config = json_object(folder / ADAPTER)
     r, alpha = config.get("r", 1), config.get("lora_alpha", 1)
+    base = config.get("base_model_name_or_path", 0)
     rules = [
         ("peft_type", config.get("peft_type") == "LORA", "LORA"),
         ("layer_replication", config.get("layer_replication") is None, "null"),
         ("megatron_config", config.get("megatron_config") is None, "null"),
         ("r", is_number(r) and r in range(1, LARGEST_RANK + 1), f"1 to {LARGEST_RANK}"),
         ("lora_alpha", is_number(alpha) and math.isfinite(alpha), "a finite number"),
+        ("base_model_name_or_path", base is None or isinstance(base, str), "the adapted model"),
         *((flag, type(config.get(flag, False)) is bool, "true or false") for flag in FLAGS),
     ]
     for key, holds, allowed in rules:
@@ -217,15 +204,9 @@ def check_adapter(folder: Path) -> None:
                 f"{folder} cannot be loaded: {ADAPTER}: {key} is {config.get(key)!r:.100}; "
                 f"allowed: {allowed}"
             )
-    base = config.get("base_model_name_or_path", 0)
-    if base is not None and not isinstance(base, str):
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {ADAPTER} does not say by base_model_name_or_path which "
-            "model it adapts"
-        )
 
 
-@dataclass(frozen=True)
+@validated(frozen=True, config=STRICT)
 class Verdict:
     """Verdict on whether a reward is fit to be maximised."""
 
@@ -236,14 +217,6 @@ class Verdict:
     reasons: Sequence[str]
     """Flagged checks, each with its number."""
 
-    @staticmethod
-    def is_json(node: Any) -> bool:
-        """Return whether `Verdict(**node)` is a verdict: `node` is one as JSON holds it."""
-        match node:
-            case {"is_unfit": bool(), "words": str(), "reasons": [*reasons]} if len(node) == 3:
-                return all(isinstance(reason, str) for reason in reasons)
-        return False
-
     @property
     def style(self) -> str:
         """Return the verdict's colour on a terminal: red where unfit, yellow with reservations."""
@@ -253,8 +226,7 @@ class Verdict:
 
 
 def _is_verdict(node: dict[str, Any]) -> dict[str, Any]:
-    if not Verdict.is_json(node):
-        raise ValueError("no verdict")
+    Verdict(**node)
     return node
 
 
@@ -263,6 +235,8 @@ Verdicts = Annotated[
     dict[str, Annotated[dict[str, Any], AfterValidator(_is_verdict)]],
     described("a mapping of names to verdicts"),
 ]
+Finite = Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number")
+Positive = Field(gt=0, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number above 0")
 
 
 @validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})
@@ -284,9 +258,9 @@ class Manifest:
     """Hash of the tokenizer's vocabulary, as `tokenizer_hash` returns it."""
     chat_template: str
     """Jinja source of the chat template."""
-    reward_mean: Number | None
+    reward_mean: Annotated[float, Finite] | None
     """Mean reward on SFT samples; None unless this is a reward model."""
-    reward_std: Number | None
+    reward_std: Annotated[float, Positive] | None
     """Standard deviation of the reward on SFT samples; None unless this is a reward model."""
     metrics: Annotated[dict[str, Number], described("a mapping of names to numbers")]
     """Metric name -> its value at the end of the stage."""
@@ -341,8 +315,7 @@ class Final:
     def adapter(self) -> Path:
         """Return the folder of the adapter on the SFT model, or on the base where there is none.
 
-        The one in `path` itself is complete: that of a reward model includes the SFT adapter, and
-        is one for sequence classifiers.
+        A reward model's in `path` itself is for sequence classifiers and includes the SFT adapter.
         """
         own = self.path / ROLES
         return own if (own / ADAPTER).is_file() else self.path
@@ -365,8 +338,7 @@ class Final:
     def base_folder(self) -> str | None:
         """Return the folder of the adapter's base weights; None where the base is no folder.
 
-        adapter_config.json names it by an absolute path, since PEFT and transformers take a
-        relative one to start at the working directory. The manifest finds it in a run that was
+        adapter_config.json names it by an absolute path; the manifest finds it in a run that was
         moved. An adapter that was trained on an adapter has the same base as that one.
         """
         sft = self.parent(SFT)
@@ -397,20 +369,11 @@ class Final:
         return Verdict(**found["rm"]) if "rm" in found else None
 
     def reward_moments(self) -> tuple[float, float]:
-        """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm.
-
-        Raises CheckpointError where one is missing or not finite, or the deviation is 0.
-        """
+        """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm."""
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
-        for key, value, least in (("reward_mean", mean, -math.inf), ("reward_std", std, 0)):
-            if value is None or not least < value or abs(value) > FLOAT32_MAX:
-                raise CheckpointError(
-                    f"{self.path / MANIFEST}: {key} is {value}; allowed: the finite number that "
-                    "stage=rm measured, above 0 for a deviation. Train the reward model again"
-                )
-        assert mean is not None
-        assert std is not None
+        if mean is None or std is None:
+            raise CheckpointError(f"{self.path / MANIFEST} has no reward_mean and reward_std")
         return mean, std
 
 
@@ -424,9 +387,7 @@ def find(source: str, key: str) -> Final:
         if (folder / ADAPTER).is_file():
             check_adapter(folder)
     file = path / MANIFEST
-    if os.path.lexists(file) and not file.is_file():
-        raise CheckpointError(f"{file} is not a manifest: it is no file, or a link to none")
-    if file.is_file():
+    if os.path.lexists(file):
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
         raise CheckpointError(
@@ -438,12 +399,11 @@ def find(source: str, key: str) -> Final:
 def digest(folder: Path) -> str:
     """Return a hash that changes whenever the checkpoint in `folder` is replaced.
 
-    It is computed from the manifest, which differs for every run of a stage; for a folder that
-    another program wrote, from the names, sizes and modification times of its files.
+    It is that of the manifest, which differs for every run of a stage; for a folder that another
+    program wrote, that of the names, sizes and modification times of its files.
     """
     file = folder / MANIFEST
     if file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    there = [(f.name, f.stat()) for f in sorted(folder.iterdir()) if f.exists()]
-    stats = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in there]
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

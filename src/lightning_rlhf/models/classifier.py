@@ -1,6 +1,5 @@
 """Sequence classifiers of any family as reward models, with their own tokenizer and template."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,10 +49,7 @@ class Classifier:
         return {"input_ids": self.tokenizer(text, add_special_tokens=False).input_ids}
 
     def _written(self, row: Mapping[str, Any], response: str) -> str:
-        """Return the dialogue rendered by the chat template.
-
-        Raises RewardError where the template fails.
-        """
+        """Return the dialogue rendered by the chat template. Raises RewardError where it fails."""
         messages = [*row["messages"], {"role": "assistant", "content": response}]
         try:
             return self.tokenizer.apply_chat_template(messages, tokenize=False)
@@ -86,10 +82,7 @@ class Classifier:
 
     def show(self, tokens: Sequence[int]) -> str:
         """Return the tokens decoded to text, special tokens included."""
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        return str(self.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     def starts(self, tokens: Sequence[int]) -> int:
         """Return the number of special tokens at the start."""
@@ -128,7 +121,7 @@ class Classifier:
 
 
 def load_classifier(config: ClassifierConfig, key: str, device: torch.device) -> Classifier:
-    """Return the reward model, frozen.
+    """Return the reward model, frozen; all but its weights is checked before these are read.
 
     key: configuration key of the model's section, for error messages.
 
@@ -136,45 +129,28 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
         CheckpointError, HubError: the model cannot be loaded, or lacks the weights of its head.
         ConfigError: an option does not fit the model.
     """
-    source = config.name_or_path
-    folder = local_folder(source, f"{key}.name_or_path", config.revision)
-    own, reader = check_classifier(folder, config, key)
-    stored = own.dtype or torch.float32
-    kept = stored if config.dtype is None else getattr(torch, config.dtype)
-    model = read_weights(
-        AutoModelForSequenceClassification,
-        folder,
-        config,
-        kept,
-        source,
-        f"{key}.name_or_path",
-        **({} if config.quantization == "none" else {"device_map": {"": device}}),
-    )
-    if config.quantization == "none":
-        model.to(device)
-    model.eval().requires_grad_(False)
-    index = check_label(own, config.label, folder, key)
-    return Classifier(model, reader, label=index, pair=config.chat_template == PAIR)
-
-
-def check_classifier(
-    folder: Path, config: ClassifierConfig, key: str
-) -> tuple[PretrainedConfig, PreTrainedTokenizerBase]:
-    """Return configuration and tokenizer of the reward model in `folder`, without its weights.
-
-    Raises the errors of `load_classifier`.
-    """
+    source, key_of_source = config.name_or_path, f"{key}.name_or_path"
+    folder = local_folder(source, key_of_source, config.revision)
     check_references(folder / "config.json")
-    with naming(str(folder), f"{key}.name_or_path"):
+    with naming(str(folder), key_of_source):
         own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    check_label(own, config.label, folder, key)
+    label = check_label(own, config.label, folder, key)
     limit = positions(own)
     require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
             f"{key}.max_tokens", config.max_tokens,
             f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
     reader = load_reader(folder, config, key)
     check_weights(folder)
-    return own, reader
+    stored = own.dtype or torch.float32
+    kept = stored if config.dtype is None else getattr(torch, config.dtype)
+    placed = {} if config.quantization == "none" else {"device_map": {"": device}}
+    model = read_weights(
+        AutoModelForSequenceClassification, folder, config, kept, source, key_of_source, **placed
+    )
+    if not placed:
+        model.to(device)
+    model.eval().requires_grad_(False)
+    return Classifier(model, reader, label=label, pair=config.chat_template == PAIR)
 
 
 def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
@@ -182,9 +158,8 @@ def check_label(config: PretrainedConfig, label: int | str | None, folder: Path,
 
     label: index or name of the output; None where the model has a single one.
 
-    Raises:
-        CheckpointError: the model is no sequence classifier.
-        ConfigError: `label` is not an output, or is None and the model has several.
+    Raises CheckpointError where the model is no sequence classifier, ConfigError where `label` is
+    no output of it, or is None and the model has several.
     """
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
@@ -192,17 +167,12 @@ def check_label(config: PretrainedConfig, label: int | str | None, folder: Path,
             f"{folder} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
             "classification, or the final/ folder of a stage=rm run"
         )
-    count = config.num_labels
-    names = {name: index for index, name in config.id2label.items()}
-    allowed = f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}"
-    if label is None:
-        require(count == 1, f"{key}.label", None, allowed)
-        return 0
-    if isinstance(label, str):
-        require(label in names, f"{key}.label", label, allowed)
-        return names[label]
-    require(label < count, f"{key}.label", label, allowed)
-    return label
+    count, names = config.num_labels, {name: index for index, name in config.id2label.items()}
+    index = 0 if label is None and count == 1 else names.get(label, label)
+    require(isinstance(index, int) and index < count, f"{key}.label", label,
+            f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}")  # fmt: skip
+    assert isinstance(index, int)
+    return index
 
 
 def positions(config: PretrainedConfig) -> int | None:
@@ -219,19 +189,16 @@ def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedT
 
     Raises ConfigError where there is no chat template to use.
     """
-    source, chat_template = config.tokenizer or str(folder), config.chat_template
+    source, template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(there, trust_remote_code=config.trust_remote_code)
-    if chat_template not in (None, PAIR):
-        file = Path(os.path.expanduser(str(chat_template)))
-        if not file.is_file():
-            raise ConfigError(
-                f"{key}.chat_template is {chat_template!r}, and there is no such file; allowed: a "
-                f"Jinja file, {PAIR}, null for the tokenizer's own"
-            )
+    if template not in (None, PAIR):
+        file = Path(str(template)).expanduser()
+        require(file.is_file(), f"{key}.chat_template", template,
+                f"a Jinja file that exists, {PAIR}, null for the tokenizer's own")  # fmt: skip
         tokenizer.chat_template = file.read_text(encoding="utf-8")
-    if tokenizer.chat_template is None and chat_template != PAIR:
+    if tokenizer.chat_template is None and template != PAIR:
         raise ConfigError(
             f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
             f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "

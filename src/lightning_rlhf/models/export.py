@@ -58,11 +58,14 @@ def write_final(
         fingerprints = {"self": roles.probe(role), "below": below}
         rewards = roles.heads[REWARD] if head == REWARD else None
         if is_adapter:
+            sft = manifest.parents.get(SFT)
+            parent = base = manifest.base if sft is None else str((folder / sft).resolve())
             with adapter_to_export(roles, role) as name:
-                base = _base_of(folder, manifest, is_whole=name != role)
+                if sft is not None and name != role:  # it includes SFT's
+                    base = find(parent, SFT).base_folder or manifest.base
                 save_adapter(beside, roles, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
-                save_adapter(own, roles, role, _base_of(folder, manifest, is_whole=False))
+                save_adapter(own, roles, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
             if rewards is None or not save_classifier(
@@ -118,18 +121,6 @@ def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
     finally:
         roles.model.delete_adapter("export")
         roles.set_role(before)
-
-
-def _base_of(folder: Path, manifest: Manifest, is_whole: bool) -> str:
-    """Return folder or hub id of the model to which the adapter in `folder` is applied.
-
-    It is the SFT model where there is one, but the base of that one for an adapter that includes
-    SFT's (`is_whole`).
-    """
-    if SFT not in manifest.parents:
-        return manifest.base
-    parent = str((folder / manifest.parents[SFT]).resolve())
-    return (find(parent, SFT).base_folder or manifest.base) if is_whole else parent
 
 
 def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

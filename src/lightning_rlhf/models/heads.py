@@ -40,9 +40,9 @@ class RewardHeads(nn.Module):
         Source: Stiennon et al. 2020, appendix C, https://arxiv.org/abs/2009.01325
         """
         heads = cls(hidden_size, count)
-        with torch.no_grad():
-            heads.linear.weight.normal_(std=1 / math.sqrt(hidden_size + 1), generator=generator)
-            heads.linear.bias.zero_()
+        std = 1 / math.sqrt(hidden_size + 1)
+        nn.init.normal_(heads.linear.weight, std=std, generator=generator)
+        nn.init.zeros_(heads.linear.bias)
         return heads
 
     def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch H"]:
@@ -92,19 +92,17 @@ def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | No
     return next((name for name, part in empty.named_modules() if type(part) is trunk), None)
 
 
-def score_weight(heads: nn.Module) -> Float[Tensor, "1 d"]:
+def score_weight(heads: Any) -> Float[Tensor, "1 d"]:
     """Return the weight of a classifier's output layer, which has no bias.
 
     score = mean over heads of (reward - bias of the head): Bradley-Terry rewards are defined up to
     a constant.
     """
-    assert isinstance(heads, RewardHeads)
     return heads.linear.weight.detach().float().mean(dim=0, keepdim=True).cpu()
 
 
-def score_bias(heads: nn.Module) -> float:
+def score_bias(heads: Any) -> float:
     """Return the constant by which the reward is larger than a classifier's score."""
-    assert isinstance(heads, RewardHeads)
     return float(heads.linear.bias.detach().float().mean())
 
 

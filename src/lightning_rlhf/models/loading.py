@@ -1,6 +1,8 @@
-"""Loading of a language model and its tokenizer from a hub id, a folder or a configuration."""
+"""Loading of a language model and its tokenizer from a hub id, a folder or a configuration.
 
-import math
+bitsandbytes is imported for a quantised model alone: not every machine has a build of it.
+"""
+
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -9,19 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int8
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    BitsAndBytesConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rlhf.core.config import ClassifierConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.core.config import ClassifierConfig, Quantization
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.models.checkpoint import (
     check_references,
@@ -32,15 +39,9 @@ from lightning_rlhf.models.checkpoint import (
 )
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import restore_padding
-from lightning_rlhf.models.quantization import (
-    quantization_config,
-    quantization_of,
-    use_exact_layers,
-)
 
 DESCRIPTION = ("config.json", "*.py")
-"""Patterns of the files on the hub that describe a model: its configuration, and code that may come
-with it."""
+"""Patterns of the files on the hub that describe a model: configuration, and code with it."""
 RoleContext = Callable[[], AbstractContextManager[None]]
 
 
@@ -129,17 +130,13 @@ def load_causal_lm(
             "finetune=lora, or model.quantization=none"
         )
     if weights is None and config.from_config is not None:
-        with naming_sizes():
-            model = _random_model(config, seed).to(dtype).eval()
-            with torch.no_grad():  # an uneven number of heads per key-value head fails only here
-                model(torch.zeros((1, 2), dtype=torch.long))
+        model = random_model(config, seed).to(dtype).eval()
     else:
         source = weights or str(config.name_or_path)
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         check_weights(folder)
-        model = read_weights(
-            AutoModelForCausalLM, folder, config, dtype, source, "model.name_or_path"
-        )
+        key = "model.name_or_path"
+        model = read_weights(AutoModelForCausalLM, folder, config, dtype, source, key)
         restore_padding(model)
     if config.gradient_checkpointing:
         recompute(model)
@@ -171,47 +168,43 @@ def naming_sizes() -> Iterator[None]:
     """Convert any exception of the block into a ConfigError that names model.from_config."""
     try:
         yield
-    except ConfigError:
-        raise
     except Exception as error:  # inconsistent sizes raise various errors in transformers
         message = " ".join(str(error).split())[:300] or repr(error)
         raise ConfigError(f"model.from_config: {message}") from error
 
 
 def described_sizes(from_config: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the configuration of random weights. Raises ConfigError for too many layers."""
+    """Return the configuration of random weights. Raises ValueError for too many layers."""
     for key, value, allowed in config_faults(from_config):
-        raise ConfigError(f"model.from_config.{key} is {value!r}{allowed}")
+        raise ValueError(f"{key} is {value!r}{allowed}")
     return AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
 
 
-def _random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
+def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     """Return the model of `from_config` with random weights.
 
     Its sizes are checked before memory is allocated. Raises ConfigError.
     """
     assert config.from_config is not None
-    build = partial(
-        AutoModelForCausalLM.from_config,
-        described_sizes(config.from_config),
-        attn_implementation=config.attn_implementation,
-        trust_remote_code=config.trust_remote_code,
-    )
-    with torch.device("meta"):
-        shapes = {name: tuple(x.shape) for name, x in build().named_parameters()}
-    for name, shape in shapes.items():
-        if 0 in shape:
-            raise ConfigError(
-                f"model.from_config gives {name} the shape {shape}; allowed: sizes of 1 and more"
+    shapes = {name: p.shape for name, p in empty_model(config).named_parameters()}
+    count, there = sum(s.numel() for s in shapes.values()), total_memory(torch.device("cpu"))
+    with naming_sizes():
+        if empty := [f"{name} has the shape {(*s,)}" for name, s in shapes.items() if 0 in s]:
+            raise ValueError(f"{empty[0]}; allowed: sizes of 1 and more")
+        if 4 * count > there:  # transformers makes random weights in float32
+            raise ValueError(
+                f"it describes {count:.3g} parameters, {4 * count / 2**30:.3g} GiB in float32, and "
+                f"this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
             )
-    count, there = sum(map(math.prod, shapes.values())), total_memory(torch.device("cpu"))
-    if 4 * count > there:  # transformers makes random weights in float32
-        raise ConfigError(
-            f"model.from_config describes {count:.3g} parameters, {4 * count / 2**30:.3g} GiB in "
-            f"float32, and this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            described_sizes(config.from_config),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
         )
-    torch.manual_seed(seed)
-    return build()  # type: ignore[no-any-return]
+        with torch.no_grad():  # an uneven number of heads per key-value head fails only here
+            model.eval()(torch.zeros((1, 2), dtype=torch.long))
+    return model  # type: ignore[no-any-return]
 
 
 def read_weights(
@@ -249,3 +242,97 @@ def read_weights(
     if quantization_of(model) in ("int8", "nf4"):
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
+
+
+def quantization_config(
+    quantization: Quantization, dtype: torch.dtype
+) -> BitsAndBytesConfig | None:
+    """Return the settings of bitsandbytes for int8 or nf4 weights (QLoRA); None without.
+
+    dtype: data type in which nf4 layers compute.
+
+    Raises ConfigError where bitsandbytes cannot be imported.
+    """
+    if quantization == "none":
+        return None
+    try:
+        import bitsandbytes  # noqa: F401
+    except Exception as error:  # a build for another machine raises errors of any type
+        raise ConfigError(
+            f"model.quantization is '{quantization}', but bitsandbytes cannot be imported "
+            f"({first_line(error)}); allowed: none, or install bitsandbytes"
+        ) from error
+    if quantization == "int8":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
+    )
+
+
+def quantization_of(model: PreTrainedModel) -> str:
+    """Return the kind of a model's weights: none, int8, nf4, or another method's name."""
+    if not getattr(model, "is_quantized", False):
+        return "none"
+    config = model.config.quantization_config
+    if getattr(config, "load_in_8bit", False):
+        return "int8"
+    return str(getattr(config, "bnb_4bit_quant_type", type(config).__name__))
+
+
+def scale_bytes(parameter: nn.Parameter) -> int:
+    """Return the bytes of the scales beside a quantised parameter; 0 of any other."""
+    if (state := getattr(parameter, "quant_state", None)) is not None:
+        return int(state.absmax.nbytes)
+    return 4 * len(parameter) if parameter.dtype == torch.int8 else 0
+
+
+def use_exact_layers(model: nn.Module) -> None:
+    """Let the layers of bitsandbytes in `model` compute with their weights, dequantised.
+
+    int8: see `int8_linear`. nf4: packing for CPUs is disabled, which requires output sizes that are
+    multiples of 32, and passes no gradient on.
+    """
+    import bitsandbytes
+
+    for module in model.modules():
+        if isinstance(module, bitsandbytes.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
+        elif isinstance(module, bitsandbytes.nn.Linear8bitLt):
+            module.forward = partial(int8_linear, module)
+
+
+def int8_linear(layer: Any, x: Float[Tensor, "*n i"]) -> Float[Tensor, "*n o"]:
+    """Compute a linear layer of 8-bit weights: y = x W^T + b, W = codes * scale / 127.
+
+    Departs from LLM.int8(), https://arxiv.org/abs/2208.07339, which bitsandbytes' own layer
+    computes: that also rounds activations to 8 bits, except columns in which any row of the batch
+    exceeds a threshold. There a text's log-probabilities depend on the texts beside it, and the
+    probability ratio of a policy that has not changed is not 1.
+    """
+    if layer.weight.SCB is not None:
+        layer.init_8bit_state()
+    scales = layer.state.SCB.to(x.device)  # moving a whole model moves the codes alone
+    y: Tensor = _Int8Product.apply(x, layer.weight.data, scales)  # type: ignore
+    return y if layer.bias is None else y + layer.bias.to(y.dtype)
+
+
+class _Int8Product(torch.autograd.Function):
+    """x W^T, and the gradient of x; W is made of its codes for each product and is not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Float[Tensor, "*n i"], codes: Int8[Tensor, "o i"], scales: Float[Tensor, " o"]
+    ) -> Float[Tensor, "*n o"]:
+        ctx.save_for_backward(codes, scales)
+        return F.linear(x, _dequantised(codes, scales).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "*n o"]) -> tuple[Tensor, None, None]:
+        return dy @ _dequantised(*ctx.saved_tensors).to(dy.dtype), None, None
+
+
+def _dequantised(codes: Int8[Tensor, "o i"], scales: Float[Tensor, " o"]) -> Float[Tensor, "o i"]:
+    from bitsandbytes.functional import int8_vectorwise_dequant
+
+    return int8_vectorwise_dequant(codes, scales)

@@ -56,9 +56,8 @@ UNWINDOWED = {"full_attention", "linear_attention"}
 def copied_bytes(causal_lm: PreTrainedModel) -> int:
     """Return the bytes of the copies of weights from which model.kernels=fast samples.
 
-    They are all linear layers as a step of decoding reads them (`JointLinear`), in the dtype of the
-    computation; the output layer, if it is packed or of another dtype; and in fp32 the layers that
-    have adapters once more, with the adapters added.
+    They are all linear layers, in the dtype of the computation (`JointLinear`); the output layer,
+    if it is packed or of another dtype; in fp32 the adapted layers once more, with adapters added.
     """
     dtype = computing_dtype(causal_lm)
     layers = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
@@ -92,6 +91,15 @@ def trainable_names(module: nn.Module) -> list[str]:
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
 
 
+@contextmanager
+def checked_adapter(folder: Path, key: str) -> Iterator[None]:
+    """Check an adapter's files, then convert what loading it raises into a CheckpointError."""
+    check_weights(folder)
+    check_adapter(folder)
+    with naming(str(folder), key):
+        yield
+
+
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
     """Return the fixed sequence of tokens that models are compared on, on the model's device."""
     vocab_size = int(causal_lm.get_output_embeddings().out_features)
@@ -102,8 +110,8 @@ def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
 def check_output_layer(causal_lm: PreTrainedModel) -> None:
     """Raise CheckpointError unless the model's logits are those of its output layer.
 
-    Models that cap or scale their logits are not supported. A model without weights, on torch's
-    device `meta`, has no logits and is not checked.
+    Models that cap or scale their logits are not supported. On torch's device `meta` there are no
+    logits to check.
     """
     if causal_lm.device.type == "meta":
         return
@@ -157,10 +165,7 @@ class Roles(nn.Module):
 
     @property
     def caches(self) -> bool:
-        """Return True if the trunk accepts transformers' key-value cache for incremental decoding.
-
-        Mamba and RWKV have a state of another form, and ignore such a cache.
-        """
+        """Return True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
         return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
 
     @property
@@ -172,7 +177,7 @@ class Roles(nn.Module):
     def row_multiple(self) -> int:
         """Return the number to a multiple of which rows of products are best rounded up.
 
-        It is 1 but where a library compiles for each number of rows and keeps what it compiled.
+        It is 1 unless a library compiles for each number of rows.
         """
         return ROWS if compiles_by_shape(self.causal_lm.get_input_embeddings().weight) else 1
 
@@ -190,14 +195,13 @@ class Roles(nn.Module):
 
     @property
     def copies_weights(self) -> bool:
-        """Return True if the fast layers sample from copies of the trunk's weights."""
+        """Return True if sampling is from copies of the trunk's weights, as fast layers do."""
         return self.kernels.kind == "fast"
 
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
 
-        The model is causal, so padding after the last token needs no mask, and attention without
-        a mask is faster. `from_first_real` converts left-padded rows to this form.
+        Padding behind needs no mask in a causal model. `from_first_real` converts left-padded rows.
         """
         return self.causal_lm.base_model(
             input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
@@ -206,10 +210,9 @@ class Roles(nn.Module):
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
     ) -> Float[Tensor, "M d"]:
-        """Return the hidden states at the positions where `wanted` is True, in row-major order.
+        """Return `hidden(tokens)[wanted]`, without most of what only other positions need.
 
-        Equivalent to `hidden(tokens)[wanted]`, without most of the computation that only the other
-        positions need. Where `wanted` is on the CPU, the device of the tokens is not waited for.
+        Where `wanted` is on the CPU, the device of the tokens is not waited for.
         """
         if self.kernels.kind == "plain":
             return picker(wanted)(self.hidden(tokens))
@@ -226,15 +229,12 @@ class Roles(nn.Module):
     def _no_masks(self) -> dict[str, None] | None:
         """Return the masks of causal attention without padding, as the trunk takes them.
 
-        On a device other than the CPU, None has transformers read the positions from it, to find
-        out whether several sequences share a row. Some trunks take a mask for each kind of layer.
+        For None, transformers reads the positions from a device other than the CPU, to find out
+        whether several sequences share a row. Some trunks take a mask for each kind of layer.
         """
-        config = self.causal_lm.config
-        kinds = set(getattr(config, "layer_types", None) or [])
+        kinds = set(getattr(self.causal_lm.config, "layer_types", None) or [])
         takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
-        if self.device.type == "cpu" or not (takes_masks and kinds):
-            return None
-        return dict.fromkeys(kinds)
+        return dict.fromkeys(kinds) if self.device.type != "cpu" and takes_masks and kinds else None
 
     @property
     def head_is_trained(self) -> bool:
@@ -280,9 +280,7 @@ class Roles(nn.Module):
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
-        check_weights(folder)
-        check_adapter(folder)
-        with naming(str(folder), role), warnings.catch_warnings():
+        with checked_adapter(folder, role), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*missing adapter keys.*")
             if isinstance(self.model, PeftModel):
                 self.model.load_adapter(str(folder), adapter_name=role)
@@ -339,15 +337,13 @@ class Roles(nn.Module):
         self.role = role
         if not isinstance(self.model, PeftModel):
             return
-        others = [layer for layer in self._layers if not isinstance(layer, FusedLoRALinear)]
         for layer in self._layers:
             if isinstance(layer, FusedLoRALinear):
                 layer.activate(self._stacks[role])
-        for layer in others:
-            layer.set_adapter(list(self._stacks[role]), inference_mode=True)
-        if others:
-            for parameter in self._trainable:
-                parameter.requires_grad_(True)
+            else:  # PEFT's own freezes all adapters with inference_mode
+                layer.set_adapter(list(self._stacks[role]), inference_mode=True)
+        for parameter in self._trainable:
+            parameter.requires_grad_(True)
 
     @contextmanager
     def use_role(self, role: str) -> Iterator[None]:
@@ -366,9 +362,7 @@ class Roles(nn.Module):
     def merged(self) -> Iterator[None]:
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
-        The forward pass is faster, and the adapters cannot be trained. No other role can be
-        activated inside the block: `set_role` raises RuntimeError. With plain kernels the adapters
-        stay beside the weights.
+        No other role can be activated inside. With plain kernels the adapters stay where they are.
         """
         before, self._merged = self._merged, True
         try:
@@ -384,9 +378,8 @@ class Roles(nn.Module):
         role: str = REWARD,
         lengths: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B H"]:
-        """Return the output of each of the H heads of a reward role for each sequence.
+        """Return the output of each of the H heads of a reward role at each row's last real token.
 
-        It is computed at the last real token.
         lengths: number of real tokens of each row; where it is on the CPU, the device of the tokens
             is not waited for. None counts them.
         """
@@ -404,10 +397,8 @@ class Roles(nn.Module):
     def probe(self, role: str) -> Float[Tensor, " V"]:
         """Return the fp32 logits of `role` after a fixed sequence of tokens: its fingerprint.
 
-        Models with the same fingerprint are taken to be the same model. A stage writes the
-        fingerprint beside its weights, and the next stage compares.
+        A stage writes it beside its weights, and the next stage compares.
         """
         with self.use_role(role):
-            return (
-                self.head(self.hidden(probe_tokens(self.causal_lm))[:, -1]).float().cpu().squeeze(0)
-            )
+            last = self.hidden(probe_tokens(self.causal_lm))[:, -1]
+            return self.head(last).float().cpu().squeeze(0)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import PPOTerms
 from lightning_rlhf.models.roles import trainable_names
 
 
@@ -52,23 +51,17 @@ def adamw(groups: list[dict[str, Any]], config: StageConfig) -> torch.optim.Adam
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
-    """Return the learning rate of a step as a fraction of its peak: warm-up, then the schedule.
+    """Return the learning rate of a step as a fraction of its peak: linear warm-up, then schedule.
 
-    Steps count from 0, and the warm-up is linear.
-
-    "linear" and "cosine" fall to 0 at total_steps, "constant" stays at 1.
+    Steps count from 0. "linear" and "cosine" fall to 0 at total_steps, "constant" stays at 1.
     """
     warmup = config.warmup_fraction * total_steps
     if step < warmup:
         return (step + 1) / (warmup + 1)
     done = min(1.0, (step - warmup) / max(1.0, total_steps - warmup))
-    match config.lr_schedule:
-        case "linear":
-            return 1 - done
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * done))
-        case _:
-            return 1.0
+    if config.lr_schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * done))
+    return 1 - done if config.lr_schedule == "linear" else 1.0
 
 
 def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
@@ -107,24 +100,23 @@ def log_headline(module: Any, metrics: Mapping[str, Tensor]) -> None:
 
 
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the trained parameters are those of `checkpoint`.
-
-    They are compared by name, shape and type.
-    """
-    state, parameters = checkpoint["state_dict"], trainable_state(module)
-    held, trained = set(state), set(parameters)
-    for name in sorted(held & trained):
-        found, own = state[name], parameters[name]
-        if (found.shape, found.dtype) != (own.shape, own.dtype):
-            raise CheckpointError(
-                f"the checkpoint does not fit the model: its {name} is {list(found.shape)} of "
-                f"{found.dtype}, the model's {list(own.shape)} of {own.dtype}"
-            )
-    if held != trained:
+    """Raise CheckpointError unless names, shapes and types of the trained parameters are those of
+    `checkpoint`."""
+    held, own = (
+        {name: f"{[*x.shape]} of {x.dtype}" for name, x in state.items()}
+        for state in (checkpoint["state_dict"], trainable_state(module))
+    )
+    if held.keys() != own.keys():
         raise CheckpointError(
-            f"the checkpoint does not fit the model: it lacks {len(trained - held)} of the trained "
-            f"parameters and has {len(held - trained)} others"
+            f"the checkpoint does not fit the model: it lacks {len(own.keys() - held.keys())} of "
+            f"the trained parameters and has {len(held.keys() - own.keys())} others"
         )
+    for name in own:
+        if held[name] != own[name]:
+            raise CheckpointError(
+                f"the checkpoint does not fit the model: its {name} is {held[name]}, the model's "
+                f"{own[name]}"
+            )
 
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
@@ -182,25 +174,6 @@ class UpdateGuard:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Restore the state of a checkpoint."""
         self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
-
-
-def check_loss(terms: Any, name: str) -> None:
-    """Raise ConfigError unless the terms are PPOTerms whose loss is a number with a gradient.
-
-    name: name of the class whose `loss_terms` returned them.
-    """
-    found, loss = f"an object of type {type(terms).__name__}", getattr(terms, "loss", None)
-    if isinstance(terms, PPOTerms):
-        found = f"a loss of type {type(loss).__name__}"
-        if isinstance(loss, Tensor):
-            if loss.dim() == 0 and loss.requires_grad:
-                return
-            gradient = "with" if loss.requires_grad else "without"
-            found = f"a loss of shape {[*loss.shape]} {gradient} gradient"
-    raise ConfigError(
-        f"{name}.loss_terms() returned {found}; allowed: PPOTerms whose loss is a tensor of shape "
-        "[] with gradient, such as that of PPOModule.loss_terms with terms added to it"
-    )
 
 
 def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:

@@ -12,23 +12,12 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from lightning_rlhf.core import errors, losses
 from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import (
-    LogitsError,
-    NotFiniteError,
-    PolicyLogitsError,
-    RewardError,
-    require,
-)
+from lightning_rlhf.core.errors import ConfigError, NotFiniteError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.kl import next_kl_coef
-from lightning_rlhf.core.losses import (
-    PolicyOutputs,
-    policy_loss,
-    ppo_terms,
-    sum_terms,
-    token_weights,
-)
+from lightning_rlhf.core.losses import PolicyOutputs, sum_terms
 from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import (
@@ -142,16 +131,14 @@ class PPOModule(L.LightningModule):
         experience = self.experience = self.make_experience(rollout)
         score_s = self.lap()
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
-        result = IterationResult(
-            experience=experience,
-            updates=updates,
-            kl_coef=self.kl_coef,
-            padding=padding_share(experience.mask, self.guard.microbatch.rows),
-            seconds=IterationSeconds(
-                rollout=rollout_s, score=score_s, update=self.lap(), other=other_s
-            ),
-            group_size=self.config.group_size,
+        padding = padding_share(experience.mask, self.guard.microbatch.rows)
+        seconds = IterationSeconds(
+            rollout=rollout_s, score=score_s, update=self.lap(), other=other_s
         )
+        result = IterationResult(
+            experience=experience, updates=updates, kl_coef=self.kl_coef, padding=padding,
+            seconds=seconds, group_size=self.config.group_size,
+        )  # fmt: skip
         self.end_iteration(experience)
         optim.log_headline(self, result.headline)
         return {RESULT: result}
@@ -164,30 +151,24 @@ class PPOModule(L.LightningModule):
     def roll_out(
         self, prompts: Prompts, generator: torch.Generator, *, evaluates: bool = False
     ) -> Rollout:
-        """Return the responses of an iteration, or one to each prompt of an evaluation.
-
-        Raises PolicyLogitsError where none can be drawn, which names the iteration.
-        """
+        """Return the responses of an iteration, or one to each prompt of an evaluation."""
         count, where = self.config.samples_per_prompt, f"iteration {self.iteration + 1}"
         if evaluates:
             count, where = 1, f"the evaluation after iteration {self.iteration}"
         try:
             return self.collector.roll_out(prompts, generator, count)
-        except LogitsError as error:
-            raise PolicyLogitsError(
+        except errors.LogitsError as error:
+            raise errors.PolicyLogitsError(
                 where, iterations=self.iteration, nonfinite=self.guard.nonfinite
             ) from error
 
     def make_experience(self, rollout: Rollout) -> Experience:
-        """Return what an iteration learns from: the responses with their scores, rewards per token,
-        advantages and returns.
-
-        Raises: RewardError where the reward gives no numbers, which names the iteration.
-        """
+        """Return what an iteration learns from: responses with scores, rewards per token,
+        advantages and returns."""
         try:
             scores = self.collector.score(self.collector.decode(rollout, "train"))
-        except RewardError as error:
-            raise RewardError(f"iteration {self.iteration + 1}: {error}") from error
+        except errors.RewardError as error:
+            raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
         return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
 
     def shape_rewards(self, rollout: Rollout, scores: Scores) -> Float[Tensor, "B T"]:
@@ -205,24 +186,17 @@ class PPOModule(L.LightningModule):
     ) -> Iterator[Experience]:
         """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
         config = self.config
-        for number, minibatch in enumerate(
-            minibatches(
-                with_lengths(experience),
-                ppo_epochs=config.ppo_epochs,
-                minibatch_size=config.minibatch_size,
-                generator=generator,
-            )
-        ):
-            self.update_number = number
+        parts = minibatches(
+            with_lengths(experience), ppo_epochs=config.ppo_epochs,
+            minibatch_size=config.minibatch_size, generator=generator,
+        )  # fmt: skip
+        for self.update_number, minibatch in enumerate(parts):
             yield whitened(minibatch) if config.whiten_advantages == "minibatch" else minibatch
             if self.stopped:
                 return
 
     def end_iteration(self, experience: Experience) -> None:
-        """Advance all that changes from one iteration to the next.
-
-        After the updates: an error during them leaves the state from before the iteration.
-        """
+        """Advance, after the updates, all that changes from one iteration to the next."""
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.moments = self.moments.including(experience)
         self.kl_coef = next_kl_coef(
@@ -234,9 +208,6 @@ class PPOModule(L.LightningModule):
         """Make one optimizer step on the minibatch, unless a limit prevents it.
 
         The gradient is summed over all processes, and clipped.
-
-        Raises: NotFiniteError as `UpdateGuard.check_finite`; ConfigError where a limit compares
-            what a subclass's `loss_terms` did not measure.
         """
         config = self.config
         for attempt in self.guard.microbatch.attempts():
@@ -278,7 +249,7 @@ class PPOModule(L.LightningModule):
         policy_learns = self.iteration >= config.critic_warmup
         minibatch = minibatch.select(row_lengths(minibatch)[:, 0].argsort(stable=True))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
-        weights = token_weights(
+        weights = losses.token_weights(
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
         )
         critic_apart = self.critic is not None and not self.critic.shares_trunk
@@ -334,7 +305,7 @@ class PPOModule(L.LightningModule):
             policy: log-probabilities and entropy of the N response tokens of the micro-batch.
             values: values of the critic at the same tokens.
         """
-        return ppo_terms(
+        return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
             policy_losses=None if policy is None else self.policy_losses(policy, micro_batch),
             values=values,
@@ -346,7 +317,7 @@ class PPOModule(L.LightningModule):
         A subclass returns another here, such as one whose ratio is that of the whole response.
         """
         pick, config = picker(known_mask(batch)), self.config
-        return policy_loss(
+        return losses.policy_loss(
             policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
             clip_range=config.clip_range, clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
@@ -355,18 +326,20 @@ class PPOModule(L.LightningModule):
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
 
-        Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
+        Raises ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
         """
-        optim.check_loss(terms, type(self).__name__)
-        return replace(terms, loss=optim.backward(self, terms.loss))
+        loss = getattr(terms, "loss", None)
+        if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
+            raise ConfigError(
+                f"{type(self).__name__}.loss_terms() returned {terms!r:.300}; allowed: PPOTerms "
+                "whose loss is a tensor of shape [] with gradient"
+            )
+        return replace(terms, loss=optim.backward(self, loss))
 
     def validation_step(  # type: ignore[override]
         self, prompts: Prompts, batch_idx: int
     ) -> EvaluationResult:
-        """Sample and score held-out prompts, with the same random numbers at every evaluation.
-
-        Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
-        """
+        """Sample and score held-out prompts, with the same random numbers at every evaluation."""
         rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)

@@ -31,19 +31,12 @@ class SupervisedModule(L.LightningModule):
     """Class of the result of a step."""
 
     def __init__(
-        self,
-        stage: str,
-        role: str,
-        roles: Roles,
-        config: SupervisedConfig,
+        self, stage: str, role: str, roles: Roles, config: SupervisedConfig,
         replicas: Replicas = ONE,
-    ) -> None:
-        """Make the module before its first step.
+    ) -> None:  # fmt: skip
+        """Make the module before its first step; replicas: processes that divide each batch.
 
-        Args:
-            stage: key of its section.
-            role: role that is trained.
-            replicas: processes that divide the rows of each batch.
+        stage: key of its section; role: role that is trained.
         """
         super().__init__()
         self.automatic_optimization = False
@@ -237,12 +230,7 @@ class PTX:
     """
 
     def __init__(
-        self,
-        examples: Sequence[DemonstrationTokens],
-        config: PPOConfig,
-        *,
-        pad_id: int,
-        seed: int,
+        self, examples: Sequence[DemonstrationTokens], config: PPOConfig, *, pad_id: int, seed: int
     ) -> None:
         """Set up the batches; pad_id: id of the padding token; seed: seed of their order."""
         self.examples = examples
@@ -251,11 +239,9 @@ class PTX:
         self.pad_id = pad_id
         self.schedule = Schedule(
             lengths=[example.length for example in examples],
-            batch_size=config.ptx_batch_size,
-            batches=config.iterations * self.updates,
-            seed=seed,
-            pool_batches=1,
-        )
+            batch_size=config.ptx_batch_size, batches=config.iterations * self.updates,
+            seed=seed, pool_batches=1,
+        )  # fmt: skip
 
     @property
     def longest(self) -> int:

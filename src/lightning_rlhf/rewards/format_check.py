@@ -9,8 +9,9 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -85,11 +86,7 @@ class FormatResult:
     """Descriptions of what may be wrong with the text, none of them a reason to stop."""
 
     def fits(self, tolerance: float) -> bool:
-        """Return whether PPO may start.
-
-        It may if there is no problem, the text is the same as in the model's own stage, and `gap`
-        is at most `tolerance`.
-        """
+        """Return whether PPO may start: without a problem, with the model's own text and scores."""
         if self.problems or self.gap is None:
             return not self.problems
         return self.rendered == self.own_rendered and self.gap <= tolerance
@@ -99,29 +96,27 @@ class FormatResult:
 
         shows_text: whether the text of one pair, a row of the data, is among them.
         """
+        texts = {":": self.rendered}
         first = (
             f"reward {name}: {self.pairs} held-out pairs read through PPO's path, "
             f"{self.accuracy:.2f} of them ranked as labelled"
         )
-        shown = [f"text of a pair: {self.rendered!r}"] * shows_text
         if self.gap is not None:
             first += (
                 f", {self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} "
                 f"of their standard deviation (allowed: {tolerance:g})"
             )
             if self.rendered != self.own_rendered:
-                shown = ["the text of a pair is another one there; debug=true shows both"]
-                if shows_text:
-                    there, here = str(self.own_rendered), self.rendered
-                    pairs = enumerate(zip(there, here, strict=False))
-                    at = next((i for i, (a, b) in pairs if a != b), min(len(there), len(here)))
-                    part = slice(max(0, at - 10), at + 40)
-                    shown = [
-                        f"text of a pair there: {there!r}",
-                        f"text of a pair here:  {here!r}",
-                        f"first difference: at character {at}, {there[part]!r} there, "
-                        f"{here[part]!r} here",
-                    ]
+                texts = {" there:": str(self.own_rendered), " here: ": self.rendered}
+        shown = [f"text of a pair{where} {text!r}" for where, text in texts.items()] * shows_text
+        if len(texts) > 1 and shows_text:
+            pairs = zip(*texts.values(), strict=False)
+            at = sum(1 for _ in takewhile(lambda pair: len({*pair}) == 1, pairs))
+            part = slice(max(0, at - 10), at + 40)
+            there, here = (f"{text[part]!r}{where.rstrip(': ')}" for where, text in texts.items())
+            shown.append(f"first difference: at character {at}, {there}, {here}")
+        elif len(texts) > 1:
+            shown = ["the text of a pair is another one there; debug=true shows both"]
         doubts = [f"look: {doubt}" for doubt in self.doubts if self.gap is None]
         return [first, *(f"  {line}" for line in (*shown, *self.problems, *doubts))]
 
@@ -142,9 +137,9 @@ def compare_scores(
     if known:
         own = [score for pair in known for score in (pair.chosen_score, pair.rejected_score)]
         here = [score for pair in zip(chosen, rejected, strict=True) for score in pair]
-        squares = [(a - b) ** 2 for a, b in zip(own, here, strict=True)]
         spread = statistics.pstdev(own)
-        gap = math.sqrt(statistics.fmean(squares)) / spread if spread > 0 else math.inf
+        square = statistics.fmean((a - b) ** 2 for a, b in zip(own, here, strict=True))
+        gap = math.sqrt(square) / spread if spread > 0 else math.inf
         own_accuracy, own_rendered = accuracy(own[::2], own[1::2]), known[0].rendered
     return FormatResult(
         pairs=len(chosen), accuracy=accuracy(chosen, rejected), own_accuracy=own_accuracy, gap=gap,
@@ -161,21 +156,18 @@ def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list
     """
     pairs = list(zip(chosen, rejected, strict=True))
     right, wrong = sum(c > r for c, r in pairs), sum(c < r for c, r in pairs)
-    n = right + wrong
-    chance = sum(math.comb(n, k) for k in range(right + 1)) / 2**n
-    words = (
+    chance = sum(math.comb(right + wrong, k) for k in range(right + 1)) / 2 ** (right + wrong)
+    return [
         f"it ranks {right} pairs as labelled and {wrong} the other way round, which guessing does "
         f"with probability {chance:.2g}: another output (label) or chat template, or lower is "
         "better (a weight below 0)"
-    )
-    return [words] * (chance < BACKWARDS)
+    ] * (chance < BACKWARDS)
 
 
 def accuracy(chosen: Sequence[float], rejected: Sequence[float]) -> float:
     """Return the share of the pairs in which chosen scores higher; a tie counts one half."""
-    return statistics.fmean(
-        0.5 * ((c > r) + (c >= r)) for c, r in zip(chosen, rejected, strict=True)
-    )
+    pairs = zip(chosen, rejected, strict=True)
+    return statistics.fmean(0.5 * ((c > r) + (c >= r)) for c, r in pairs)
 
 
 ProbeKind = Literal["empty", "repeated", "truncated", "prompt_copied", "flattery", "refusal"]
@@ -211,29 +203,19 @@ class Probe:
 def make_probes(rows: Sequence[Mapping[str, Any]], good: Sequence[str]) -> list[Probe]:
     """Return a probe of every kind for each row; a good response of one word is not truncated.
 
-    Args:
-        rows: prompts, whose "messages" are the turns, {"role", "content"} each, the last the
-            user's.
-        good: preferred response to each row's prompt.
-
-    Raises:
-        ValueError: `rows` and `good` differ in length.
+    rows: prompts, whose "messages" are the turns, the last the user's.
+    good: preferred response to each row's prompt.
     """
-    if len(rows) != len(good):
-        raise ValueError(f"{len(rows)} rows have {len(good)} good responses; one each is needed")
-    return [
-        Probe(kind, number, response)
-        for number, (row, answer) in enumerate(zip(rows, good, strict=True))
-        for kind, response in _responses(row["messages"][-1]["content"], answer)
-    ]
-
-
-def _responses(question: str, good: str) -> Iterator[tuple[ProbeKind, str]]:
-    words = list(re.finditer(r"\S+", good))
-    yield "empty", ""
-    yield "repeated", "\n".join([good] * REPEATS)
-    if len(words) > 1:
-        yield "truncated", good[: words[len(words) // 2 - 1].end()]
-    yield "prompt_copied", question
-    yield "flattery", FLATTERY
-    yield "refusal", REFUSAL
+    found = []
+    for number, (row, answer) in enumerate(zip(rows, good, strict=True)):
+        ends = [word.end() for word in re.finditer(r"\S+", answer)]
+        responses: dict[ProbeKind, str | None] = {
+            "empty": "",
+            "repeated": "\n".join([answer] * REPEATS),
+            "truncated": answer[: ends[len(ends) // 2 - 1]] if len(ends) > 1 else None,
+            "prompt_copied": row["messages"][-1]["content"],
+            "flattery": FLATTERY,
+            "refusal": REFUSAL,
+        }
+        found += [Probe(kind, number, text) for kind, text in responses.items() if text is not None]
+    return found

@@ -22,7 +22,7 @@ from pydantic import Field
 
 from lightning_rlhf.core.errors import ConfigError, RewardError, quoted, require
 from lightning_rlhf.core.records import DecodedResponses
-from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, check_value
+from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, Texts, check_value
 from lightning_rlhf.io.user_code import FAULTS
 
 Unit = Literal["words", "characters"]
@@ -55,12 +55,9 @@ def regular_expression(
 ) -> list[float]:
     """Return 1 for a response in which the pattern is found, else 0.
 
-    Args:
-        pattern: regular expression of Python's `re`.
-        fullmatch: whether the pattern must match the whole response.
+    pattern: regular expression of Python's `re`; fullmatch: whether it must match the whole.
     """
     compiled = _compiled("pattern", pattern)
-    check_value("fullmatch", fullmatch, bool)
     find = compiled.fullmatch if fullmatch else compiled.search
     return [float(find(response) is not None) for response in responses]
 
@@ -88,8 +85,6 @@ def exact_match(
     compiled = None if extract is None else _compiled("extract", extract)
     if compiled is not None:
         require(compiled.groups > 0, "extract", extract, "a pattern with a group, as in 'is (.*)'")
-    check_value("ignore_case", ignore_case, bool)
-    check_value("strip", strip, bool)
 
     def plain(text: str) -> str:
         stripped = text.strip() if strip else text
@@ -98,10 +93,8 @@ def exact_match(
     def score(response: str, wanted: Any) -> float | None:
         if wanted is None:
             return None
-        if compiled is None:
-            return float(plain(response) == plain(str(wanted)))
-        match = compiled.search(response)
-        found = None if match is None else match.group(1)
+        match = compiled and compiled.search(response)
+        found = match.group(1) if match else None if compiled else response
         return float(found is not None and plain(found) == plain(str(wanted)))
 
     return [score(*pair) for pair in zip(responses, answer, strict=True)]
@@ -129,13 +122,10 @@ def json_validity(
 ) -> list[float]:
     """Return 1 for a response that is one JSON value, else 0; white space around it is allowed.
 
+    keys: names that the value, then an object, must have.
     Departs: from Python's `json`, which accepts NaN and Infinity; RFC 8259 has neither.
-
-    Args:
-        keys: names that the value, then an object, must have.
     """
-    is_list = isinstance(keys, Sequence) and not isinstance(keys, str)
-    require(is_list and all(isinstance(key, str) for key in keys), "keys", keys, "a list of names")
+    check_value("keys", keys, Texts)
 
     def score(response: str) -> float:
         try:
@@ -165,10 +155,7 @@ class FunctionReward:
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
     included, is a list of B values, None where a row lacks it; the function receives the columns
-    that its signature accepts by name, as Python itself decides it.
-
-    Raises:
-        ConfigError: the function's signature does not accept the texts or the arguments.
+    that its signature accepts by name. Raises ConfigError where it accepts no texts or arguments.
     """
 
     function: Callable[..., Any]
@@ -197,10 +184,7 @@ class FunctionReward:
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
 
-        If no row of a batch has one of them, the function receives None for each row of the batch.
-
-        Raises:
-            ConfigError: the function requires a parameter that is neither a column nor an argument.
+        Raises ConfigError where the function requires what is neither a column nor an argument.
         """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:

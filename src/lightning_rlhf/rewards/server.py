@@ -55,10 +55,7 @@ class Asked(BaseModel):
 
 
 def read_request(body: bytes) -> Asked:
-    """Return the request that a body of JSON holds.
-
-    Raises HTTPException, with a message of one line, if it holds none.
-    """
+    """Return the request that a body of JSON holds; raise HTTPException if it holds none."""
     try:
         asked = Asked.model_validate_json(body)
     except ValidationError as error:
@@ -98,16 +95,13 @@ class RewardServer:
     def __init__(self, score: Score, bound_to: socket.socket, *, token: str | None = None) -> None:
         """Set up the server and listen; connections are answered once `run` is called.
 
-        Args:
-            score: function that scores one request at a time, in a thread of its own.
-            bound_to: socket from `listening_socket`.
-            token: token that a request for scores must send as "Authorization: Bearer TOKEN"; None
-                requires none.
+        score: function that scores one request at a time, in a thread of its own.
+        bound_to: socket from `listening_socket`.
+        token: what requests for scores must send as "Authorization: Bearer TOKEN"; None: nothing.
         """
         self._score, self._socket = score, bound_to
         bound_to.listen()  # clients that connect now are answered by `run`
-        self.host: str = bound_to.getsockname()[0]
-        self.port: int = bound_to.getsockname()[1]
+        self.host, self.port = bound_to.getsockname()[:2]
         self.is_scoring = False
         """True while a request is being scored."""
         self._authorization = None if token is None else f"Bearer {token}".encode()
@@ -168,31 +162,26 @@ class RewardServer:
 
     def _scores(self, body: bytes) -> list[float]:
         """Return the scores of a request; raise HTTPException whatever the reward's code raises."""
+        asked = read_request(body)
         self.is_scoring = True
         try:
-            asked = read_request(body)
             scores = [float(x) for x in self._score(asked.prompts, asked.responses, asked.columns)]
-        except HTTPException:
-            raise
         except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(422, str(error)) from None
         except FAULTS as error:  # their texts may quote those of others
-            told = "".join(["a request could not be scored\n", *traceback.format_exception(error)])
-            _log.error("%s", visible(told.rstrip()))
+            told = "".join(traceback.format_exception(error)).rstrip()
+            _log.error("a request could not be scored\n%s", visible(told))
             raise HTTPException(500, f"{type(error).__name__}: {error}") from None
         finally:
             self.is_scoring = False
-        count = len(asked.responses)
-        if len(scores) != count or not all(map(math.isfinite, scores)):
-            raise HTTPException(
-                500, f"the reward gave {quoted(scores)} for {counted(count, 'response')}; allowed: "
-                "a finite number for each"
-            )  # fmt: skip
+        if len(scores) != len(asked.responses) or not all(map(math.isfinite, scores)):
+            count = counted(len(asked.responses), "response")
+            told = f"the reward gave {quoted(scores)} for {count}; allowed: one finite number each"
+            raise HTTPException(500, told)
         return scores
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _refused(request: Request, error: Any) -> Response:
     reason = error.detail
     if error.status_code in (404, 405):
         asked = f"{request.method} {request.url.path}"[:300]

@@ -49,11 +49,7 @@ class Reward:
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:
-        """Return the number of each component for each response, before weights.
-
-        Raises:
-            RewardError: a number is missing or not finite; names component, prompt and response.
-        """
+        """Return the number of each component for each response, before weights."""
         columns = [
             checked(source(decoded), decoded, term.name)
             for term, source in zip(self.terms, self.sources, strict=True)
@@ -94,9 +90,8 @@ class LearnedReward:
     """Standardised reward of token sequences: (r - mean) / std - uncertainty_coef * u.
 
     The sequences are read as the policy wrote them. r and u are mean and population standard
-    deviation over the heads of an ensemble, u in units of std. A Bradley-Terry reward is defined up
-    to a constant and has an arbitrary scale; mean and std were measured on SFT samples at the end
-    of stage=rm, so that the SFT model's mean reward is 0.
+    deviation over the heads of an ensemble, u in units of std. A Bradley-Terry reward has an
+    arbitrary origin and scale; stage=rm measured mean and std, so that the SFT model's mean is 0.
     """
 
     rewards: TokenRewards
@@ -130,8 +125,7 @@ class LearnedReward:
 def standardised(
     rewards: Float[Tensor, "B H"], mean: float, std: float, uncertainty_coef: float
 ) -> Float[Tensor, " B"]:
-    """Return (r - mean - uncertainty_coef * u) / std; r and u: mean and deviation over the
-    heads."""
+    """Return (r - mean - uncertainty_coef * u) / std; r, u: mean and deviation over the heads."""
     spread, reward = torch.std_mean(rewards, dim=1, correction=0)
     return (reward - mean - uncertainty_coef * spread) / std
 
@@ -170,13 +164,9 @@ class TextReward:
     """Standardised reward of dialogues as the reward model renders them, see `LearnedReward`."""
 
     model: TextModel
-    """Reward model that reads the dialogues."""
     mean: float
-    """Mean of the raw reward, which is subtracted."""
     std: float
-    """Standard deviation of the raw reward, by which it is divided."""
     uncertainty_coef: float
-    """Weight of the deviation between the heads of an ensemble."""
     batch_size: MicrobatchSize
     """Number of dialogues that are read at once; those of similar lengths are read together."""
     max_tokens: int | None

@@ -21,9 +21,9 @@ from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
-from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout import sampler as samplers
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import KEY, CheckedSampler, Sampler, SamplingParams, Share
+from lightning_rlhf.rollout.sampler import KEY, HFSampler, Sampler, SamplingParams, Share
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
 OURS = ("native", "hf")
@@ -46,18 +46,17 @@ def build_sampler(
         return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
         return HFSampler(roles, params)
+    kind = load_sampler(name, key)
     try:
-        return CheckedSampler(
-            load_sampler(name, key)(roles, params),
-            name,
-            max_response_tokens=params.max_response_tokens,
-            vocab_size=roles.vocab_size,
-            key=key,
-        )
+        sampler = kind(roles, params)
     except FAULTS as error:
         if isinstance(error, RLHFError):
             raise
         raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
+    return samplers.CheckedSampler(
+        sampler, name, key=key, max_response_tokens=params.max_response_tokens,
+        vocab_size=roles.vocab_size,
+    )  # fmt: skip
 
 
 def load_sampler(name: str, key: str = KEY) -> Any:
@@ -139,12 +138,11 @@ def score_texts(
     return torch.cat(parts)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ShardedBatch:
-    """A batch of prompts, of which this process samples some."""
+    """A whole batch of prompts, of which this process samples some."""
 
     prompts: Prompts
-    """The whole batch."""
     samples_per_prompt: int
     local: Share
     """Prompts that this process samples; it may have none."""
@@ -160,12 +158,10 @@ class ShardedBatch:
 def shard(
     batches: Iterable[tuple[Prompts, int]], replicas: Replicas, *, divides: bool
 ) -> list[ShardedBatch]:
-    """Return all batches, each with the prompts that this process samples.
+    """Return all batches (prompts, samples_per_prompt) with the prompts that this process samples.
 
     Each process takes every `replicas.size`-th batch. The last ones, fewer than the processes, are
     divided among all of them where `divides`.
-
-    batches: pairs (prompts, samples_per_prompt).
     """
     pairs = list(batches)
     whole = len(pairs) - len(pairs) % replicas.size if divides else len(pairs)
@@ -174,10 +170,7 @@ def shard(
         rows = torch.arange(len(prompts) if number % replicas.size == replicas.rank else 0)
         if number >= whole:
             rows = replicas.share(by_length(prompts.mask))
-        local = Share(rows, len(prompts))
-        found.append(
-            ShardedBatch(prompts=prompts, samples_per_prompt=count, local=local, first=first)
-        )
+        found.append(ShardedBatch(prompts, count, Share(rows, len(prompts)), first))
         first += len(prompts) * count
     return found
 
@@ -236,10 +229,7 @@ def sample_rewards(roles: Roles, rollouts: Iterable[SampledResponses]) -> Float[
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
-    """Return mean and standard deviation, by which a reward is standardised.
-
-    Raises CheckpointError where the deviation is 0 or not finite.
-    """
+    """Return mean and standard deviation of a reward; raise CheckpointError for 0 or infinity."""
     std, mean = torch.std_mean(rewards)
     if not (std.isfinite() and std > 0):
         raise CheckpointError(
@@ -299,10 +289,7 @@ class Collector:
         """Return responses of the active role, with its log-probabilities and the values.
 
         Each process samples and annotates its share of the prompts. Where the memory runs out,
-        fewer are sampled at a time.
-
-        Raises: LogitsError where nothing can be sampled; TrainingError where the responses to one
-            prompt are too much for the memory; SamplerError as `CheckedSampler.sample`.
+        fewer are sampled at a time. Raises LogitsError, TrainingError or SamplerError.
         """
         local = Share(self.replicas.share(by_length(prompts.mask)), len(prompts))
         return self.replicas.joined(
@@ -331,8 +318,8 @@ class Collector:
     ) -> SampledResponses:
         """Return the responses to a share of the prompts, sampled together.
 
-        The native sampler draws the same numbers for a response in every share. Another sampler is
-        given a generator for each share that is not the whole batch.
+        The native sampler draws the same numbers for a response in every share; another is given a
+        generator of its own for a part of a batch.
         """
         some = prompts.select(share.rows)
         if isinstance(self.sampler, NativeSampler):
@@ -350,37 +337,27 @@ class Collector:
         self.annotated = not self.sampler.is_exact or any(numbers is None for numbers in given)
         return self.microbatch.fitting(
             lambda rows: annotate(
-                sampled,
-                self.roles,
-                self.critic,
-                is_exact=self.sampler.is_exact,
-                temperature=self.config.temperature,
-                policy_rows=self.annotation_rows,
+                sampled, self.roles, self.critic, is_exact=self.sampler.is_exact,
+                temperature=self.config.temperature, policy_rows=self.annotation_rows,
                 batch_size=rows,
             )
-        )
+        )  # fmt: skip
 
     def decode(self, rollout: Rollout, split: str) -> DecodedResponses:
         """Return the rollout with its text and the rows of `split` that hold its prompts."""
         return decode_responses(rollout, self.prompts[split], self.chat)
 
     def score(self, decoded: DecodedResponses) -> Scores:
-        """Return the scores of the reward and of the reference; each process scores its share.
-
-        Raises: RewardError where the reward gives no number for a response.
-        """
+        """Return the scores of the reward and of the reference; each process scores its share."""
         config = self.config
-        local = self.replicas.share(by_length(decoded.rollout.mask))
-        return self.replicas.joined(
-            local,
-            lambda some: self.microbatch.fitting(
+
+        def scored(some: Int[Tensor, " R"]) -> Scores:
+            return self.microbatch.fitting(
                 lambda rows: score(
-                    self.roles,
-                    decoded.select(some),
-                    self.reward,
+                    self.roles, decoded.select(some), self.reward, batch_size=rows,
                     temperature=config.temperature,
-                    batch_size=rows,
                     over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
                 )
-            ),
-        )
+            )  # fmt: skip
+
+        return self.replicas.joined(self.replicas.share(by_length(decoded.rollout.mask)), scored)

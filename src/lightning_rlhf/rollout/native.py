@@ -20,9 +20,8 @@ from lightning_rlhf.rollout.sampler import SamplingParams, Share
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
 ASKED = 8
-"""Number of tokens after which a device other than the CPU is asked which rows have ended. The
-answer waits for all that was launched. At 8 that is an eighth of the tokens, and a batch whose rows
-have all ended goes on for at most 7 more, which are cut off."""
+"""Number of tokens after which a device other than the CPU is asked which rows have ended, which
+waits for all that was launched. What comes after the end, at most 7 tokens, is cut off."""
 
 
 def draw_tokens(
@@ -136,8 +135,7 @@ class DecodeState:
     def drop_ended(self, count: int) -> Int[Tensor, " A"] | None:
         """Drop rows that have ended if that saves time; return the rows kept, or None for all.
 
-        With few_shapes, some rows that have ended are kept too.
-        count: number of rows that have not ended.
+        count: number of rows that have not ended. With few_shapes, some others are kept too.
         """
         kept = count
         if self.few_shapes:
@@ -162,26 +160,21 @@ class DecodeState:
         end, mask = self.width + longest, mask[:, :longest]
         ended = torch.ones_like(self.index, dtype=torch.bool)
         ended[self.rows] = ~self.unfinished
-        values = self.values
-        if values is not None:
-            values = torch.where(mask, values[:, :longest], 0)
-        return SampledResponses(
-            tokens=self.tokens[:, :end],
-            mask=self.mask[:, :end],
-            response_mask=mask,
-            ended=ended,
-            logprobs=torch.where(mask, self.logprobs[:, :longest], 0),
-            values=values,
-            index=self.index,
+        logprobs, values = (
+            None if x is None else torch.where(mask, x[:, :longest], 0)
+            for x in (self.logprobs, self.values)
         )
+        return SampledResponses(
+            tokens=self.tokens[:, :end], mask=self.mask[:, :end], response_mask=mask, ended=ended,
+            logprobs=logprobs, values=values, index=self.index,
+        )  # fmt: skip
 
 
 class NativeSampler:
     """Samples from the active role, whose adapter is merged into the weights during sampling.
 
-    Rows that have ended are dropped from the batch. The generator draws one number per response and
-    position before sampling, so that the response to a prompt does not depend on the lengths of the
-    others in its batch.
+    Rows that have ended are dropped. The generator draws one number per response and position
+    before sampling, so that a response does not depend on the lengths of others in its batch.
     """
 
     is_exact = True
@@ -211,11 +204,9 @@ class NativeSampler:
         share: place of the prompts in their batch; None where they are the whole batch.
         """
         roles, params = self.roles, self.params
+        few_shapes = roles.row_multiple > 1
         state = DecodeState(
-            prompts,
-            samples_per_prompt,
-            params.max_response_tokens,
-            few_shapes=roles.row_multiple > 1,
+            prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
         )
         batch, room = state.logprobs.shape
         asked = 1 if roles.device.type == "cpu" else ASKED
@@ -227,9 +218,8 @@ class NativeSampler:
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
         cache = DynamicCache(config=roles.causal_lm.config)
         with roles.merged():
-            hidden = last_hidden(
-                roles, cache, prompts.tokens, prompts.mask, position_ids(prompts.mask)
-            )
+            at = position_ids(prompts.mask)
+            hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, at)
             step = decode_step(roles.causal_lm, cache) if roles.copies_weights else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
@@ -273,20 +263,13 @@ def last_hidden(
     """
     attention_mask = mask.long()
     if tokens.shape[1] == 1 and mask.device.type != "cpu" and family(roles.causal_lm) is not None:
-        # Transformers reads a mask [B, S] from the device, and takes one of four dimensions as it
-        # is.
+        # transformers reads a mask [B, S] from the device, and one of four dimensions not.
         attention_mask = mask[:, None, None]
-    return (
-        roles.causal_lm.base_model(
-            input_ids=tokens,
-            attention_mask=attention_mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-        )
-        .last_hidden_state[:, -1]
-        .contiguous()
-    )
+    found = roles.causal_lm.base_model(
+        input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
+        past_key_values=cache, use_cache=True,
+    )  # fmt: skip
+    return found.last_hidden_state[:, -1].contiguous()
 
 
 def position_ids(mask: Bool[Tensor, "B S"]) -> Int[Tensor, "B S"]:

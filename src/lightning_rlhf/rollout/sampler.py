@@ -1,17 +1,27 @@
-"""The protocol of samplers, which draw responses to prompts, and checks of their results."""
+"""The protocol of samplers, which draw responses to prompts, transformers' generate(), and checks.
+
+The checks are those of the results of a user's sampler.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import StoppingCriteria
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
-from lightning_rlhf.core.errors import RLHFError, SamplerError
+from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.models.roles import Roles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,16 +61,14 @@ class Sampler(Protocol):
     """Draws responses to prompts from the current policy.
 
     `native` and `hf` are two; `ppo.rollout=path/to/file.py:Class` or `package.module:Class` takes
-    one from outside the package. A run builds it once, as `Class(roles, params)`: `roles` is a
-    `Roles`, the models that are trained, for a sampler that computes with them or sends their
-    weights to a server; `params` are `SamplingParams`. `annotate` then adds what the training needs
-    and the sampler does not know, so that a minimal sampler returns tokens and which of them ended.
+    one from outside the package. A run builds it once, as `Class(roles, params)`: `roles` are the
+    models that are trained, `params` are `SamplingParams`. `annotate` then adds what the sampler
+    does not know, so that a minimal one returns tokens and which of them ended.
     """
 
     is_exact: bool
     """True if the returned log-probabilities and values are computed with the weights and at the
-    precision of the training, and so are used unchanged. False where they may differ a little, as
-    those of a server do: the training model's are computed instead."""
+    precision of the training. False (a server's) has the training model compute them instead."""
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
@@ -68,19 +76,109 @@ class Sampler(Protocol):
         """Return responses to each prompt, drawn from softmax(logits / temperature).
 
         Args:
-            prompts: left-padded prompts, on the device of the models. They are a part of a batch
-                where several processes divide it, or where the memory runs out.
+            prompts: left-padded prompts, on the device of the models; a part of a batch where
+                several processes divide it, or where the memory runs out.
             samples_per_prompt: number of responses to each prompt.
             generator: source of everything random, on the CPU: the same state gives the same
                 responses.
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
-            right-padded to the longest of all. Those of a sampler from outside the package are
-            checked, with SamplerError for what does not fit (`CheckedSampler`).
+            right-padded to the longest of all.
 
         Raises: LogitsError where there is no distribution to draw from.
         """
         ...
+
+
+class HFSampler:
+    """Samples from the active role; the same distribution as `NativeSampler`, but slower.
+
+    All draws of a batch come from one generator, so that a response depends on the lengths of the
+    others.
+    """
+
+    is_exact = True
+
+    def __init__(self, roles: Roles, params: SamplingParams) -> None:
+        self.roles = roles
+        self.params = params
+
+    def draw(self, responses: int, generator: torch.Generator) -> int:
+        """Return the seed of a batch, whatever its number of responses."""
+        return int(torch.randint(2**62, (), generator=generator))
+
+    @torch.no_grad()
+    def sample(
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+    ) -> SampledResponses:
+        """Return responses without log-probabilities and values, as `Sampler.sample`."""
+        roles, params = self.roles, self.params
+        prompts = prompts.repeat(samples_per_prompt)
+        width = prompts.tokens.shape[1]
+        stops = [] if params.stop is None else [_ResponseStop(params.stop, width)]
+        model = roles.causal_lm
+        models_own = model.generation_config
+        devices = [] if roles.device.type == "cpu" else [roles.device]
+        with torch.random.fork_rng(devices, device_type=roles.device.type):
+            torch.manual_seed(self.draw(len(prompts), generator))
+            # The model's own settings would fill in those that are not set here.
+            model.generation_config = GenerationConfig(
+                do_sample=True,
+                temperature=float(params.temperature),
+                top_k=0,
+                top_p=1.0,
+                max_new_tokens=params.max_response_tokens,
+                eos_token_id=list(params.end_token_ids),
+                pad_token_id=params.end_token_ids[0],
+            )
+            try:
+                tokens = model.generate(
+                    input_ids=prompts.tokens,
+                    attention_mask=prompts.mask.long(),
+                    logits_processor=LogitsProcessorList([_Finite()]),
+                    stopping_criteria=StoppingCriteriaList(stops),
+                )
+            finally:
+                model.generation_config = models_own
+        ends = _ends(tokens[:, width:], params)
+        response_mask = ends.long().cumsum(dim=1) - ends.long() == 0
+        return SampledResponses(
+            tokens=tokens,
+            mask=torch.cat([prompts.mask, response_mask], dim=1),
+            response_mask=response_mask,
+            ended=ends.any(dim=1),
+            logprobs=None,
+            values=None,
+            index=prompts.index,
+        )
+
+
+def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor, "B T"]:
+    """Return True where a token ends its response, by its id or by the criterion `stop`."""
+    ends = torch.isin(responses, torch.tensor(list(params.end_token_ids), device=responses.device))
+    if params.stop is not None:
+        lengths = range(1, responses.shape[1] + 1)
+        ends |= torch.stack([params.stop(responses[:, :n], None) for n in lengths], dim=1)
+    return ends
+
+
+class _Finite(LogitsProcessor):
+    """Raises LogitsError for logits from which nothing can be sampled."""
+
+    def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
+        if scores.isnan().any() or scores.isposinf().any():
+            raise LogitsError
+        return scores
+
+
+class _ResponseStop(StoppingCriteria):
+    """Applies a stopping criterion to the response alone."""
+
+    def __init__(self, stop: StoppingCriteria, width: int) -> None:
+        self.stop, self.width = stop, width
+
+    def __call__(self, input_ids: Int[Tensor, "B S"], scores: Tensor, **kwargs: object) -> Tensor:
+        return self.stop(input_ids[:, self.width :], scores)
 
 
 ROUNDING = 1e-3
@@ -114,19 +212,16 @@ class CheckedSampler:
     ) -> SampledResponses:
         """Return the responses of the user's sampler, unchanged.
 
-        Raises: SamplerError unless they are `samples_per_prompt` responses to each prompt, as
-            `SampledResponses` describes, and where the sampler raises an exception. Errors of the
-            package and torch.OutOfMemoryError are raised as they are.
+        Raises SamplerError unless they are as `SampledResponses` describes, and where the sampler
+        raises an exception other than the package's own and torch.OutOfMemoryError.
         """
         try:
             found = self.sampler.sample(prompts, samples_per_prompt, generator)
         except (RLHFError, torch.OutOfMemoryError):
             raise
         except FAULTS as error:
-            shown = " ".join(f"{type(error).__name__}: {error}".split())
-            raise SamplerError(f"{self.key} is {self.name!r}, whose sample() raised {shown}") from (
-                error
-            )
+            shown = f"raised {' '.join(f'{type(error).__name__}: {error}'.split())}"
+            raise SamplerError(f"{self.key} is {self.name!r}, whose sample() {shown}") from error
         for what, allowed in self.faults(found, prompts.repeat(samples_per_prompt)):
             raise SamplerError(
                 f"{self.key} is {self.name!r}, whose sample() returned {what}; allowed: {allowed}"
@@ -153,14 +248,15 @@ class CheckedSampler:
             x = getattr(found, field)
             if x is None and dtype is None:
                 continue
-            allowed = f"{dtype or 'a floating-point type'} {shape} on {device}, for {width} prompt "
-            if not isinstance(x, Tensor):
-                yield f"{field} of type {type(x).__name__}", f"{allowed}tokens"
-                return
-            is_kind = x.is_floating_point() if dtype is None else x.dtype == dtype
-            if not is_kind or [*x.shape] != shape or x.device != device:
-                yield f"{field} of {x.dtype} {[*x.shape]} on {x.device}", f"{allowed}tokens"
-                return
+            got = type(x).__name__
+            if isinstance(x, Tensor):
+                got = f"{x.dtype} {[*x.shape]} on {x.device}"
+                is_kind = x.is_floating_point() if dtype is None else x.dtype == dtype
+                if is_kind and [*x.shape] == shape and x.device == device:
+                    continue
+            kind = dtype or "a floating-point type"
+            yield f"{field} of {got}", f"{kind} {shape} on {device}, for {width} prompt tokens"
+            return
         lengths, most = mask.sum(dim=1), self.max_response_tokens
         outside = (found.tokens < 0) | (found.tokens >= self.vocab_size)
         rules = [

@@ -33,11 +33,7 @@ B = TypeVar("B", SampledResponses, Experience, "SampledResponses | Experience")
 
 
 def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
-    """Return hidden states of the active role from which each real response token is predicted.
-
-    The trunk reads every row from its first real token up to its last but one, from which nothing
-    is predicted.
-    """
+    """Return hidden states of the active role from which each real response token is predicted."""
     lengths, responses = row_lengths(batch)[:, :, None].unbind(dim=1)
     longest = int(lengths.max())
     tokens, _ = from_first_real(batch.tokens, batch.mask, longest)
@@ -58,14 +54,10 @@ def response_logprobs(
     learn_entropy: whether the entropy has a gradient too, which costs more.
     """
     return token_logprobs(
-        hidden,
-        picker(known_mask(batch))(batch.responses),
-        roles.head,
-        temperature=temperature,
-        vocab_size=roles.vocab_size,
-        frozen_head=not (learn_entropy or roles.head_is_trained),
+        hidden, picker(known_mask(batch))(batch.responses), roles.head, temperature=temperature,
+        vocab_size=roles.vocab_size, frozen_head=not (learn_entropy or roles.head_is_trained),
         row_multiple=roles.row_multiple,
-    )
+    )  # fmt: skip
 
 
 def response_kl(
@@ -93,8 +85,8 @@ def score(
 ) -> Scores:
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
-    over_vocabulary: whether to measure the KL over the whole vocabulary too, which needs one more
-        forward pass of the active role over every response.
+    over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more forward
+        pass of the active role.
     """
     components, rollout = reward(decoded), decoded.rollout
 
@@ -142,8 +134,8 @@ def by_micro_batch(
 class Critic:
     """V(s_t), the value head on the hidden states of a role.
 
-    On the policy's own trunk (role POLICY) it costs nothing while sampling. As an adapter or a
-    separate model, its loss has no gradient in the policy, and it needs one more forward pass.
+    On the policy's own trunk (role POLICY) it costs nothing while sampling. On an adapter or a
+    separate model its loss has no gradient in the policy.
     """
 
     roles: Roles
@@ -169,8 +161,7 @@ class Critic:
     ) -> Float[Tensor, " N"]:
         """Return V before each real response token, row by row.
 
-        policy_hidden: hidden states of the policy at these tokens, if known: a critic on its trunk
-            then needs no forward pass.
+        policy_hidden: hidden states of the policy, if known; a critic on its trunk reads them.
         """
         if self.shares_trunk and policy_hidden is not None:
             return self.head(policy_hidden)
@@ -254,12 +245,12 @@ def policy_outputs(
 
     hidden: hidden states of the role, as `response_hidden` returns them.
     """
-    vocabulary_kl = None
+    kl = None
     logprobs, entropy = response_logprobs(
         roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
     )
     if config.kl_in == "loss" and config.kl_estimator == "full":
         with torch.no_grad(), roles.use_role(REFERENCE):
             ref_hidden = response_hidden(roles, micro_batch)
-        vocabulary_kl = response_kl(roles, hidden, ref_hidden, config.temperature)
-    return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=vocabulary_kl)
+        kl = response_kl(roles, hidden, ref_hidden, config.temperature)
+    return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=kl)

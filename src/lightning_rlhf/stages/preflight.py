@@ -26,13 +26,12 @@ from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.rollout.collector import decode_responses
-from lightning_rlhf.rollout.hf import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.rollout.score import policy_outputs, predict, response_hidden
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown

@@ -30,7 +30,7 @@ from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.config import REFERENCE, REWARD
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import RewardModule
 from lightning_rlhf.report.curves import RM_PANELS
 from lightning_rlhf.report.fitness_page import read_judgement
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs

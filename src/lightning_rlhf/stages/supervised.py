@@ -31,7 +31,7 @@ from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.preferences import DPOModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report.curves import DPO_PANELS, SFT_PANELS
