@@ -83,11 +83,10 @@ class Phases(L.Callback):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         from lightning_rlhf.models.loading import scale_bytes
         from lightning_rlhf.stages.memory_plan import by_role, learned
+        from lightning_rlhf.stages.memory_plan import by_role, bytes_of
 
         for role, parameters in by_role(pl_module).items():
-            weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
-            trained = sum(p.nbytes for p in parameters if p.requires_grad)
-            own = learned(weights, trained, pl_module.config)
+            own = bytes_of(parameters, pl_module.config)
             self.roles[role] = {
                 "weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer
             }  # fmt: skip

@@ -16,7 +16,7 @@ from lightning_rlhf.cli.arguments import composition_error, parse_arguments, ref
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
-from lightning_rlhf.runs.accelerator import check_accelerator
+from lightning_rlhf.runs.accelerator import check_devices
 from lightning_rlhf.runs.console import CONF, quiet_libraries
 from lightning_rlhf.runs.resume import decide
 from lightning_rlhf.runs.run import Run
@@ -94,7 +94,7 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     decide(settings)
     quiet_libraries()
-    check_accelerator(settings)
+    check_devices(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
     run = Run.of(settings)

@@ -359,12 +359,9 @@ def test_every_field_is_read(cls: type) -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["+reward@reward.components.right=function", "++reward.components.rigth.path=a.py:b"],
-         "there is no component 'rigth' in reward.components; did you mean 'right'? "
-         "+reward@reward.components.rigth=KIND puts one there, with all its keys"),
-        (["+reward.components.right.kind=function"],
-         "there is no component 'right' in reward.components; "
-         "+reward@reward.components.right=function puts one there, with all its keys"),
+        (["+reward@reward.components.right=random", "++reward.components.rigth.path=a.py:b"],
+         "reward.components.rigth.kind is 'missing'; allowed: function, head, http, model, random; "
+         "+reward@reward.components.NAME=KIND sets all keys of a component"),
         (["+reward@reward.components.a=random", "++reward.weight=2"],
          "reward.weight is not a known key; allowed: components, kind"),
     ],

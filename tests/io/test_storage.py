@@ -253,9 +253,9 @@ def test_a_full_disk_is_told_of_any_file() -> None:
         full_disk_told(),
     ):
         raise OSError(errno.ENOSPC, "No space left on device")
-    named = r"^curves/a was not written: File too large; the file system takes no larger file"
+    named = r"^a.png was not written: Disk quota exceeded; [\d.]+ [MG]B are free now\. Make room"
     with pytest.raises(StorageError, match=named), full_disk_told():
-        raise OSError(errno.EFBIG, "File too large", "curves/a")
+        raise OSError(errno.EDQUOT, "Disk quota exceeded", "a.png")
     with pytest.raises(FileNotFoundError), full_disk_told():
         raise FileNotFoundError(errno.ENOENT, "x")
 

@@ -61,7 +61,7 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
         )
     from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
-    check_devices(settings)
+    check_devices(settings, settings.trainer.devices)
     words = [word for word in overrides if key_of(word) not in DECIDED]
     words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
     words += [] if settings.job is None else [f"job={override_value(settings.job)}"]

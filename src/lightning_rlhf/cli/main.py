@@ -61,7 +61,7 @@ from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_error
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
 from lightning_rlhf.runs.process import IN_RECIPE, end_with, is_job
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
@@ -213,6 +213,8 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
         return ["the same command goes on"]
     if saved := numbered(folder / CHECKPOINTS):
         return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
+    if is_unbegun(folder):
+        return ["the same command starts it over"]
     return ["it has no checkpoint yet, resume=auto starts it over"]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
 from threading import Event, Thread
 from time import monotonic
 from typing import Any, TypeVar
@@ -73,9 +74,7 @@ def print_line(message: str, style: str = "") -> None:
 
 def clock_text(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds: 3725 -> 1:02:05."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
+    return str(timedelta(seconds=round(seconds)))
 
 
 class Bar(Progress):
@@ -89,7 +88,7 @@ class Bar(Progress):
     ) -> None:
         """time: last column, which may show the field `times`; stays: False to erase it at last."""
         name = TextColumn("{task.description}", markup=False, style="bold" if stays else "none")
-        columns = (SpinnerColumn(), name, BarColumn(bar_width=24), MofNCompleteColumn(), time)
+        columns = SpinnerColumn(), name, BarColumn(bar_width=24), MofNCompleteColumn(), time
         super().__init__(*columns, console=get_console(), transient=not stays)
         self.add_task(what, completed=done, total=total, times="")
 
@@ -125,9 +124,7 @@ class Working:
         line: function that returns the line to print; None prints `what`, the progress and the
             elapsed time.
         """
-        self._what = what
-        self._total = total
-        self._line = line
+        self._what, self._total, self._line = what, total, line
         self._done = 0
         self._stopped = Event()
         self._bar: Bar | None = None

@@ -48,14 +48,13 @@ REPLACED: dict[Kind, tuple[There, ...]] = {
 
 def what_stands_at(path: Path) -> There:
     """Return what stands at a path; a link is not followed."""
-    if os.path.islink(path):
+    if path.is_symlink():
         return "link"
-    if os.path.isdir(path):
+    if path.is_dir():
         return "lightning-rlhf folder" if (path / WRITTEN).is_file() else "folder"
-    if os.path.isfile(path):
+    if path.is_file():
         with suppress(OSError), path.open("rb") as file:
-            if MARK in file.read(500):
-                return "lightning-rlhf page"
+            return "lightning-rlhf page" if MARK in file.read(500) else "file"
         return "file"
     return "special file" if os.path.lexists(path) else "nothing"
 
@@ -140,17 +139,19 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
             (beside / WRITTEN).write_text("\n".join([*sorted(os.listdir(beside)), WRITTEN]))
         apply_umask(beside)
         flush(beside)
-        refuse_foreign(target, kind)  # what stands there now
+        refuse_foreign(target, kind)  # what came while it was written
         if kind == "folder" and target.is_dir():
             replace_folder(beside, target)
         else:
             os.replace(beside, target)
         flush_entry(target.parent)
     except BaseException as error:
-        size = size_of(beside)
+        files = [beside, *beside.rglob("*")]
+        size = sum(file.stat().st_size for file in files if file.is_file())
         if os.path.lexists(beside):
             delete(beside)
-        needs = f". It needs {readable(max(needed or 0, size))}{'' if needed else ' or more'}, and"
+        more = "" if needed else " or more"
+        needs = f". It needs {readable(max(needed or 0, size))}{more}, and"
         if (told := no_room(error, target, needs)) is not None:
             raise told from error
         ours = map(str, (beside, *beside.parents))
@@ -183,18 +184,12 @@ def no_room(error: BaseException, path: Path | None, needs: str = ";") -> Storag
     """
     if (number := full_disk(error)) is None:
         return None
-    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if number == errno.EFBIG and limit == resource.RLIM_INFINITY:
-        room = "the file system takes no larger file. Write to another one"
-    elif number == errno.EFBIG:
+    room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    if number == errno.EFBIG and limit != resource.RLIM_INFINITY:
         room = f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
-    elif path is None:
-        room = "make room"
-    else:
-        free = readable(shutil.disk_usage(path.parent).free)
-        room = f"{free} are free now. Make room there"
-    name = "a file" if path is None else path
-    return StorageError(f"{name} was not written: {os.strerror(number)}{needs} {room}")
+    elif path is not None:
+        room = f"{readable(shutil.disk_usage(path.parent).free)} are free now. Make room there"
+    return StorageError(f"{path or 'a file'} was not written: {os.strerror(number)}{needs} {room}")
 
 
 def full_disk(error: BaseException | None) -> int | None:
@@ -204,9 +199,8 @@ def full_disk(error: BaseException | None) -> int | None:
     context, that of safetensors ends its message with the error number.
     """
     while error is not None:
-        number = error.errno if isinstance(error, OSError) else None
-        if found := re.search(r"\(os error (\d+)\)", str(error)):
-            number = int(found[1])
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
         if number in FULL:
             return number
         error = error.__cause__ or error.__context__
@@ -249,10 +243,8 @@ def apply_umask(path: Path) -> None:
     os.umask(mask)
     for each in (path, *path.rglob("*")):
         mode = stat.S_IMODE(each.stat().st_mode)
-        wanted = mode | (0o777 if each.is_dir() else 0o666) & ~mask
-        if wanted != mode:
-            with suppress(PermissionError):  # a file system without modes
-                each.chmod(wanted)
+        with suppress(PermissionError):  # a file system without modes
+            each.chmod(mode | (0o777 if each.is_dir() else 0o666) & ~mask)
 
 
 def delete(path: Path) -> None:
@@ -263,17 +255,10 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def size_of(path: Path) -> int:
-    """Return the number of bytes in a file, or in all files of a folder; 0 where it is missing."""
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
-
-
 def readable(size: int) -> str:
     """Return a number of bytes as text: 1234 -> 1.2 kB, 1234567 -> 1.2 MB, 1234567890 -> 1.2 GB."""
-    if size < 1e6:
-        return f"{size / 1e3:.1f} kB"
-    return f"{size / 1e6:.1f} MB" if size < 1e9 else f"{size / 1e9:.1f} GB"
+    unit, name = (1e3, "kB") if size < 1e6 else (1e6, "MB") if size < 1e9 else (1e9, "GB")
+    return f"{size / unit:.1f} {name}"
 
 
 @contextmanager
@@ -283,14 +268,12 @@ def locked(file: Path) -> Iterator[None]:
     Only a killed process leaves the file behind, unlocked.
     Raises filelock.Timeout at once where another process holds it.
     """
-    lock = FileLock(file, timeout=0)
-    lock.acquire()
-    try:
-        yield
-    finally:
-        # Removed before the release, by the holder alone: another process finds it gone.
-        file.unlink(missing_ok=True)
-        lock.release()
+    with FileLock(file, timeout=0):
+        try:
+            yield
+        finally:
+            # Removed before the release, by the holder alone: another process finds it gone.
+            file.unlink(missing_ok=True)
 
 
 def read_text(path: Path) -> str:

@@ -87,20 +87,24 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     source = permitted(source, key)
     check_file(source, key, what)
     where, _, name = source.rpartition(":")
-    is_file = where.endswith(".py")
-    path = os.path.expanduser(where) if is_file else where
-    lead = f"{key} is {source!r}; "
-    found = vars(_file(path, lead) if is_file else _module(path, lead, what))
+    try:
+        module = _of_file(where) if where.endswith(".py") else importlib.import_module(where)
+    except FAULTS as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        reason = f"{where} fails: {error!r}"
+        if missing is not None and f"{where}.".startswith(f"{missing}."):
+            reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
+        raise ConfigError(f"{key} is {source!r}; {reason}") from error
+    found = vars(module)
     if name in found and is_one(found[name]):
         return found[name]
-    own = {
-        n: x
-        for n, x in found.items()
-        if not callable(x) or getattr(x, "__module__", None) == found["__name__"]
-    }
-    there = sorted(n for n, x in own.items() if is_one(x) and n[0] != "_")
+
+    def imported(x: Any) -> bool:
+        return callable(x) and getattr(x, "__module__", None) != module.__name__
+
+    there = sorted(n for n, x in found.items() if is_one(x) and n[0] != "_" and not imported(x))
     shown = f"; {name} is {found[name]!r}" if name in found else ""
-    raise ConfigError(f"{lead}{path} has no {what} {name!r}, it has {there}{shown}")
+    raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
 
 
 def check_file(source: str, key: str, what: str = "function") -> None:
@@ -110,8 +114,7 @@ def check_file(source: str, key: str, what: str = "function") -> None:
 
     Runs no code; other errors are raised by `load_object`.
     """
-    require(isinstance(source, str), key, source, forms_of(what))
-    where, _, name = source.rpartition(":")
+    where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")
     require(bool(where and name), key, source, forms_of(what))
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
@@ -123,38 +126,20 @@ def forms_of(what: str) -> str:
     return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
 
 
-def _file(path: str, lead: str) -> ModuleType:
-    where = Path(path).resolve()
+def _of_file(path: str) -> ModuleType:
+    """Return the module of a file, executed once in a process."""
+    where = Path(os.path.expanduser(path)).resolve()
     name = f"{where.stem}_{hashlib.sha256(str(where).encode()).hexdigest()[:12]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, where)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up the names in their annotations there
-    try:
-        spec.loader.exec_module(module)
-    except FAULTS as error:
-        del sys.modules[name]
-        raise ConfigError(f"{lead}{path} fails: {error!r}") from error
-    return module
-
-
-def _module(name: str, lead: str, what: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except FAULTS as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise ConfigError(
-                f"{lead}there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
-            ) from error
-        raise ConfigError(f"{lead}{name} fails: {error!r}") from error
-
-
-MOST_NAMES = 6
-"""Largest number of names of a folder that a message lists."""
+    if name not in sys.modules:
+        spec: Any = importlib.util.spec_from_file_location(name, where)
+        # Dataclasses look up the names in their annotations there.
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)
+        except FAULTS:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def nearest_path(source: str) -> str:
@@ -173,10 +158,8 @@ def nearest_path(source: str) -> str:
         beside = sorted(above.iterdir())
         names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
     if close := difflib.get_close_matches(missing.name, names, n=1):
-        found = above / close[0]
-        whole = found / path.relative_to(missing)
-        return f"; the nearest is {whole if whole.exists() else found}"
+        whole = above / close[0] / path.relative_to(missing)
+        return f"; the nearest is {whole if whole.exists() else above / close[0]}"
     if not names or above in (Path(), Path("/")):
         return ""
-    more = ", ..." * (len(names) > MOST_NAMES)
-    return f"; {above} holds {', '.join(names[:MOST_NAMES])}{more}"
+    return f"; {above} holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}"

@@ -22,18 +22,31 @@ BUCKET = 2**24
 MiB in fp32."""
 
 
+@contextmanager
+def ended_processes() -> Iterator[None]:
+    """Raise ProcessEndedError where a collective operation fails as another process has ended."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise ProcessEndedError from error
+
+
 class Replicas:
     """The processes of a run, of which each computes some rows of every batch.
 
     Every process holds the whole batch before and after a step, so that whitening, running moments,
-    controllers, random orders and metrics are those of a single process. This class is that of a
-    single process, whose operations do nothing.
+    controllers, random orders and metrics are those of a single process, for which all operations
+    return what they are given.
     """
 
     rank = 0
     """Number of this process, from 0."""
     size = 1
     """Number of processes."""
+    device = torch.device("cpu")
+    """Device that this process computes on."""
 
     @property
     def is_first(self) -> bool:
@@ -57,67 +70,16 @@ class Replicas:
 
         Raises: in every process, what it raised.
         """
-        return work()
+        found: Any = self.gather(lambda: work() if self.is_first else None)[0]
+        return found
 
     def gather(self, work: Callable[[], T]) -> list[T]:
         """Return what `work` returned in each process, in their order.
 
         Raises: in every process, what it raised in one of them.
         """
-        return [work()]
-
-    def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
-        """Return the records of all processes as one, in the order of the row numbers.
-
-        rows: numbers of the rows of the record that `work(rows)` returns here; `work` is not
-            called without rows.
-        """
-        return work(rows)
-
-    def merged(self, numbers: Int[Tensor, " M"], items: Iterable[T]) -> list[T]:
-        """Return the items of all processes as one list, in the order of their numbers.
-
-        numbers: number of each item of this process.
-        """
-        mine = list(zip(numbers.tolist(), items, strict=True))
-        pairs = [pair for part in self.gather(lambda: mine) for pair in part]
-        return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
-
-    def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-        """Return the sum of a tensor over the processes."""
-        return tensor
-
-    def sum_gradients(
-        self, parameters: Iterable[nn.Parameter], numbers: Float[Tensor, " n"]
-    ) -> Float[Tensor, "size n"]:
-        """Replace each gradient by its sum over the processes.
-
-        A missing gradient counts as 0, and remains missing where no process has it: an optimizer
-        leaves out a parameter without a gradient, but not one whose gradient is 0.
-
-        Returns: the numbers of each process, in their order, from the same exchange.
-        """
-        return numbers[None]
-
-    def largest(self, number: int) -> int:
-        """Return the largest of the numbers that the processes give."""
-        return number
-
-
-ONE = Replicas()
-"""The replicas of a run in a single process."""
-
-
-class ProcessGroup(Replicas):
-    """Replicas over the processes of the initialised process group of torch.distributed."""
-
-    def __init__(self, device: torch.device) -> None:
-        """Make the replicas; device: device that this process computes on."""
-        self.rank = distributed.get_rank()
-        self.size = distributed.get_world_size()
-        self.device = device
-
-    def gather(self, work: Callable[[], T]) -> list[T]:
+        if self.size == 1:
+            return [work()]
         try:
             mine: tuple[T | None, RLHFError | None] = work(), None
         except RLHFError as error:
@@ -130,36 +92,60 @@ class ProcessGroup(Replicas):
             raise errors[0] if mine[1] is None else mine[1]
         return [result for result, _ in found]
 
-    def first(self, work: Callable[[], T]) -> T:
-        found: Any = self.gather(lambda: work() if self.is_first else None)[0]
-        return found
-
     def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
-        def share() -> tuple[Tensor, R] | None:
-            return (rows.cpu(), work(rows).to("cpu")) if len(rows) else None
+        """Return the records of all processes as one, in the order of the row numbers.
 
-        parts = [part for part in self.gather(share) if part is not None]
+        rows: numbers of the rows of the record that `work(rows)` returns here; `work` is not
+            called without rows.
+        """
+        if self.size == 1:
+            return work(rows)
+        shares = self.gather(lambda: (rows.cpu(), work(rows).to("cpu")) if len(rows) else None)
+        parts = [share for share in shares if share is not None]
         order = torch.cat([numbers for numbers, _ in parts]).argsort()
         whole = type(parts[0][1]).joined([record for _, record in parts])
         return whole.select(order).to(self.device)
 
-    def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
-        total = tensor.clone()
-        with ended_processes():
-            distributed.all_reduce(total)
-        return total
+    def merged(self, numbers: Int[Tensor, " M"], items: Iterable[T]) -> list[T]:
+        """Return the items of all processes as one list, in the order of their numbers.
 
+        numbers: number of each item of this process.
+        """
+        mine = list(zip(numbers.tolist(), items, strict=True))
+        pairs = [pair for part in self.gather(lambda: mine) for pair in part]
+        return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
+
+    @ended_processes()
+    def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+        """Return the sum of a tensor over the processes."""
+        if self.size > 1:
+            tensor = tensor.clone()
+            distributed.all_reduce(tensor)
+        return tensor
+
+    @ended_processes()
     def sum_gradients(
         self, parameters: Iterable[nn.Parameter], numbers: Float[Tensor, " n"]
     ) -> Float[Tensor, "size n"]:
+        """Replace each gradient by its sum over the processes.
+
+        A missing gradient counts as 0, and remains missing where no process has it: an optimizer
+        leaves out a parameter without a gradient, but not one whose gradient is 0.
+
+        Returns: the numbers of each process, in their order, from the same exchange.
+        """
+        if self.size == 1:
+            return numbers[None]
         parameters = [*parameters]
         table = numbers.new_zeros(self.size, len(numbers))
         table[self.rank] = numbers  # the other rows are 0 here, so that sums are those numbers
         owners = numbers.new_tensor([p.grad is not None for p in parameters])
-        for bucket in buckets([*map(gradient_of, parameters), table, owners]):
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        for bucket in buckets([*(p.grad for p in parameters if p.grad is not None), table, owners]):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            with ended_processes():
-                distributed.all_reduce(flat)
+            distributed.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -168,11 +154,18 @@ class ProcessGroup(Replicas):
                 parameter.grad = None
         return table
 
+    @ended_processes()
     def largest(self, number: int) -> int:
+        """Return the largest of the numbers that the processes give."""
+        if self.size == 1:
+            return number
         found = torch.tensor(number, device=self.device)
-        with ended_processes():
-            distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
         return int(found)
+
+
+ONE = Replicas()
+"""The replicas of a run in a single process."""
 
 
 def current(device: torch.device) -> Replicas:
@@ -180,16 +173,11 @@ def current(device: torch.device) -> Replicas:
 
     device: device that this process computes on.
     """
+    found = Replicas()
     if distributed.is_available() and distributed.is_initialized():
-        return ProcessGroup(device)
-    return ONE
-
-
-def gradient_of(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, which is made with zeros where there is none."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    return parameter.grad
+        found.rank, found.size = distributed.get_rank(), distributed.get_world_size()
+    found.device = device
+    return found
 
 
 def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
@@ -205,17 +193,6 @@ def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         count += tensor.numel()
     if bucket:
         yield bucket
-
-
-@contextmanager
-def ended_processes() -> Iterator[None]:
-    """Raise ProcessEndedError where a collective operation fails as another process has ended."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError as error:
-        raise ProcessEndedError from error
 
 
 MESSAGE = "lightning_rlhf_error"
@@ -265,9 +242,6 @@ def leave_message(message: str) -> None:
 def message_left() -> str | None:
     """Return the reason that another process left; None where there is none."""
     try:
-        for store in _stores:
-            if store.check([MESSAGE]):
-                return store.get(MESSAGE).decode()
+        return next((s.get(MESSAGE).decode() for s in _stores if s.check([MESSAGE])), None)
     except RuntimeError:
-        pass
-    return None
+        return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import resource
 import shutil
 import signal
 import sys
@@ -18,11 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.fabric.plugins.environments import (
-    ClusterEnvironment,
-    SLURMEnvironment,
-    TorchElasticEnvironment,
-)
+from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_rlhf.core.config import PPOConfig
@@ -34,19 +31,13 @@ from lightning_rlhf.core.errors import (
     first_line,
 )
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.parallel.replicas import (
-    Replicas,
-    ended_processes,
-    join_group,
-    leave_message,
-    message_left,
-)
+from lightning_rlhf.parallel import replicas as group
+from lightning_rlhf.parallel.replicas import Replicas, ended_processes
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.stage import Settings
 
 if TYPE_CHECKING:
     from lightning_rlhf.models.roles import Roles
-
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Module -> package with kernels of linear attention; the extra `gpu` holds them."""
@@ -61,35 +52,29 @@ def device_of(settings: Settings) -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "mps")
 
 
-def check_accelerator(settings: Settings) -> None:
-    """Raise ConfigError where the run asks for a GPU and torch cannot compute on one."""
+def check_devices(settings: Settings, needed: int = 1) -> None:
+    """Raise ConfigError where the run asks for GPUs and torch cannot compute on so many here.
+
+    needed: number of processes of the run on this machine. Where it is 1, torch tries its GPU.
+    """
     if settings.trainer.accelerator != "gpu":
         return
-    if not (torch.cuda.is_available() or torch.backends.mps.is_available()):
+    mps = torch.backends.mps.is_available()
+    found = torch.cuda.device_count() if torch.cuda.is_available() else int(mps)
+    if needed > found:
         raise ConfigError(
-            f"trainer.accelerator is 'gpu', but torch finds none ({build_of_torch()}); allowed: "
-            "trainer=cpu"
+            f"trainer.accelerator is 'gpu' and trainer.devices is {settings.trainer.devices}, but "
+            f"torch finds {counted(found, 'GPU')} on this machine ({build_of_torch()}); allowed: "
+            f"{f'trainer.devices of at most {found}, or ' if found else ''}trainer=cpu"
         )
     try:
-        # A sum needs a kernel for this GPU, which not every build of torch has.
-        torch.ones(2, device="cuda" if torch.cuda.is_available() else "mps").sum().item()
+        if needed == 1:  # a sum needs a kernel for this GPU, which not every build of torch has
+            torch.ones(2, device="mps" if mps else "cuda").sum().item()
     except RuntimeError as error:
         raise ConfigError(
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
             f"({first_line(error)}); allowed: trainer=cpu"
         ) from error
-
-
-def check_devices(settings: Settings) -> None:
-    """Raise ConfigError where this machine has fewer GPUs than processes of the run."""
-    trainer, found = settings.trainer, torch.cuda.device_count()
-    usable = found or int(torch.backends.mps.is_available())
-    if trainer.accelerator == "gpu" and trainer.devices > max(1, found):
-        raise ConfigError(
-            f"trainer.devices is {trainer.devices}, but torch finds {counted(found, 'CUDA GPU')} "
-            f"on this machine{'' if usable else f' ({build_of_torch()})'}; allowed: "
-            f"{f'at most {usable}, or ' if usable else ''}trainer=cpu"
-        )
 
 
 def build_of_torch() -> str:
@@ -153,21 +138,17 @@ def keep_large_blocks() -> None:
     if not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
-    mallopt = getattr(libc, "mallopt", None)
-    if mallopt is None:
+    if (mallopt := getattr(libc, "mallopt", None)) is None:
         return
     mallopt(_TRIM_THRESHOLD, -1)
-    if mallopt(_MMAP_THRESHOLD, 1 << 30):
-        if not _reserving_costs():
-            _reserve_huge_pages(libc)
-    else:
+    if not mallopt(_MMAP_THRESHOLD, 1 << 30):
         mallopt(_MMAP_THRESHOLD, 1 << 25)  # older releases take no more
+    elif not _reserving_costs():
+        _reserve_huge_pages(libc)
 
 
 def _reserving_costs() -> bool:
     """Return whether reserved but unused memory counts against a limit."""
-    import resource  # not there on Windows
-
     limits = (resource.RLIMIT_AS, resource.RLIMIT_DATA)
     if any(resource.getrlimit(limit)[0] != resource.RLIM_INFINITY for limit in limits):
         return True
@@ -211,7 +192,14 @@ files. A process that ends is noticed at once."""
 
 
 class ReplicaStrategy(DDPStrategy):
-    """Strategy for processes whose modules sum the gradients themselves."""
+    """Strategy for processes whose modules sum the gradients themselves.
+
+    Its collective operations raise ProcessEndedError where another process has ended.
+    """
+
+    reduce = ended_processes()(DDPStrategy.reduce)
+    broadcast = ended_processes()(DDPStrategy.broadcast)
+    all_gather = ended_processes()(DDPStrategy.all_gather)
 
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
@@ -219,32 +207,16 @@ class ReplicaStrategy(DDPStrategy):
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""
 
-    def reduce(self, *args: Any, **kwargs: Any) -> Any:
-        """Return as Lightning does; raises ProcessEndedError where another process has ended."""
-        with ended_processes():
-            return super().reduce(*args, **kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        """Return as Lightning does; raises as `reduce`."""
-        with ended_processes():
-            return super().broadcast(*args, **kwargs)
-
-    def all_gather(self, *args: Any, **kwargs: Any) -> Any:
-        """Return as Lightning does; raises as `reduce`."""
-        with ended_processes():
-            return super().all_gather(*args, **kwargs)
-
 
 def strategy() -> ReplicaStrategy:
     """Return the strategy of a Trainer in one of several processes."""
-    return ReplicaStrategy(cluster_environment=cluster(world()), timeout=TIMEOUT)
+    return ReplicaStrategy(cluster_environment=cluster(), timeout=TIMEOUT)
 
 
-def cluster(place: World) -> ClusterEnvironment:
+def cluster() -> SLURMEnvironment | TorchElasticEnvironment:
     """Return Lightning's description of the program that started the processes."""
-    if place.launcher == "srun":
-        return SLURMEnvironment(auto_requeue=False)
-    return TorchElasticEnvironment()
+    is_slurm = world().launcher == "srun"
+    return SLURMEnvironment(auto_requeue=False) if is_slurm else TorchElasticEnvironment()
 
 
 def check_processes(settings: Settings, place: World) -> None:
@@ -253,20 +225,20 @@ def check_processes(settings: Settings, place: World) -> None:
     place: place of this process among those of the run.
     """
     trainer, stage, definition = settings.trainer, settings.stage, settings.definition
-    if place.size == 1 and not definition.trains:
+    config, size, launcher = settings.config, place.size, place.launcher or "this command"
+    if size == 1 and not definition.trains:
         return  # it can compute in one process, whatever trainer.devices is
-    if place.size != trainer.processes:
-        found = f"{place.size} processes" if place.size > 1 else "one process"
+    if size != trainer.processes:
         raise ConfigError(
             f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
-            f"but {place.launcher or 'this command'} has started {found}; allowed: equal numbers"
+            f"but {launcher} has started {'one process' if size == 1 else f'{size} processes'}; "
+            "allowed: equal numbers"
         )
-    if not (place.size == 1 or definition.trains or definition.divides):
+    if not (size == 1 or definition.trains or definition.divides):
         raise ConfigError(
-            f"{place.launcher} has started {place.size} processes, but stage={stage} computes in "
-            "one; allowed: one process"
+            f"{launcher} has started {size} processes, but stage={stage} computes in one; allowed: "
+            "one process"
         )
-    config, size = settings.config, place.size
     if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
         raise ConfigError(
             f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
@@ -280,15 +252,15 @@ def join(settings: Settings) -> Replicas:
 
     Raises ConfigError where this machine has too few GPUs.
     """
-    place, environment = world(), cluster(world())
-    address = f"tcp://{environment.main_address}:{environment.main_port}"
-    check_devices(settings)
-    device, backend = device_of(settings), "gloo"
+    place, environment, backend = world(), cluster(), "gloo"
+    check_devices(settings, settings.trainer.devices)
+    device = device_of(settings)
     if device.type == "cuda":
         backend = "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
+    address = f"tcp://{environment.main_address}:{environment.main_port}"
     method = "env://" if place.launcher == "torchrun" else address
-    return join_group(place, device, backend, method, TIMEOUT)
+    return group.join_group(place, device, backend, method, TIMEOUT)
 
 
 @contextmanager
@@ -303,7 +275,7 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
     try:
         yield
     except ProcessEndedError as error:
-        message = message_left() if replicas.is_first else None
+        message = group.message_left() if replicas.is_first else None
         is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
         if message is None and is_printed:
             sys.exit(1)
@@ -313,7 +285,7 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
         if replicas.is_first:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise
-        leave_message(f"process {replicas.rank}: {error}")
+        group.leave_message(f"process {replicas.rank}: {error}")
         sys.exit(1)
 
 
@@ -322,7 +294,7 @@ def raise_message(signum: int, frame: FrameType | None) -> None:
 
     Where the command was killed that would say why, this process does.
     """
-    if (message := message_left()) is not None:
+    if (message := group.message_left()) is not None:
         raise RLHFError(message)
     signal.signal(signum, signal.SIG_DFL)
     if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):

@@ -90,12 +90,9 @@ def print_lengths(
 
 def note_on_few(count: int, *, to_validate: bool) -> list[str]:
     """Return a note where there are fewer than FEW rows to train or to validate on."""
-    if count >= FEW:
-        return []
-    if not to_validate:
-        return ["too few to learn much from"]
     more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
-    return [f"too few to measure with ({more})"]
+    note = f"too few to measure with ({more})" if to_validate else "too few to learn much from"
+    return [note] * (count < FEW)
 
 
 def print_problems(problems: Problems) -> None:
@@ -127,12 +124,9 @@ def quiet_libraries() -> None:
 
 
 def shown_warning(
-    message: Warning | str,
-    category: type[Warning],
-    filename: str,
-    lineno: int,
+    message: Warning | str, category: type[Warning], filename: str, lineno: int,
     line: str | None = None,
-) -> str:
+) -> str:  # fmt: skip
     """Return a warning as text: ours in one line without its source, others as Python does."""
     if Path(filename).is_relative_to(PACKAGE):
         return f"warning: {visible_line(str(message))}\n"

@@ -16,21 +16,9 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows, step_named
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    ConfigError,
-    RLHFError,
-    StorageError,
-)
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, StorageError
 from lightning_rlhf.core.validation import STRICT, PositiveInt
-from lightning_rlhf.io.storage import (
-    UNFINISHED,
-    delete,
-    foreign_names,
-    is_system,
-    make_folder,
-    written_whole,
-)
+from lightning_rlhf.io import storage
 from lightning_rlhf.models.checkpoint import json_object
 from lightning_rlhf.runs.stage import Settings, Stage
 
@@ -39,10 +27,8 @@ CONFIG, PARENTS, METRICS, ENDING = "config.json", "parents.json", "metrics.csv",
 RUN_ID, PAGE = "run_id.txt", "report.html"
 LOCK, DELETED = ".lightning-rlhf.lock", ".lightning-rlhf.deleted"
 """Names in a run's folder: the lock file of its process, and a folder for files to delete."""
-INSIDE: Mapping[str, tuple[str, ...]] = {
-    CHECKPOINTS: ("*.ckpt*",), "samples": ("*.jsonl",), "rollouts": ("*.parquet",),
-}  # fmt: skip
-"""Folder in a run's folder -> patterns of the files that a run writes there."""
+INSIDE = {CHECKPOINTS: "*.ckpt*", "samples": "*.jsonl", "rollouts": "*.parquet"}
+"""Folder in a run's folder -> pattern of the files that a run writes there."""
 OURS = (
     CONFIG, PARENTS, METRICS, RUN_ID, FAILED, ENDING, WANDB_ID, "last_batch.parquet", "curves.png",
     PAGE, "diagnosis.json", "diminishing.json", "diminishing.png", "replay_*.html", *INSIDE, FINAL,
@@ -89,12 +75,16 @@ def is_marked(folder: Path) -> bool:
     return False
 
 
+def is_foreign(name: str) -> bool:
+    """Return whether a name is neither of an unfinished file of ours nor of the system."""
+    return not name.endswith(storage.UNFINISHED) and not storage.is_system(name)
+
+
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
-    begun = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
-    there = set(os.listdir(folder)) - begun if os.path.isdir(folder) else set()
-    found = sorted(n for n in there if not n.endswith(UNFINISHED) and not is_system(n))
-    if found and not is_marked(folder):
+    there = set(os.listdir(folder)) if folder.is_dir() and not is_marked(folder) else set()
+    found = sorted(filter(is_foreign, there - {LOCK, DELETED, RUN_ID, PARENTS, FAILED}))
+    if found:
         raise ConfigError(
             f"{folder} holds {found[0]} and no config.json of a run; move that away, or give "
             "another run= or job="
@@ -106,8 +96,8 @@ def leave_failed(folder: Path, reason: str) -> None:
     # A folder that cannot be written, or holds other files, may be the reason itself.
     with suppress(OSError, RLHFError):
         refuse_foreign_files(folder)
-        make_folder(folder)
-        with written_whole(folder / FAILED) as beside:
+        storage.make_folder(folder)
+        with storage.written_whole(folder / FAILED) as beside:
             beside.write_text(reason + "\n")
 
 
@@ -120,19 +110,14 @@ def clear(folder: Path) -> None:
     """
     ours = [n for n in os.listdir(folder) if any(fnmatch(n, pattern) for pattern in OURS)]
     foreign = []
-    for name in sorted(ours):
-        inside: list[str] = []
-        if (name.startswith(FINAL) or name in INSIDE) and not (folder / name).is_dir():
+    for name in sorted(n for n in ours if n.startswith(FINAL) or n in INSIDE):
+        if not (folder / name).is_dir():
             foreign.append(name)
         elif name.startswith(FINAL):
-            inside = foreign_names(folder / name)
-        elif name in INSIDE:
-            inside = [
-                n for n in sorted(os.listdir(folder / name))
-                if not n.endswith(UNFINISHED) and not is_system(n)
-                and not any(fnmatch(n, pattern) for pattern in INSIDE[name])
-            ]  # fmt: skip
-        foreign += [f"{name}/{n}" for n in inside]
+            foreign += [f"{name}/{n}" for n in storage.foreign_names(folder / name)]
+        else:
+            there = filter(is_foreign, sorted(os.listdir(folder / name)))
+            foreign += [f"{name}/{n}" for n in there if not fnmatch(n, INSIDE[name])]
     if foreign:
         raise StorageError(
             f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"
@@ -141,15 +126,15 @@ def clear(folder: Path) -> None:
     aside.mkdir()
     for name in sorted(ours, key=CONFIG.__eq__):
         os.replace(folder / name, aside / name)
-    delete(aside)
+    storage.delete(aside)
 
 
 def delete_unfinished(folder: Path) -> None:
     """Delete files and folders that a killed process left half written, and failed.txt."""
     for place in (folder, *(folder / name for name in INSIDE)):
-        for path in place.glob(f"*{UNFINISHED}"):
-            delete(path)
-    delete(folder / FAILED)
+        for path in place.glob(f"*{storage.UNFINISHED}"):
+            storage.delete(path)
+    storage.delete(folder / FAILED)
 
 
 # config.json: two configurations of a run.
@@ -178,13 +163,11 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
-    then = read_config(file, "overwrite=true starts over")
+    trees = read_config(file, "overwrite=true starts over"), tree
+    flats = [*map(flatten, trees)]
     found = []
-    for key in differing_keys(then, tree, (*volatile(stage), *stage.unread)):
-        values = [
-            json.dumps(flat[key]) if key in flat else "not there"
-            for flat in (flatten(then), flatten(tree))
-        ]
+    for key in differing_keys(*trees, (*volatile(stage), *stage.unread)):
+        values = (json.dumps(flat[key]) if key in flat else "not there" for flat in flats)
         found.append("{} was {}, is {}".format(key, *abridged(*values)))
     return found
 
@@ -204,15 +187,14 @@ def read_config(file: Path, way: str) -> dict[str, Any]:
 
 def abridged(*texts: str) -> list[str]:
     """Return the texts; long ones are cut to the part around their first difference."""
-    same = takewhile(lambda signs: len(set(signs)) == 1, zip(*texts, strict=False))
-    start = max(0, len(list(same)) - LONGEST // 3)
-    found = []
-    for text in texts:
-        if len(text) > LONGEST:
-            head, part, tail = text[:start], text[start : start + LONGEST], text[start + LONGEST :]
-            text = f"{'...' if head else ''}{part}{'...' if tail else ''}"
-        found.append(text)
-    return found
+    same = takewhile(lambda signs: len({*signs}) == 1, zip(*texts, strict=False))
+    start = max(0, len([*same]) - LONGEST // 3)
+    cut = "..." if start else ""
+    return [
+        x if len(x) <= LONGEST
+        else f"{cut}{x[start : start + LONGEST]}{'...' if x[start + LONGEST :] else ''}"
+        for x in texts
+    ]  # fmt: skip
 
 
 def differing_keys(
@@ -220,10 +202,11 @@ def differing_keys(
 ) -> list[str]:
     """Return the keys in which two configurations differ, except `ignored` keys and nested ones."""
     ours, theirs = flatten(one), flatten(other)
+    prefixes = tuple(f"{key}." for key in ignored)
     return [
         key
         for key in sorted(ours.keys() | theirs.keys())
-        if not any(f"{key}.".startswith(f"{prefix}.") for prefix in ignored)
+        if not f"{key}.".startswith(prefixes)
         and not re.fullmatch(DECIDES, key)
         and (key not in ours or key not in theirs or ours[key] != theirs[key])
     ]
@@ -288,7 +271,7 @@ class Export:
 
 def write_ending(folder: Path, ending: Ending) -> None:
     """Write the ending of the run in `folder`."""
-    with written_whole(folder / ENDING) as beside:
+    with storage.written_whole(folder / ENDING) as beside:
         beside.write_text(json.dumps(asdict(ending), indent=2) + "\n")
 
 
@@ -298,10 +281,8 @@ def read_ending(folder: Path) -> Ending | None:
     Raises CheckpointError where the file is damaged.
     """
     file = folder / ENDING
-    if not file.is_file():
-        return None
     try:
-        return TypeAdapter(Ending).validate_json(file.read_bytes())
+        return TypeAdapter(Ending).validate_json(file.read_bytes()) if file.is_file() else None
     except ValidationError as error:
         detail = error.errors(include_url=False)[0]
         key = ".".join(["ending", *map(str, detail["loc"])])
@@ -312,8 +293,6 @@ def is_unbegun(folder: Path) -> bool:
     """Return whether no run was started in `folder`, or one that ended before its first step."""
     if not (folder / CONFIG).is_file():
         return True
-    if (folder / FINAL).is_dir() or any(map(step_named, numbered(folder / CHECKPOINTS))):
-        return False
-
     batches = (*folder.glob("rollouts/*.parquet"), *folder.glob("last_batch.parquet"))
-    return not batches and not any(read_rows(folder / METRICS))
+    steps = any(map(step_named, numbered(folder / CHECKPOINTS)))
+    return not ((folder / FINAL).is_dir() or steps or batches or any(read_rows(folder / METRICS)))

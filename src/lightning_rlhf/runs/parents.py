@@ -32,20 +32,30 @@ def find_parents(settings: Settings) -> dict[str, Final]:
             f"policy.checkpoint is {given!r}, but stage={stage.name} starts from "
             "model.name_or_path; set that instead"
         )
+
+    def found_or(checkpoint: str | None, key: str, before: str, need: str, ways: str) -> Final:
+        if checkpoint:
+            return find(checkpoint, key)
+        if (final := earlier(settings, before)) is None:
+            where = folder_of(settings, before)
+            raise CheckpointError(f"stage={stage.name} {need}, and {where} has none. {ways}")
+        return final
+
     found = {}
     if stage.reads_sft and given != BASE:  # without one: the base model itself
-        found[SFT] = find(given, "policy.checkpoint") if given else required(
-            settings, "sft", "starts from an SFT model", "Run stage=sft first, or give "
-            "policy.checkpoint=FOLDER_OR_HUB_ID, or policy.checkpoint=base to start from the model "
-            "as it is",
+        found[SFT] = found_or(
+            given, "policy.checkpoint", "sft", "starts from an SFT model", "Run stage=sft first, "
+            "or give policy.checkpoint=FOLDER_OR_HUB_ID, or policy.checkpoint=base to start from "
+            "the model as it is",
         )  # fmt: skip
     for name, component in settings.reward.items() if stage.reads_reward else ():
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
-            own, key = component.checkpoint, f"{key}.checkpoint"
-            found[role] = find(own, key) if own else required(
-                settings, "rm", "needs a reward model", "Train one with stage=rm, or give "
-                f"{key}=FOLDER_OR_HUB_ID, or reward=random for a random head that means nothing",
+            key = f"{key}.checkpoint"
+            found[role] = found_or(
+                component.checkpoint, key, "rm", "needs a reward model", "Train one with stage=rm, "
+                f"or give {key}=FOLDER_OR_HUB_ID, or reward=random for a random head that means "
+                "nothing",
             )  # fmt: skip
         elif isinstance(component, TextModelConfig):
             refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
@@ -57,16 +67,6 @@ def find_parents(settings: Settings) -> dict[str, Final]:
     return found
 
 
-def required(settings: Settings, stage: str, need: str, ways: str) -> Final:
-    """Return the `final/` of an earlier stage. Raises CheckpointError where there is none."""
-    final = earlier(settings, stage)
-    if final is None:
-        raise CheckpointError(
-            f"stage={settings.stage} {need}, and {folder_of(settings, stage)} has none. {ways}"
-        )
-    return final
-
-
 def reward_role(settings: Settings, name: str) -> str:
     """Return the role of a component of the reward among the roles on the base model."""
     return REWARD if len(settings.reward) == 1 else f"{REWARD}_{name}"
@@ -75,8 +75,7 @@ def reward_role(settings: Settings, name: str) -> str:
 def earlier(settings: Settings, stage: str) -> Final | None:
     """Return the `final/` of `stage` of the same job, of one around it, or of the run."""
     around = PurePosixPath(settings.job).parents if settings.job else ()
-    outer = [str(path) for path in around if path != PurePosixPath(".")]
-    for job in dict.fromkeys((settings.job, *outer, None)):
+    for job in (settings.job, *(str(path) for path in around if path.name), None):
         folder = run_folder(settings.outputs, settings.run, settings.model.name, stage, job)
         if (folder / FINAL).is_dir():
             return find(str(folder / FINAL), f"{stage} of run={settings.run}")
@@ -122,11 +121,9 @@ def sampled_as(final: Final) -> tuple[float, int]:
 def short_names(finals: Sequence[Final]) -> list[str]:
     """Return a short name for each model: that of its stage's folder, where no other has it."""
     paths = [final.path.resolve() for final in finals]
-    short = [path.parent.name if path.name == "final" else path.name for path in paths]
-    names = [
-        name if short.count(name) == 1 else str(path)
-        for name, path in zip(short, paths, strict=True)
-    ]
+    short = [path.parent.name if path.name == FINAL else path.name for path in paths]
+    pairs = zip(short, paths, strict=True)
+    names = [name if short.count(name) == 1 else str(path) for name, path in pairs]
     if len({*names}) < len(names):
         raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
     return names
@@ -134,8 +131,5 @@ def short_names(finals: Sequence[Final]) -> list[str]:
 
 def reward_of(finals: Sequence[Final]) -> str | None:
     """Return the reward model that one of the models was trained on, where it is there."""
-    for final in finals:
-        folder = final.parent("reward")
-        if folder is not None and folder.is_dir():
-            return str(folder)
-    return None
+    folders = (final.parent("reward") for final in finals)
+    return next((str(folder) for folder in folders if folder and folder.is_dir()), None)

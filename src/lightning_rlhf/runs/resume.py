@@ -10,38 +10,14 @@ from typing import Literal
 from filelock import Timeout
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.files import (
-    BEST,
-    SUFFIX,
-    WANDB_ID,
-    Origin,
-    check_checkpoint,
-    numbered,
-    read_rows,
-    read_samples,
-    read_wandb_id,
-    step_named,
-    train_samples,
-)
+from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks.files import Origin, check_checkpoint, numbered, step_named
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
 from lightning_rlhf.models.checkpoint import digest
-from lightning_rlhf.runs.folders import (
-    CHECKPOINTS,
-    CONFIG,
-    FINAL,
-    LOCK,
-    METRICS,
-    PARENTS,
-    RUN_ID,
-    changes,
-    check_writable,
-    folder_of,
-    is_unbegun,
-    read_config,
-    refuse_foreign_files,
-)
+from lightning_rlhf.runs import folders
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, check_writable, folder_of
 from lightning_rlhf.runs.parents import find_parents
 from lightning_rlhf.runs.stage import AUTO, Settings
 
@@ -61,20 +37,20 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
     """
     check_writable("outputs", settings.outputs, folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
+    lock = folder / folders.LOCK
     try:
         with ExitStack() as stack:
             try:
                 make_folder(folder)
-                stack.enter_context(locked(folder / LOCK))
+                stack.enter_context(locked(lock))
             except Timeout:
                 raise ConfigError(
-                    f"{folder} is being written by another process, which holds {folder / LOCK}. "
-                    f"Wait until it ends, or give {name_beside(settings)} to write beside it"
+                    f"{folder} is being written by another process, which holds {lock}. Wait until "
+                    f"it ends, or give {name_beside(settings)} to write beside it"
                 ) from None
             except OSError as error:
-                raise ConfigError(
-                    f"outputs={settings.outputs}: {error.strerror}: {folder}"
-                ) from error
+                named = f"outputs={settings.outputs}: {error.strerror}: {folder}"
+                raise ConfigError(named) from error
             yield
     finally:
         for path in made:
@@ -90,19 +66,18 @@ def state_of(settings: Settings) -> State:
 
     Raises ConfigError where the folder holds the stage with another configuration.
     """
-    return "new" if is_unbegun(folder_of(settings)) else begun_state(settings)
+    return "new" if folders.is_unbegun(folder_of(settings)) else begun_state(settings)
 
 
 def begun_state(settings: Settings) -> State:
     """Return the `state_of` a run whose folder has a config.json."""
     folder = folder_of(settings)
-    if changed := changes(settings.definition, settings.tree, folder / CONFIG):
+    if changed := folders.changes(settings.definition, settings.tree, folder / CONFIG):
         more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
-        shown = "; ".join([*changed[:LISTED], *more])
         raise ConfigError(
             f"{folder} holds a run of another configuration and cannot be resumed: "
-            f"{shown} ({folder / CONFIG}). Give what it was started with, {name_beside(settings)} "
-            "to keep both, or overwrite=true to start over"
+            f"{'; '.join([*changed[:LISTED], *more])} ({folder / CONFIG}). Give what it was "
+            f"started with, {name_beside(settings)} to keep both, or overwrite=true to start over"
         )
     if is_stale(settings):
         print_line(f"{folder}: the models it was started from are others now")
@@ -119,13 +94,13 @@ def decide(settings: Settings) -> Start | None:
     there is nothing to resume, and CheckpointError where a file that is read is damaged.
     """
     folder, resume = folder_of(settings), settings.resume
+    final, beside = folder / FINAL, name_beside(settings)
     check_writable("outputs", settings.outputs, folder)
-    final = folder / FINAL
     if os.path.lexists(final) and not final.is_dir():
         raise CheckpointError(f"{final} is no folder, in the place of that of a run. Move it away")
-    if not resume:
-        refuse_foreign_files(folder)
-    beside = name_beside(settings)
+    is_new = folders.is_unbegun(folder) and resume in (False, AUTO)
+    if is_new or not resume:
+        folders.refuse_foreign_files(folder)
     if settings.overwrite:
         for parent in find_parents(settings).values():
             if parent.path.resolve().is_relative_to(folder.resolve()):
@@ -133,44 +108,39 @@ def decide(settings: Settings) -> Start | None:
                     f"overwrite=true would delete {folder}, and with it {parent.path}, which the "
                     f"run starts from. Give {beside} to keep both"
                 )
-        return False, True, None
-    if is_unbegun(folder) and resume in (False, AUTO):
-        refuse_foreign_files(folder)
-        return False, False, None
+    if settings.overwrite or is_new:
+        return False, settings.overwrite, None
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run to resume: no {CONFIG}; leave resume=true out")
     there, is_finished = saved(folder), final.is_dir()
     ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
-    auto = "" if there else "resume=auto or "
-    if is_finished and resume != AUTO:
-        raise ConfigError(f"{folder} holds a run that finished. Give {ways}")
-    if not resume:
-        go_on = "resume=true to go on, " if there else ""
-        raise ConfigError(f"{folder} holds a run that was cut off. Give {go_on}{auto}{ways}")
-    if not there and resume != AUTO:
-        raise ConfigError(f"{folder} has no checkpoint to go on from. Give {auto}{ways}")
+    if resume != AUTO and (is_finished or not there or not resume):
+        state, way = "finished", ""
+        if not is_finished:
+            state = "was cut off" if there else "was cut off and has no checkpoint to go on from"
+            way = "resume=true to go on, " if there else "resume=auto or "
+        raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
     if begun_state(settings) == "outdated":
         raise ConfigError(
             f"{folder} cannot be resumed: the models it was started from are others now. Give "
             f"{ways}"
         )
     if is_finished:
-        print_line(f"{settings.stage}: finished already, {folder / FINAL}")
+        print_line(f"{settings.stage}: finished already, {final}")
         return None
     if not there:
         print_line(
             f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
         )
         return False, True, None
-    if resume != AUTO:
-        path = there[-1] if resume is True else folder / CHECKPOINTS / f"{resume}{SUFFIX}"
-        if not path.is_file():
+    if resume not in (True, AUTO):
+        path = folder / CHECKPOINTS / f"{resume}{files.SUFFIX}"
+        if path not in there:
             names = ", ".join(sorted(p.stem for p in there))
             raise ConfigError(f"resume={resume}: {path} is not there; allowed: true, {names}")
-        check_resumable(path, settings)
-        return resume, False, path
-    failures = []
-    for path in reversed(there):
+        there = [path]
+    failures: list[CheckpointError] = []
+    for path in there[::-1] if resume == AUTO else there[-1:]:
         try:
             check_resumable(path, settings)
         except CheckpointError as error:
@@ -187,10 +157,10 @@ def is_stale(settings: Settings) -> bool:
 
     A checkpoint that was deleted does not count: results made from it stay valid.
     """
-    file = folder_of(settings) / PARENTS
-    then = read_config(file, "delete it to go on") if file.is_file() else {}
+    file, way = folder_of(settings) / folders.PARENTS, "delete it to go on"
+    then = folders.read_config(file, way) if file.is_file() else {}
     if not all(isinstance(was, str) for was in then.values()):
-        raise CheckpointError(f"{file} is damaged: it names no digest; delete it to go on")
+        raise CheckpointError(f"{file} is damaged: it names no digest; {way}")
     try:
         now = {role: digest(final.path) for role, final in find_parents(settings).items()}
     except (CheckpointError, HubError):
@@ -200,7 +170,7 @@ def is_stale(settings: Settings) -> bool:
 
 def saved(folder: Path) -> list[Path]:
     """Return the checkpoints of a run: the best one first, the one to resume from last."""
-    best = folder / CHECKPOINTS / BEST
+    best = folder / CHECKPOINTS / files.BEST
     return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
 
 
@@ -216,13 +186,13 @@ def check_resumable(path: Path, settings: Settings) -> None:
     Also where another file that the run continues is damaged.
     """
     folder = folder_of(settings)
-    read_rows(folder / METRICS)
-    for file, read in ((train_samples(folder), read_samples), (folder / WANDB_ID, read_wandb_id)):
-        if file.exists():
-            read(file)
-    of_run = origin(settings)
+    files.read_rows(folder / folders.METRICS)
+    if (samples := files.train_samples(folder)).exists():
+        files.read_samples(samples)
+    if (wandb_id := folder / files.WANDB_ID).exists():
+        files.read_wandb_id(wandb_id)
     try:
-        state = check_checkpoint(path, of_run)["state_dict"]
+        state = check_checkpoint(path, origin(settings))["state_dict"]
         if spoiled := [name for name, x in state.items() if not x.isfinite().all()]:
             raise CheckpointError(
                 f"{path} cannot be resumed: {len(spoiled)} of its weights hold numbers that are "
@@ -245,7 +215,7 @@ def origin(settings: Settings) -> Origin:
 
 def run_id(folder: Path) -> str:
     """Return the identifier of the run in `folder`, which its checkpoints record."""
-    file = folder / RUN_ID
+    file = folder / folders.RUN_ID
     run = read_text(file)
     if re.fullmatch("[0-9a-f]{16}", run) is None:
         raise CheckpointError(

@@ -30,24 +30,11 @@ from lightning_rlhf.models.config import SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
+from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.accelerator import device_of
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.folders import (
-    CONFIG,
-    DELETED,
-    ENDING,
-    FINAL,
-    PARENTS,
-    RUN_ID,
-    Export,
-    clear,
-    delete_unfinished,
-    folder_of,
-    is_marked,
-    is_unbegun,
-    run_name,
-)
-from lightning_rlhf.runs.objects import check_trainer, own_arguments, own_callbacks, own_loggers
+from lightning_rlhf.runs.folders import Export
+from lightning_rlhf.runs.objects import own_objects
 from lightning_rlhf.runs.parents import find_parents
 from lightning_rlhf.runs.stage import Settings
 
@@ -84,40 +71,34 @@ class Run:
 
     @classmethod
     def of(
-        cls, settings: Settings, *, checkpoint: Path | None = None, export: Export | None = None
+        cls,
+        settings: Settings,
+        *,
+        checkpoint: Path | None = None,
+        export: Export | None = None,
     ) -> Run:
         """Find the models that the run starts from and load their tokenizer; write nothing.
 
         Raises an RLHFError where one is missing, or the user's own objects cannot be used.
         """
         check_trained_weights(settings)
-        parents = find_parents(settings)
-        callbacks, loggers = own_callbacks(settings), own_loggers(settings)
-        arguments = own_arguments(settings)
-        check_trainer(settings.trainer, arguments)
-        sft = parents.get(SFT)
-        tokenizer = load_tokenizer(settings.model, sft.path if sft else None)
+        parents, own = find_parents(settings), own_objects(settings)
+        tokenizer = load_tokenizer(settings.model, parents[SFT].path if SFT in parents else None)
+        chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
         return cls(
-            settings=settings,
-            tokenizer=tokenizer,
-            chat=ChatFormat(tokenizer, settings.data.chat_template_kwargs),
-            parents=parents,
-            callbacks=callbacks,
-            loggers=loggers,
-            arguments=arguments,
-            checkpoint=checkpoint,
-            export=export,
-        )
+            settings=settings, tokenizer=tokenizer, chat=chat, parents=parents,
+            checkpoint=checkpoint, export=export, **own,
+        )  # fmt: skip
 
     @property
     def folder(self) -> Path:
         """Return the folder of the run."""
-        return folder_of(self.settings)
+        return folders.folder_of(self.settings)
 
     @property
     def final(self) -> Path:
         """Return the path of `final/`, or of the folder to export to."""
-        return self.folder / FINAL if self.export is None else self.export.folder
+        return self.folder / folders.FINAL if self.export is None else self.export.folder
 
     @property
     def device(self) -> torch.device:
@@ -139,18 +120,18 @@ class Run:
         digests = {role: digest(final.path) for role, final in self.parents.items()}
         try:
             make_folder(folder)
-            delete(folder / DELETED)  # may be left over from a killed process
-            is_new = settings.overwrite or (is_unbegun(folder) and not settings.resume)
-            if is_new and is_marked(folder):
-                clear(folder)
-            delete_unfinished(folder)
-            if not settings.resume:
-                with written_whole(folder / RUN_ID) as beside:
-                    beside.write_text(secrets.token_hex(8))
-            (folder / ENDING).unlink(missing_ok=True)
-            for name, tree in ((PARENTS, digests), (CONFIG, settings.tree)):
+            delete(folder / folders.DELETED)  # may be left over from a killed process
+            is_new = settings.overwrite or (folders.is_unbegun(folder) and not settings.resume)
+            if is_new and folders.is_marked(folder):
+                folders.clear(folder)
+            folders.delete_unfinished(folder)
+            texts = {} if settings.resume else {folders.RUN_ID: secrets.token_hex(8)}
+            (folder / folders.ENDING).unlink(missing_ok=True)
+            for name, tree in ((folders.PARENTS, digests), (folders.CONFIG, settings.tree)):
+                texts[name] = json.dumps(tree, indent=2) + "\n"
+            for name, text in texts.items():
                 with written_whole(folder / name) as beside:
-                    beside.write_text(json.dumps(tree, indent=2) + "\n")
+                    beside.write_text(text)
         except OSError as error:
             raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
         return folder
@@ -159,7 +140,7 @@ class Run:
         """Return metrics.csv, the configured logger and the user's own, for a claimed folder."""
         settings = self.settings
         identity = RunIdentity(
-            name=run_name(settings),
+            name=folders.run_name(settings),
             run=settings.run,
             model=settings.model.name,
             job=settings.job,

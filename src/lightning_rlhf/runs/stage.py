@@ -29,6 +29,8 @@ from lightning_rlhf.core.config import (
     SFTConfig,
     StageConfig,
 )
+from lightning_rlhf.callbacks.logger_config import LoggerConfig
+from lightning_rlhf.core import config as sections
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
@@ -135,27 +137,27 @@ class Stage:
     @property
     def trains(self) -> bool:
         """Return whether the stage has optimizer steps, and so checkpoints."""
-        return issubclass(self.config, StageConfig)
+        return issubclass(self.config, sections.StageConfig)
 
     @property
     def unread(self) -> tuple[str, ...]:
         """Return the keys of the configuration that the stage does not read."""
-        read = (self.data, *self.also_reads)
-        return (
-            *(f"data.{kind}" for kind in DATA_KINDS if kind not in read),
-            *(() if self.reads_judge else ("data.judge",)),
-            *(() if self.reads_reward else ("reward",)),
-        )
+        reads = {f"data.{kind}": kind in (self.data, *self.also_reads) for kind in DATA_KINDS}
+        reads |= {"data.judge": self.reads_judge, "reward": self.reads_reward}
+        return tuple(key for key, is_read in reads.items() if not is_read)
 
 
 STAGES: Mapping[str, tuple[str, type]] = {
-    "sft": ("lightning_rlhf.stages.supervised:SFT", SFTConfig),
-    "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
-    "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
-    "dpo": ("lightning_rlhf.stages.supervised:DPO", DPOConfig),
-    "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", RankConfig),
-    "eval_policy": ("lightning_rlhf.evaluation.evaluate_policy:EvalPolicy", PolicyEvalConfig),
-    "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", EvalConfig),
+    "sft": ("lightning_rlhf.stages.supervised:SFT", sections.SFTConfig),
+    "rm": ("lightning_rlhf.stages.rm:RM", sections.RMConfig),
+    "ppo": ("lightning_rlhf.stages.ppo:PPO", sections.PPOConfig),
+    "dpo": ("lightning_rlhf.stages.supervised:DPO", sections.DPOConfig),
+    "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", sections.RankConfig),
+    "eval_policy": (
+        "lightning_rlhf.evaluation.evaluate_policy:EvalPolicy",
+        sections.PolicyEvalConfig,
+    ),
+    "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", sections.EvalConfig),
 }
 """Name -> class of a stage of this package, imported when it is chosen, and that of its section."""
 DEFINITION = "definition"
@@ -170,12 +172,8 @@ def find_stage(name: str) -> Stage | None:
 
 def stage_names(tree: Mapping[Any, Any]) -> list[str]:
     """Return the names of the stages whose sections may stand in a configuration."""
-    own = (
-        str(key)
-        for key, node in tree.items()
-        if key not in STAGES and isinstance(node, Mapping) and DEFINITION in node
-    )
-    return [*STAGES, *own]
+    others = {key: x for key, x in tree.items() if key not in STAGES and isinstance(x, Mapping)}
+    return [*STAGES, *(str(key) for key, node in others.items() if DEFINITION in node)]
 
 
 def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage]]:
@@ -184,28 +182,24 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     Raises ConfigError where it chooses none, an unknown one, or one whose definition is not a
     `Stage` of that name.
     """
-    names = stage_names(tree)
-    if "stage" not in tree or tree["stage"] is None:
+    names, name = stage_names(tree), tree.get("stage")
+    if name is None:
         raise ConfigError(
             f"no stage is chosen; allowed: stage={'|'.join(names)}, or recipe=quickstart for all "
             "of them"
         )
-    name = tree["stage"]
     is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
     require(name in names, "stage", name, ", ".join(names) + meant + added)
+    node, key = tree.get(name), f"{name}.{DEFINITION}"
+    source = node.get(DEFINITION) if isinstance(node, Mapping) else None
     if name in STAGES:
-        node = tree.get(name)
-        if isinstance(node, Mapping) and DEFINITION in node:
-            raise ConfigError(
-                f"{name}.{DEFINITION} is {node[DEFINITION]!r}, but {name} is a stage of the "
-                "package; allowed: another name for a stage of your own"
-            )
+        require(source is None, key, source, f"no key of {name}, a stage of the package; a stage "
+                "of your own has another name")  # fmt: skip
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
-    source, key = tree[name][DEFINITION], f"{name}.{DEFINITION}"
     own: type[Stage] = load_object(
-        source, key, "stage",
+        str(source), key, "stage",
         lambda found: isinstance(found, type) and issubclass(found, Stage) and found is not Stage,
     )  # fmt: skip
     missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]
@@ -233,7 +227,7 @@ class TrainerConfig:
     ]
     num_nodes: PositiveInt
     precision: Literal["32-true", "bf16-mixed"]
-    weights_dtype: DType
+    weights_dtype: sections.DType
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     matmul_precision: Literal["highest", "high", "medium"]
     log_every_n_steps: PositiveInt

@@ -2,7 +2,7 @@
 
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, replace
@@ -23,54 +23,19 @@ from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import Progress, latest, position, trained
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.callbacks.stopping import CheckMonitors, EarlyStop, WeightAverage
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    ConfigError,
-    LogitsError,
-    NotFiniteError,
-    PolicyLogitsError,
-    TrainingError,
-    counted,
-    naming_own_keys,
-    require,
-)
+from lightning_rlhf.core.errors import CheckpointError, TrainingError, counted, require
+from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
-from lightning_rlhf.evaluation.select import (
-    check_final,
-    check_learned,
-    choose,
-    goal_of,
-    load_weights,
-    stop_metric,
-)
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
-from lightning_rlhf.runs.accelerator import (
-    check_accelerator,
-    check_processes,
-    denormals_flushed,
-    errors_of_all,
-    join,
-    keep_large_blocks,
-    linear_attention_line,
-    print_device,
-)
+from lightning_rlhf.runs import accelerator, folders
 from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import (
-    CHECKPOINTS,
-    FAILED,
-    FINAL,
-    METRICS,
-    PAGE,
-    Export,
-    delete_unfinished,
-    folder_of,
-    run_name,
-)
+from lightning_rlhf.runs.folders import Export, folder_of
 from lightning_rlhf.runs.measured import read_metrics
 from lightning_rlhf.runs.objects import build_trainer, misconfigured
 from lightning_rlhf.runs.resume import decide, held, origin
@@ -88,17 +53,17 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
     if error.advice is not None:
         return error
     match error:
-        case NotFiniteError(rewards_overflow=True):
+        case errors.NotFiniteError(rewards_overflow=True):
             error.advice = (
                 "The rewards were infinite, or their squares were, before the first update of the "
                 f"iteration: the reward is too large. {stage}.score_clip bounds it, and so does "
                 "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
             )
-        case NotFiniteError():
+        case errors.NotFiniteError():
             error.advice = divergence_advice(error.stage, error.made)
-        case PolicyLogitsError(iterations=0):
+        case errors.PolicyLogitsError(iterations=0):
             error.advice = "No update was made yet: so is the model that the run starts from"
-        case PolicyLogitsError(nonfinite=count):
+        case errors.PolicyLogitsError(nonfinite=count):
             were = "update before it had" if count == 1 else f"{count} updates before it had"
             not_made = (
                 f"The last {were} a loss or gradient that is not finite, and "
@@ -108,9 +73,9 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
                 f"{not_made if count else ''}A smaller {stage}.lr may hold the model: start over "
                 "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
             )
-        case LogitsError():
+        case errors.LogitsError():
             error.advice = "Where it was trained until here, a smaller learning rate may hold it"
-    if isinstance(error, NotFiniteError) and error.batch is not None:
+    if isinstance(error, errors.NotFiniteError) and error.batch is not None:
         error.advice = f"{error.advice}. {error.batch}"
     return error
 
@@ -127,10 +92,14 @@ def fit(settings: Settings) -> Path:
     """
     with started(settings) as begun:
         if begun is None:
-            return folder_of(settings) / FINAL
+            return folder_of(settings) / folders.FINAL
         stage, run = begun
         if not stage.trains:
-            return measure(stage, run)
+            final = stage.measure(run)
+            is_folder = isinstance(final, Path) and final.is_dir()
+            require(is_folder, f"what `measure` of stage={stage.name} returned", final,
+                    "the path of the folder that it wrote")  # fmt: skip
+            return final
         module, data, callbacks = build(stage, run)
         steps, replicas = len(data.schedule), run.replicas
         if run.checkpoint is not None:
@@ -140,22 +109,23 @@ def fit(settings: Settings) -> Path:
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
-        saver = Checkpoints(run.folder / CHECKPOINTS, config, origin(run.settings), stop,
-                            goal_of(run.settings), replicas)  # fmt: skip
-        rule = EarlyStop(stage.name, config.stop, stop_metric(run.settings))
+        saver = Checkpoints(run.folder / folders.CHECKPOINTS, config, origin(run.settings), stop,
+                            select.goal_of(run.settings), replicas)  # fmt: skip
+        rule = EarlyStop(stage.name, config.stop, select.stop_metric(run.settings))
         trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
         exit_code = 1
         try:
             with deferred_signals(stop), misconfigured():
                 trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
                 if replicas.is_first:
-                    check_learned(stage.name, run.folder, trainer, module)
+                    select.check_learned(stage.name, run.folder, trainer, module)
                 # The last checkpoint is written before the evaluation of the same step.
                 if saver.measured != trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
             if not replicas.is_first:
                 sys.exit()
-            chosen = choose(run.folder, saver, module, steps, trained(trainer), rule.reason)
+            last = trained(trainer)
+            chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
             stage.report(run, module, loggers, position(trainer, module))
             exit_code = 0
         finally:
@@ -173,15 +143,6 @@ def fit(settings: Settings) -> Path:
         return stage.finish(run, module, metrics | print_compute(run.folder))
 
 
-def measure(stage: Stage, run: Run) -> Path:
-    """Run a stage that does not train; return the path of `final/`."""
-    final = stage.measure(run)
-    is_folder = isinstance(final, Path) and final.is_dir()
-    require(is_folder, f"what `measure` of stage={stage.name} returned", final,
-            "the path of the folder that it wrote")  # fmt: skip
-    return final
-
-
 @contextmanager
 def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
     """Within the block, run a stage in its locked folder, in one of several processes if need be.
@@ -189,11 +150,11 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
     Yields the stage and its run; None for a run that has finished and is to be resumed, whose page
     is written where a kill came before it.
     """
-    check_processes(settings, world())
+    accelerator.check_processes(settings, world())
     is_alone = world().size == 1
-    replicas = ONE if is_alone else join(settings)
+    replicas = ONE if is_alone else accelerator.join(settings)
     lock = held(settings, folder_of(settings)) if replicas.is_first else nullcontext()
-    with nullcontext() if is_alone else errors_of_all(replicas), lock:
+    with nullcontext() if is_alone else accelerator.errors_of_all(replicas), lock:
         start = replicas.first(lambda: decide(settings))
         if start is None:
             replicas.first(lambda: complete(settings))
@@ -210,9 +171,9 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
 
     What the configuration alone tells of the step that becomes `final/` is checked first.
     """
-    check_final(run.settings, getattr(run.settings.config, "iterations", None))
+    select.check_final(run.settings, getattr(run.settings.config, "iterations", None))
     module, data, callbacks = stage.build(run)
-    check_final(run.settings, len(data.schedule))
+    select.check_final(run.settings, len(data.schedule))
     return module, data, callbacks
 
 
@@ -242,7 +203,7 @@ def export(settings: Settings, given: Export) -> Path:
     """Write the model of a checkpoint as a folder like `final/`; return its path."""
     with entered(settings, given=given) as (stage, run):
         module = stage.restore(run)
-        load_weights(module, given.checkpoint, given.origin)
+        select.load_weights(module, given.checkpoint, given.origin)
         stage.report(run, module, [], given.ending.step)
         return stage.finish(run, module, given.metrics)
 
@@ -250,7 +211,7 @@ def export(settings: Settings, given: Export) -> Path:
 def require_trained(stage: Stage, done: str) -> None:
     """Raise ConfigError unless the stage trains. done: what is to be done with it, a participle."""
     if not stage.trains:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"stage={stage.name} cannot be {done}: it does not train; allowed: sft, rm, ppo, dpo, "
             "or a stage of your own that trains"
         )
@@ -260,10 +221,10 @@ def complete(settings: Settings) -> None:
     """Write the page of a finished run that was killed before it had one, and delete what is left
     half written."""
     folder = folder_of(settings)
-    page, final = folder / PAGE, folder / FINAL
+    page, final = folder / folders.PAGE, folder / folders.FINAL
     is_written = page.is_file() and page.stat().st_mtime_ns >= final.stat().st_mtime_ns
-    if not is_written or (folder / FAILED).exists():
-        delete_unfinished(folder)
+    if not is_written or (folder / folders.FAILED).exists():
+        folders.delete_unfinished(folder)
         leave_report(folder, settings.definition)
 
 
@@ -276,12 +237,12 @@ def entered(
     Errors name the keys of the stage's section, and those of a training come with advice.
     """
     quiet_libraries()
-    check_accelerator(settings)
+    accelerator.check_devices(settings)
     set_up(settings)
     names = {field.name for field in fields(settings.config)}
     try:
-        with denormals_flushed(), naming_own_keys(settings.stage, names):
-            print_device(settings)
+        with accelerator.denormals_flushed(), errors.naming_own_keys(settings.stage, names):
+            accelerator.print_device(settings)
             run = Run.of(settings, checkpoint=checkpoint, export=given)
             yield copy(settings.definition), run
     except TrainingError as error:
@@ -295,7 +256,7 @@ class KernelsLine(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if isinstance(roles := getattr(pl_module, "roles", None), Roles):
             print_line(str(roles.kernels))
-            if (line := linear_attention_line(roles)) is not None:
+            if (line := accelerator.linear_attention_line(roles)) is not None:
                 print_line(line, "yellow")
 
 
@@ -306,44 +267,35 @@ def set_up(settings: Settings) -> None:
     torch.set_num_threads(trainer.threads or max(1, THREADS // sharing))
     torch.set_float32_matmul_precision(trainer.matmul_precision)
     if trainer.accelerator == "cpu":
-        keep_large_blocks()
+        accelerator.keep_large_blocks()
     L.seed_everything(settings.seed, verbose=False)
 
 
 def trainer_of(
-    run: Run, stop: Stop, config: StageConfig, loggers: list[Logger],
-    callbacks: Sequence[Callback], ending: Sequence[Callback],
+    run: Run, stop: Stop, config: StageConfig, loggers: list[Logger], logging: list[Callback],
+    ending: list[Callback],
 ) -> L.Trainer:  # fmt: skip
     """Return the Trainer of a stage, with its callbacks and those of the user.
 
-    The stage's callbacks come first, as those of the user read the metrics that they log; those of
-    `ending` come after the user's.
+    The stage's callbacks, `logging`, come first, as those of the user read the metrics that they
+    log; those of `ending` come after the user's.
     """
     stage, options = run.settings.definition, run.settings.trainer.options
     # First, so that whatever the others do in a validation is done with the averaged weights.
-    average = [] if config.ema_decay is None else [WeightAverage(config.ema_decay)]
+    callbacks: list[Callback] = []
+    if config.ema_decay is not None:
+        callbacks.append(WeightAverage(config.ema_decay))
     # The first process alone measures and writes, and shares its metrics.
-    logging = callbacks if run.replicas.is_first else []
-    shared = [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
-    is_quiet = "enable_progress_bar" in options and options["enable_progress_bar"] is False
-    has_bar = is_quiet or any(isinstance(own, ProgressBar) for own in run.callbacks)
+    callbacks += logging if run.replicas.is_first else []
+    callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
+    callbacks += [CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
+    has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
+    if not has_bar and options.get("enable_progress_bar") is not False:
+        callbacks.append(Progress(stage.name, stage.headlines))
     if run.checkpoint is not None:
         print_line(f"going on from {run.checkpoint}")
     return build_trainer(
-        run.settings.trainer,
-        run.arguments,
-        stop,
-        callbacks=[
-            *average,
-            *logging,
-            *shared,
-            CheckMonitors(),
-            *run.callbacks,
-            *ending,
-            KernelsLine(),
-            *([] if has_bar else [Progress(stage.name, stage.headlines)]),
-        ],
-        plugins=[WholeFiles()],
+        run.settings.trainer, run.arguments, stop, callbacks, [WholeFiles()],
         max_epochs=1,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,
@@ -352,7 +304,7 @@ def trainer_of(
         logger=loggers,
         enable_checkpointing=False,
         default_root_dir=run.folder,
-    )
+    )  # fmt: skip
 
 
 def rhythm(settings: Settings, steps: int) -> StageConfig:
@@ -375,9 +327,6 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
     found = load_checkpoint(checkpoint)
     try:
         data.load_state_dict(found[type(data).__qualname__])
-    except CheckpointError as error:
-        raise CheckpointError(f"{checkpoint}: {error}") from error
-    try:
         module.on_load_checkpoint(found)
     except CheckpointError as error:
         raise CheckpointError(
@@ -387,7 +336,7 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 
 def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
     """Draw the curves, and print which evaluation was the best unless it was the last one."""
-    title = f"{stage.title}: {run_name(run.settings)}"
+    title = f"{stage.title}: {folders.run_name(run.settings)}"
     curves = read_metrics(run.folder)
     print_line(f"curves: {draw_curves(run.folder, curves, title, stage.unit, stage.panels)}")
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
@@ -399,7 +348,7 @@ def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
 
 def print_compute(folder: Path) -> dict[str, float]:
     """Print and return the totals of what a run has computed, from its last row of them."""
-    rows = [row for row in read_rows(folder / METRICS).values() if PEAK in row]
+    rows = [row for row in read_rows(folder / folders.METRICS).values() if PEAK in row]
     if not rows:  # a run that had ended before its compute was counted
         return {}
     computed = {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}

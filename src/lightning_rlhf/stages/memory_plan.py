@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute, scale_bytes
 from lightning_rlhf.models.roles import copied_bytes, linear_layers
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
+from lightning_rlhf.models.loading import empty_model, layers_of, recompute
+from lightning_rlhf.models.quantization import scale_bytes
+from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs.parents import reward_role
@@ -190,11 +195,12 @@ def plan_of(
 
     rows: examples of its data. sharing: number of processes that divide the memory of `device`.
     """
-    roles, config, found = module.roles, module.config, {}
-    for role, group in by_role(module).items():
-        here = [p for p in group if p.device.type == device.type]
-        trained = sum(p.nbytes for p in here if p.requires_grad)
-        found[role] = learned(sum(p.nbytes + scale_bytes(p) for p in here), trained, config)
+    roles, config = module.roles, module.config
+    here = {
+        role: [p for p in group if p.device.type == device.type]
+        for role, group in by_role(module).items()
+    }
+    found = {role: bytes_of(group, config) for role, group in here.items()}
     loaded = sum(role.weights for role in found.values())
     free = available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     trunks, ptx, copies = [roles.causal_lm], getattr(module, "ptx", None), False
@@ -228,8 +234,10 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     return dict(found)
 
 
-def learned(weights: int, trained: int, config: Any) -> Bytes:
-    """Return the memory of the weights of a role, of which so many bytes are trained by AdamW."""
+def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
+    """Return the memory of the weights of a role, of which some are trained by AdamW."""
+    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
     copies = 2 + (config.ema_decay is not None)
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
@@ -238,8 +246,8 @@ def plan_run(settings: Settings) -> MemoryPlan:
     """Return the plan of a process of a run, of whose model only the configuration is read.
 
     Rows are as long as `data.max_prompt_tokens` and the limit of responses allow. Raises
-    ConfigError for a stage without a plan or an adapter that does not fit, CheckpointError or
-    HubError where the configuration of the model cannot be read.
+    ConfigError for a stage without a plan, CheckpointError or HubError where the configuration of
+    the model cannot be read or its adapters do not fit.
     """
     config, data, own = settings.config, settings.data, settings.model
     if not isinstance(config, PLANNED):
@@ -247,10 +255,22 @@ def plan_run(settings: Settings) -> MemoryPlan:
             f"stage={settings.stage} has no memory plan; allowed: sft, rm, ppo, dpo, or a stage of "
             "your own with one of their configurations"
         )
-    is_full, is_mixed = is_whole(config), settings.trainer.precision == "bf16-mixed"
+    is_full = getattr(config, "finetune", "lora") == "full"
     model = empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
     if own.gradient_checkpointing:
         recompute(model)
+    base = list(model.requires_grad_(is_full).parameters())
+    roles = assumed_roles(settings, Roles(model, "plain"), is_full=is_full)
+    found = by_role(SimpleNamespace(roles=roles))
+    if getattr(config, "critic", None) == "model":
+        found[CRITIC] += [nn.Parameter(torch.empty_like(p, dtype=torch.float32)) for p in base]
+    sizes = {role: bytes_of(group, config) for role, group in found.items()}
+    if (size := LINEAR_BYTES[own.quantization]) is not None:
+        weights = sizes[BASE].weights + sum(
+            int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
+            for _, layer, inputs, outputs in linear_layers(model.base_model)
+        )
+        sizes[BASE] = Bytes(weights=weights)
     prompt, response = [0] * data.max_prompt_tokens, [0] * data.max_response_tokens
     row: Any = DemonstrationTokens(prompt, response)
     demonstrations = [row] * (isinstance(config, PPOConfig) and config.ptx_coef > 0)
@@ -258,79 +278,53 @@ def plan_run(settings: Settings) -> MemoryPlan:
         row = PromptTokens(prompt, 0)
     elif not isinstance(config, SFTConfig):
         row = PreferenceTokens(prompt, response, response, 0.0)
-    layers = adapted(model, own.lora)
+    is_mixed, copied = settings.trainer.precision == "bf16-mixed", 0
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
-        number, copied = computing_dtype(model).itemsize, 0
+        number = computing_dtype(model).itemsize
         on_cpu = own.kernels == "auto" and settings.trainer.accelerator == "cpu"
         if (own.kernels == "fast" or on_cpu) and family(model) and own.quantization == "none":
-            merged = sum(inputs * outputs for inputs, outputs in layers)
-            copied = copied_bytes(model) + (4 * merged if number == 4 else 0)
+            copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
-    adapter = 4 * own.lora.r * sum(map(sum, layers))
     return plan_memory(
-        config, model, assumed_roles(settings, model, adapter), [row], demonstrations,
+        config, model, sizes, [row], demonstrations,
         number=number, copied=copied, processes=settings.trainer.processes,
     )  # fmt: skip
 
 
-def assumed_roles(settings: Settings, model: PreTrainedModel, adapter: int) -> dict[str, Bytes]:
-    """Return the memory of each role of a stage, without any weights.
+def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
+    """Return the roles with those that a stage adds to its base, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
-    default; a reward model with a base of its own is not counted.
+    default; a reward model with a base of its own is not counted. Heads are in fp32.
 
-    adapter: bytes of one; of rank r, it has r * (inputs + outputs) numbers for each layer, in fp32
-    as heads are.
+    is_full: whether the stage trains all weights.
     """
-    config, is_full = settings.config, is_whole(settings.config)
-    head = 4 * (model.get_output_embeddings().in_features + 1)
-    base = sum(p.nbytes for p in model.parameters())
-    if (size := LINEAR_BYTES[settings.model.quantization]) is not None:
-        for _, layer, inputs, outputs in linear_layers(model.base_model):
-            base += int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
-    trained = {BASE: base} if is_full else {}
-    frozen = {} if is_full else {BASE: base}
-    if starts_from_sft(settings) and not is_full:
-        frozen[SFT] = adapter
-    if isinstance(config, SFTConfig) and not is_full:
-        trained[SFT] = adapter
+    config = settings.config
+    frozen, trained, heads = [SFT] * starts_from_sft(settings), [], {}
+    if isinstance(config, SFTConfig):
+        trained = [SFT]
     elif isinstance(config, RMConfig):
-        trained[REWARD] = config.heads * head + (0 if is_full else adapter)
-    elif isinstance(config, DPOConfig | PPOConfig):
-        trained[POLICY] = adapter
+        trained, heads = [REWARD], {REWARD: config.heads}
+    else:
+        trained = [POLICY]
     if isinstance(config, PPOConfig):
         for name, component in settings.reward.items():
             if isinstance(component, HeadConfig | RandomConfig):
-                trunk = adapter if isinstance(component, HeadConfig) else 0
-                frozen[reward_role(settings, name)] = head + trunk
-        if config.has_critic:
-            whole = 4 * sum(p.numel() for p in model.parameters())
-            trunks = {"head": 0, "adapter": adapter, "model": whole}
-            trained[CRITIC] = head + trunks[config.critic]
-    sizes = frozen | trained
-    return {role: learned(sizes[role], trained.get(role, 0), config) for role in sizes}
-
-
-def adapted(model: PreTrainedModel, lora: LoRASettings) -> list[tuple[int, int]]:
-    """Return inputs and outputs of the linear layers that get an adapter.
-
-    They are chosen as PEFT chooses them: by a regular expression, or by the end of their names.
-    """
-    wanted, found = lora.target_modules, []
-    for name, _, inputs, outputs in linear_layers(model.base_model):
-        if isinstance(wanted, str):
-            name = f"{model.base_model_prefix}.{name}"
-            is_one = wanted == "all-linear" or re.fullmatch(wanted, name) is not None
-        else:
-            is_one = f".{name}".endswith(tuple(f".{end}" for end in wanted))
-        found += [(inputs, outputs)] * is_one
-    return found
-
-
-def is_whole(config: Any) -> bool:
-    """Return whether a stage trains all weights."""
-    return getattr(config, "finetune", "lora") == "full"
+                heads[reward_role(settings, name)] = 1
+            if isinstance(component, HeadConfig):
+                frozen.append(reward_role(settings, name))
+        heads |= {VALUE: 1} if config.has_critic else {}
+        trained += [CRITIC] if config.has_critic and config.critic == "adapter" else []
+    with torch.device("meta"):
+        for role in () if is_full else (*frozen, *trained):
+            roles.add_adapter(role, settings.model.lora)
+            for parameter in roles.trained_by(role):
+                parameter.requires_grad_(role in trained)
+        for role, count in heads.items():
+            is_trained = role == VALUE or isinstance(config, RMConfig)
+            roles.heads[role] = nn.Linear(roles.hidden_size, count).requires_grad_(is_trained)
+    return roles
 
 
 def starts_from_sft(settings: Settings) -> bool:

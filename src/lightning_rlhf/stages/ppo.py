@@ -97,31 +97,23 @@ class PPO(Stage):
             for split, some in (("train", rows.train), ("val", held_out))
         }
         data = StageData(
-            train=train.examples,
-            val=val.examples * config.val_samples_per_prompt,
+            train=train.examples, val=val.examples * config.val_samples_per_prompt,
             columns=[*prompts["train"], *prompts["val"]],
             collate=partial(collate_prompts, pad_id=chat.pad_token_id),
-            batch_size=config.prompts_per_iteration,
-            val_batch_size=config.rollout_batch_size,
-            batches=config.iterations,
-            seed=settings.seed,
-            pool_batches=1,
-        )
+            batch_size=config.prompts_per_iteration, val_batch_size=config.rollout_batch_size,
+            batches=config.iterations, seed=settings.seed, pool_batches=1,
+        )  # fmt: skip
         self.evaluation = Evaluation(judge, run.folder)
+        characters = 160 if settings.samples else None
         callbacks = [
             PPOMetrics(),
             Diagnosis(config, run.folder, prompts_cut=train.too_long, stage=self.name),
             self.evaluation,
-            Samples(
-                every_n_iterations=config.samples_every,
-                count=COUNT,
-                characters=160 if settings.samples else None,
-                run_dir=run.folder,
-            ),
+            Samples(every_n_iterations=config.samples_every, count=COUNT, characters=characters,
+                    run_dir=run.folder),
             Recorder(run.folder, rows.train, every=settings.record),
-        ]
-        module = self.make_module(run, roles, reward, prompts, microbatch, ptx)
-        return module, data, callbacks
+        ]  # fmt: skip
+        return self.make_module(run, roles, reward, prompts, microbatch, ptx), data, callbacks
 
     def restore(self, run: Run) -> PPOModule:
         """Return the module of an export, which reads no data and no reward."""
@@ -131,14 +123,10 @@ class PPO(Stage):
         return self.make_module(run, roles, Reward(terms, ()), {}, None, None)
 
     def make_module(
-        self,
-        run: Run,
-        roles: Roles,
-        reward: Reward,
-        prompts: Mapping[str, Sequence[dict[str, Any]]],
-        microbatch: MicrobatchSize | None,
+        self, run: Run, roles: Roles, reward: Reward,
+        prompts: Mapping[str, Sequence[dict[str, Any]]], microbatch: MicrobatchSize | None,
         ptx: PTX | None,
-    ) -> PPOModule:
+    ) -> PPOModule:  # fmt: skip
         """Return the module before its first iteration, with a new policy and, for GAE, a critic.
 
         microbatch: size at which the models of the reward read responses; None where none does.
@@ -147,28 +135,23 @@ class PPO(Stage):
         settings = run.settings
         add_policy(roles, settings.model, settings.seed)
         return self.module_class(
-            roles,
-            reward,
-            settings.config,
+            roles, reward, settings.config,
             critic=build_critic(run, roles) if settings.config.has_critic else None,
-            chat=run.chat,
-            prompts=prompts,
-            seed=settings.seed,
-            microbatch=microbatch,
-            replicas=run.replicas,
-            stage=self.name,
-            ptx=ptx,
-        )
+            chat=run.chat, prompts=prompts, seed=settings.seed, microbatch=microbatch,
+            replicas=run.replicas, stage=self.name, ptx=ptx,
+        )  # fmt: skip
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print what the training changed; return the evaluations before it and after it."""
-        first, ending = self.evaluation.first, read_ending(run.folder)
-        assert first is not None
-        assert self.evaluation.last is not None
-        assert ending is not None  # the run has finished
-        last = self.evaluation.last if ending.step == ending.last_step else metrics
+        first, last = self.evaluation.first, self.evaluation.last
+        ending = read_ending(run.folder)
+        assert first is not None and last is not None and ending is not None  # noqa: PT018
+        last = last if ending.step == ending.last_step else metrics
         get_console().print(before_after_table(first, last, self.verdicts))
-        print_collapse(run.folder, self.name)
+        trained = [row for row in read_rows(run.folder / METRICS).values() if KL in row]
+        final = {name: float(cell) for name, cell in trained[-1].items()} if trained else {}
+        if final and (why := collapsed(final, self.name)) is not None:
+            print_line(f"warning: {why}", "yellow")
         print_diminishing(run.folder, run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last
 
@@ -189,12 +172,3 @@ def read_ptx(run: Run, config: PPOConfig) -> PTX | None:
     found = tokenise(rows, run.chat, run.settings.data)
     print_lengths("demonstration", rows, found)
     return PTX(found.examples, config, pad_id=run.chat.pad_token_id, seed=run.settings.seed)
-
-
-def print_collapse(folder: Path, stage: str) -> None:
-    """Print a warning where the metrics of the last iteration are those of a collapsed policy."""
-    rows = read_rows(folder / METRICS)
-    trained = [row for row in rows.values() if KL in row]
-    last = {name: float(cell) for name, cell in trained[-1].items()} if trained else None
-    if last is not None and (why := collapsed(last, stage)) is not None:
-        print_line(f"warning: {why}", "yellow")

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -87,7 +86,13 @@ def preflight(
     failed = [check for check in checks if check.verdict == "failed"]
     doubted = [check for check in checks if check.verdict == "warning"]
     if mode in ("strict", "only") or failed or doubted:
-        get_console().print(checks_shown(checks))
+        table = Table(title="preflight", title_justify="left")
+        for column in ("check", "measured", "allowed", "verdict"):
+            table.add_column(column, overflow="fold")
+        for check in checks:
+            cells = map(Text, (check.name, check.measured, check.allowed))
+            table.add_row(*cells, Text(check.verdict, STYLES[check.verdict]))
+        get_console().print(table)
         if plan is not None:
             get_console().print(plan_shown(plan))
     tried = sum(check.verdict != "not applicable" for check in checks)
@@ -97,19 +102,7 @@ def preflight(
     if failed and mode != "warn":
         raise PreflightError(f"preflight: {'; '.join(map(str, failed))}")
     for check in (*doubted, *failed):
-        style = "yellow" if check.verdict == "warning" else "bold yellow"
-        print_line(f"warning: preflight: {check}", style)
-
-
-def checks_shown(checks: list[Check]) -> Table:
-    """Return the table of the checks."""
-    table = Table(title="preflight", title_justify="left")
-    for column in ("check", "measured", "allowed", "verdict"):
-        table.add_column(column, overflow="fold")
-    for check in checks:
-        verdict = Text(check.verdict, STYLES[check.verdict])
-        table.add_row(Text(check.name), Text(check.measured), Text(check.allowed), verdict)
-    return table
+        print_line(f"warning: preflight: {check}", STYLES["warning"])
 
 
 @torch.no_grad()
@@ -120,24 +113,21 @@ def examine(
 
     There is no plan of a module of another kind than those of the package.
     """
-    device, trainer = ready.device, ready.settings.trainer
+    device, trainer, plan = ready.device, ready.settings.trainer, None
     module.to(device)
-    context: AbstractContextManager[Any] = nullcontext()
-    if trainer.precision == "bf16-mixed":
-        context = torch.autocast(device.type, dtype=torch.bfloat16)
-    with isolate_rng(), context:
-        plan, memory, checks = None, [], [*trainable(module)]
+    checks, memory = [*trainable(module)], []
+    is_mixed = trainer.precision == "bf16-mixed"
+    with isolate_rng(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
         if isinstance(module, SupervisedModule | PPOModule) and isinstance(module.config, PLANNED):
             sharing = trainer.devices if device.type == "cpu" else 1
             rows = (*data.train, *data.val)
             plan = plan_of(module, rows, device, trainer.processes, sharing)
             memory = [of_memory(plan, f"{module.guard.stage}.microbatch_size")]
-        if not resumed:
-            try:
-                checks += of_models(module, data, device)
-            except torch.OutOfMemoryError:
-                short = f"not enough for {ROWS} short rows"
-                memory = [Check("memory", short, "more free memory on the device", "failed")]
+        try:
+            checks += [] if resumed else of_models(module, data, device)
+        except torch.OutOfMemoryError:
+            short = f"not enough for {ROWS} short rows"
+            memory = [Check("memory", short, "more free memory on the device", "failed")]
     return [*checks, *memory], plan
 
 
@@ -154,21 +144,20 @@ def of_memory(plan: MemoryPlan, key: str) -> Check:
 
 def trainable(module: Any) -> Iterator[Check]:
     """Yield a check of the trainable parameters of each role."""
-    found = by_role(module)
-    trained = {role: [p for p in group if p.requires_grad] for role, group in found.items()}
-    for role, group in found.items():
-        all_of_it, some = sum(p.numel() for p in group), sum(p.numel() for p in trained[role])
+    any_trained = False
+    for role, group in by_role(module).items():
+        all_of_it = sum(p.numel() for p in group)
+        some = sum(p.numel() for p in group if p.requires_grad)
+        any_trained = any_trained or some > 0
         wanted: tuple[int, ...] = (0, all_of_it)
         if isinstance(module, PPOModule | DPOModule):
             wanted = (all_of_it,) if role in (POLICY, CRITIC) else (0,)
         elif isinstance(module, RewardModule) and role == REWARD:
             wanted = (all_of_it,)
         allowed = " or ".join("none" if n == 0 else "all" for n in wanted)
-        yield Check(
-            f"trainable: {role}", f"{some:,} of {all_of_it:,}", allowed,
-            "passed" if some in wanted else "failed",
-        )  # fmt: skip
-    if not any(trained.values()):
+        verdict: Verdict = "passed" if some in wanted else "failed"
+        yield Check(f"trainable: {role}", f"{some:,} of {all_of_it:,}", allowed, verdict)
+    if not any_trained:
         yield Check("trainable: any role", "none", "some", "failed")
 
 
@@ -247,13 +236,14 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     response_mask = F.pad(sampled.response_mask, (0, MORE))
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
     for term, source in zip(module.reward.terms, module.reward.sources, strict=True):
-        if term.name not in models or models[term.name][0] is module.roles:
+        name = f"padding: {term.name}"
+        if models.get(term.name, (module.roles,))[0] is module.roles:
             continue
-        name, rows = f"padding: {term.name}", torch.arange(len(decoded))[:, None]
         try:
             together = torch.as_tensor(source(replace(decoded, rollout=wide)))
-            alone = [torch.as_tensor(source(decoded.select(row))) for row in rows]
-            yield at_most(name, relative(together, torch.cat(alone)), limit)
+            rows = (decoded.select(row) for row in torch.arange(len(decoded))[:, None])
+            alone = torch.cat([torch.as_tensor(source(row)) for row in rows])
+            yield at_most(name, relative(together, alone), limit)
         except RewardError as error:
             yield Check(name, str(error), "a finite number", "failed")
 

@@ -103,17 +103,13 @@ class RM(Supervised):
             write_pairs(folder, known_pairs(roles, pairs, run.chat))
         batch_size = MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
         report = measure_reward(
-            run,
-            LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size),
-            pairs,
-            (scored_samples(roles, self.samples), self.samples),
-            logit_scale=1.0,
-            title=run_name(settings),
-            problems=self.problems,
+            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size), pairs,
+            (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
+            title=run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
             scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
             "`reward.normalization` says otherwise.",
-        )
+        )  # fmt: skip
         for logger in loggers:
             logger.log_metrics(report.metrics, step=step)
         write_fitness(report, folder, loggers, step)
@@ -141,16 +137,10 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
         tokens, mask = pad(sides, chat.pad_token_id, "right")
         with torch.no_grad():
             chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
-        known.append(
-            KnownPair(
-                row=prompt_row(pair.prompt),
-                chosen=pair.chosen,
-                rejected=pair.rejected,
-                chosen_score=chosen,
-                rejected_score=rejected,
-                rendered=chat.show(sides[0]),
-            )
-        )
+        known.append(KnownPair(
+            row=prompt_row(pair.prompt), chosen=pair.chosen, rejected=pair.rejected,
+            chosen_score=chosen, rejected_score=rejected, rendered=chat.show(sides[0]),
+        ))  # fmt: skip
     return known
 
 

@@ -42,16 +42,11 @@ from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over
 
-COLLATE: Mapping[str, Callable[..., Record]] = {
-    "demonstrations": collate_demonstrations,
-    "preferences": collate_preferences,
+ROWS: Mapping[str, tuple[Callable[..., Record], str]] = {
+    "demonstrations": (collate_demonstrations, "the longest demonstration"),
+    "preferences": (collate_preferences, "the longest prompt of a preference with its response"),
 }
-"""Kind of data -> (examples, id of the padding token) -> batch."""
-LONGEST = {
-    "demonstrations": "the longest demonstration",
-    "preferences": "the longest prompt of a preference with its response",
-}
-"""Kind of data -> description of its longest row."""
+"""Kind of data -> (examples, id of the padding token) -> batch; description of its longest row."""
 
 
 class Supervised(Stage):
@@ -87,29 +82,23 @@ class Supervised(Stage):
         require(batches > 0, f"{self.name}.epochs", config.epochs,
                 f"a number >= {1 / count:.6g}, which is 1 of the {count} examples")  # fmt: skip
         data = StageData(
-            train=train.examples,
-            val=val.examples,
-            columns=(),
-            collate=partial(COLLATE[self.data], pad_id=run.chat.pad_token_id),
-            batch_size=config.batch_size,
-            val_batch_size=config.microbatch_size,
-            batches=batches,
-            seed=settings.seed,
-            pool_batches=settings.data.pool_batches,
-        )
+            train=train.examples, val=val.examples, columns=(),
+            collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
+            batch_size=config.batch_size, val_batch_size=config.microbatch_size, batches=batches,
+            seed=settings.seed, pool_batches=settings.data.pool_batches,
+        )  # fmt: skip
         return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
 
     def load(self, run: Run, data: StageData) -> Roles:
         """Return the model that the stage starts from, which has positions for all rows."""
         roles = run.load_model()
-        check_positions(roles, max(e.length for e in data.train), LONGEST[self.data])
+        check_positions(roles, max(e.length for e in data.train), ROWS[self.data][1])
         return roles
 
     def make_module(self, run: Run, roles: Roles) -> LightningModule:
         """Return the module before its first step."""
         self.add_roles(run, roles)
-        module: LightningModule = self.module_class(roles, run.settings.config, run.replicas)
-        return module
+        return self.module_class(roles, run.settings.config, run.replicas)  # type: ignore[no-any-return]
 
     def add_roles(self, run: Run, roles: Roles) -> None:
         """Add what is trained: a policy equal to the SFT model, or an adapter or all weights."""
@@ -183,17 +172,15 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
     if not some or room < 1:
         return
     prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
+    tokens = min(room, run.settings.data.max_response_tokens)
     (sampled,) = sample_reference(
         roles.to(run.device),
         shard([(collate_prompts(prompts, chat.pad_token_id), 1)], ONE, divides=False),
-        SamplingParams(
-            max_response_tokens=min(room, run.settings.data.max_response_tokens),
-            temperature=1.0,
-            end_token_ids=chat.end_token_ids,
-        ),
+        SamplingParams(max_response_tokens=tokens, temperature=1.0,
+                       end_token_ids=chat.end_token_ids),
         torch.Generator().manual_seed(run.settings.seed),
         role=SFT_ROLE,
-    )
+    )  # fmt: skip
     said = real_tokens(sampled.responses, sampled.response_mask)
     keys = ("prompt", "demonstration", "response")
     texts = [
