@@ -153,7 +153,7 @@ STAGES: Mapping[str, tuple[str, type]] = {
     "rm": ("lightning_rlhf.stages.rm:RM", RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", PPOConfig),
     "dpo": ("lightning_rlhf.stages.supervised:DPO", DPOConfig),
-    "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", RankConfig),
+    "rank": ("lightning_rlhf.evaluation.evaluate_policy:Rank", RankConfig),
     "eval_policy": ("lightning_rlhf.evaluation.evaluate_policy:EvalPolicy", PolicyEvalConfig),
     "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", EvalConfig),
 }
