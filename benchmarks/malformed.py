@@ -43,7 +43,7 @@ import torch
 
 from common import ROOT, commit, markdown_table, processor
 from lightning_rlhf.cli.main import main as command_line
-from lightning_rlhf.evaluation import build_rewards, evaluate_policy
+from lightning_rlhf.evaluation import build_rewards, policies
 from lightning_rlhf.runs import run
 from malformed_cases import MINI, SMALL, STAGES, Case, Kind, kinds
 
@@ -114,7 +114,7 @@ def in_child(case: Case, folder: Path) -> NoReturn:
 def stops(case: Case) -> list[tuple[Any, str]]:
     """Return the functions at which a command that has accepted its input is ended."""
     if case.stop == "model":
-        return [(run, "start_from"), (evaluate_policy.Task, "load")]
+        return [(run, "start_from"), (policies.Task, "load")]
     return [(L.LightningModule, "on_train_batch_end")] if case.stop == "step" else []
 
 

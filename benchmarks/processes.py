@@ -36,7 +36,8 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Demonstrations, Preferences
 from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.evaluation.evaluate_policy import GREEDY, Task
+from lightning_rlhf.evaluation.evaluate_policy import GREEDY
+from lightning_rlhf.evaluation.policies import Task
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
@@ -146,20 +147,20 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
         end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, stop_at=lambda texts: None,
         decode_response=lambda tokens: "",
     )  # fmt: skip
-    run = SimpleNamespace(
-        settings=SimpleNamespace(stage=stage, seed=0), chat=chat, replicas=replicas,
-        device=torch.device("cpu"),
-    )  # fmt: skip
     config = SimpleNamespace(
         samples_per_prompt=count, batch_size=at_once, temperature=1.0, stop_strings=(),
         max_response_tokens=workload.response,
     )  # fmt: skip
+    run = SimpleNamespace(
+        settings=SimpleNamespace(stage=stage, seed=0, config=config), chat=chat,
+        replicas=replicas, device=torch.device("cpu"),
+    )  # fmt: skip
     tokens = real_tokens(batch.tokens, batch.mask)
-    task: Any = Task(
-        run=run, config=config,  # type: ignore[arg-type]
-        batch=MicrobatchSize("batch_size", at_once),
-        prompts=[PromptTokens(row, number) for number, row in enumerate(tokens)],
-        rows=[{"prompt": ""}] * prompts, references=(), light={}, judge=None, verdicts={},
+    task = object.__new__(Task)  # which reads no data
+    vars(task).update(
+        run=run, batch=MicrobatchSize("batch_size", at_once), rows=[{"prompt": ""}] * prompts,
+        prompts=[PromptTokens(row, number) for number, row in enumerate(tokens)], references=(),
+        judge=None,
     )  # fmt: skip
     roles = Roles(build_model(workload).eval().requires_grad_(False))
     roles.add_adapter(POLICY, LORA)
@@ -170,7 +171,7 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
             parts = task.sample("policy", roles, POLICY, 1.0, count)
         else:
             ways = {"sampled": (1.0, count), "greedy": (GREEDY, 1)}
-            answers = [task.answers(role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
+            answers = [task.draw(role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
             parts = [part for found in answers for some in found.values() for part in some]
         return task.scored(roles, reward, parts)
 

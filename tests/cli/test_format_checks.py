@@ -152,7 +152,7 @@ class TestClassifiers:
         assert lines[1].startswith("  text of a pair: '[start][start][user]")
         assert lines[2:] == [
             "  it starts with '[start]' twice",
-            "Mend that; or reward.format_check=warn goes on all the same",
+            "Mend the text; or reward.format_check=warn goes on all the same",
         ]
 
     def test_one_that_likes_what_people_do_not_stops_ppo(
@@ -167,7 +167,7 @@ class TestClassifiers:
             "probability 0.0039: another output (label) or chat template, or lower is better (a "
             "weight below 0)",
             "  look: the chat template ends with the response; no '[end]' follows",
-            "Mend that; or reward.format_check=warn goes on all the same",
+            "Mend the text; or reward.format_check=warn goes on all the same",
         ]
         outcome = judged.mini(*command, *said, "run=penalty", "reward.weight=-1").succeeded
         assert "0.00 of them ranked as labelled" in outcome.out

@@ -61,12 +61,8 @@ def test_a_classifier_as_the_hub_has_them(judged: Workplace) -> None:
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("normalization=stored", "reward.normalization is 'stored'; allowed: none, running: "
+        ("normalization=stored", "reward.normalization is 'stored'; allowed: none, running, since "
          "classifier was not trained by stage=rm, which measures mean and deviation"),
-        ("uncertainty_coef=1", "reward.uncertainty_coef is 1.0; allowed: 0, since classifier is no "
-         "ensemble of stage=rm"),
-        ("chat_template=./none.jinja", "reward.chat_template is './none.jinja', and there is no "
-         "such file; allowed: a Jinja file, pair, null for the tokenizer's own"),
         ("tokenizer=./none", "reward.tokenizer=./none: no such folder; allowed: a folder with "
          "config.json, weights and tokenizer, or a hub id"),
         ("label=1", "reward.label is 1; allowed: 0 to 0 or LABEL_0, the outputs of classifier"),
@@ -105,7 +101,7 @@ def test_no_more_is_read_than_there_are_positions(
     (config,) = read_reward(OmegaConf.to_container(OmegaConf.merge(node, changes))).values()
     assert isinstance(config, TextModelConfig)
     final = find(str(judge(judged)), "")
-    assert text_reward(config, "reward", final, torch.device("cpu")).max_tokens == kept
+    assert text_reward(config, "reward", final, torch.device("cpu"))().max_tokens == kept
 
 
 def test_one_head_has_no_deviation_to_price(judged: Workplace) -> None:
@@ -116,7 +112,7 @@ def test_one_head_has_no_deviation_to_price(judged: Workplace) -> None:
         assert isinstance(config, TextModelConfig)
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            text_reward(config, "reward", find(str(judge(judged)), ""), torch.device("cpu"))
+            text_reward(config, "reward", find(str(judge(judged)), ""), torch.device("cpu"))()
         assert sum("reward.uncertainty_coef is 1, but" in str(w.message) for w in told) == warned
 
 
@@ -148,8 +144,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
         (["classifier", "reward.lable=1"], "reward.lable is not a known key; did you mean"),
         (["classifier", "dtype=float32"], "an option is 'dtype=float32'; allowed: reward.KEY="),
         (["classifier", "reward.max_tokens=257"], "reward.max_tokens is 257; allowed: null, or at"),
-        (["classifier", "reward.weight=2"], "reward.weight is given, but a server does not read "
-         "it; allowed: in the run that asks, with reward=http"),
+        (["classifier", "reward.weight=2"], "an option is 'reward.weight=2'; allowed: reward.KEY="),
         (["classifier", "reward.normalization=running"], "reward.normalization is 'running'; "
          "allowed: none, stored: "),
         (["./nowhere"], "final=./nowhere: no such folder"),

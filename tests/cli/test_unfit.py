@@ -73,11 +73,8 @@ def test_a_server_says_the_verdict(
     found = SimpleNamespace(
         path=tmp_path, manifest=None, verdict=None if verdict is None else Verdict(**verdict)
     )
-    for name, stub in (
-        ("local_folder", tmp_path), ("find", found),
-        ("text_reward", None),
-    ):  # fmt: skip
-        monkeypatch.setattr(build_rewards, name, lambda *args, stub=stub: stub)
+    monkeypatch.setattr(build_rewards.checkpoint, "find", lambda *_: found)
+    monkeypatch.setattr(build_rewards, "text_reward", lambda *_: lambda: None)
     build_rewards.text_scorer(str(tmp_path), [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "reward /" in line]
     assert lines == ([] if told is None else [f"reward {tmp_path}: {told}"])
@@ -176,7 +173,7 @@ def test_one_on_the_hub_is_asked_once_it_is_fetched(
 ) -> None:
     judged(finished, UNFIT)
     folder = finished.stage("rm") / "final"
-    monkeypatch.setattr("lightning_rlhf.evaluation.build_rewards.local_folder", lambda *_: folder)
+    monkeypatch.setattr("lightning_rlhf.models.checkpoint.local_folder", lambda *_: folder)
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

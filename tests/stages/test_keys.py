@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.evaluation.policies import other_decoding, other_sft
+from lightning_rlhf.evaluation.policies import differences
 from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.runs.stage import find_stage
@@ -39,34 +39,37 @@ def test_policies_trained_with_other_sampling_are_named() -> None:
     settings: Any = SimpleNamespace(stage="eval_policy", tree={"eval_policy": now})
 
     def policy(stage: str, **then: Any) -> Any:
-        return SimpleNamespace(manifest=SimpleNamespace(stage=stage, config={stage: then}))
+        manifest = SimpleNamespace(stage=stage, config={stage: then})
+        return SimpleNamespace(manifest=manifest)
 
     policies = {"sft": policy("sft", lr=1.0), "same": policy("ppo", **now)}
-    assert other_decoding(settings, policies | {"hub": SimpleNamespace(manifest=None)}) is None
+    assert not list(differences(settings, policies | {"hub": SimpleNamespace(manifest=None)}, None))
     policies["warm"] = policy("ppo", **now | {"temperature": 0.7})
     policies["own"] = policy("own", **now | {"stop_strings": ["."]})
-    assert other_decoding(settings, policies) == (
+    assert list(differences(settings, policies, None)) == [
         "warm was trained with ppo.temperature 0.7, is sampled with 1.0; own was trained with "
         "own.stop_strings ['.'], is sampled with [] (keys of this stage: eval_policy.temperature, "
         "max_response_tokens, stop_strings)"
-    )
+    ]
 
 
 def test_policies_trained_from_another_sft_model_are_named(tmp_path: Path) -> None:
+    settings: Any = SimpleNamespace(stage="eval_policy", tree={"eval_policy": {}})
+
     def final(name: str, text: str, parent: str | None = None) -> Final:
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)
         parents = {} if parent is None else {"sft": f"../{parent}"}
-        manifest: Any = SimpleNamespace(parents=parents)
+        manifest: Any = SimpleNamespace(parents=parents, stage="ppo", config={})
         return Final(path=tmp_path / name, manifest=manifest)
 
     sft, _, _ = final("sft", "a"), final("copy", "a"), final("other", "b")
     policies = {"own": final("own", "c", "sft"), "same": final("same", "c", "copy"),
                 "hub": final("hub", "c")}  # fmt: skip
-    assert other_sft(policies, sft) is None
+    assert not list(differences(settings, policies, sft))
     policies["strange"] = final("strange", "c", "other")
-    assert other_sft(policies, None) is None
-    assert other_sft(policies, sft) == (
+    assert not list(differences(settings, policies, None))
+    assert list(differences(settings, policies, sft)) == [
         f"strange ({tmp_path}/strange) was trained from {tmp_path}/other; KL and gains are those "
         f"to {tmp_path}/sft"
-    )
+    ]

@@ -1,4 +1,4 @@
-"""Training data from scored responses, and the warning about files without rows."""
+"""Training data from scored responses."""
 
 from __future__ import annotations
 
@@ -12,40 +12,13 @@ import pytest
 from lightning_rlhf.core.config import RankConfig
 from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Demonstration, Message, Preference
-from lightning_rlhf.evaluation.rank_responses import RankedRows, rank_samples, shortage
+from lightning_rlhf.evaluation.evaluate_policy import rank_samples
 
 CONFIG = RankConfig(
     policy=None, samples_per_prompt=2, temperature=1.0, max_response_tokens=48, stop_strings=(),
     batch_size=8, prompts="train", max_prompts=None, pairs="best_worst", min_margin=0.0,
     accept_above=1.0,
 )  # fmt: skip
-ROW: list[dict[str, Any]] = [{}]
-CUT = (
-    "of 4 responses are cut at rank.max_response_tokens=48 and left out; a larger "
-    "rank.max_response_tokens, or rank.stop_strings, lets them end"
-)
-NO_PAIR = "preferences.jsonl is empty: no prompt has two usable responses whose scores differ"
-NOT_ACCEPTED = "accepted.jsonl is empty: no usable response scores rank.accept_above=1 or more"
-
-
-@pytest.mark.parametrize(
-    ("cut", "preferences", "accepted", "words"),
-    [
-        (2, ROW, ROW, ""),
-        (3, ROW, ROW, f"3 {CUT}"),
-        (1, [], ROW, f"{NO_PAIR}; 1 {CUT}"),
-        (0, [], ROW, NO_PAIR),
-        (3, [], [], f"{NO_PAIR}; {NOT_ACCEPTED}; 3 {CUT}"),
-    ],
-)
-def test_empty_files_and_cut_responses_are_counted(
-    cut: int, preferences: list[Any], accepted: list[Any], words: str
-) -> None:
-    samples = [{"ended": number >= cut} for number in range(4)]
-    rows = RankedRows(preferences=preferences, demonstrations=ROW, accepted=accepted)
-    assert shortage(samples, rows, CONFIG) == words
-
-
 SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 
 
@@ -63,52 +36,52 @@ SAMPLES = [
 ]  # fmt: skip
 
 
-def ranked(**changes: Any) -> RankedRows:
+def ranked(**changes: Any) -> tuple[Any, Any]:
     return rank_samples(SAMPLES, replace(CONFIG, **{"accept_above": None} | changes))
 
 
 def test_best_and_worst() -> None:
-    found = ranked()
-    assert found.preferences == [
+    found, left_out = ranked()
+    assert found["preferences"] == [
         {"prompt": "Question 0", "chosen": "good", "rejected": "bad", "margin": 3.0}
     ]
-    assert found.demonstrations == [
+    assert found["demonstrations"] == [
         {"prompt": "Question 0", "response": "good", "score": 2.0},
         {"prompt": SYSTEM, "response": "so", "score": 0.25},  # the first of equal scores
     ]
-    assert found.accepted == []
-    assert found.left_out == {
+    assert found["accepted"] == []
+    assert left_out == {
         "repeated response": 1, "cut at max_response_tokens": 2,
         "field 'response' is empty or blank": 1,
     }  # fmt: skip
 
 
 def test_all_pairs_of_a_margin() -> None:
-    two = [(x["chosen"], x["rejected"], x["margin"]) for x in ranked(pairs="all").preferences]
+    two = [(x["chosen"], x["rejected"], x["margin"]) for x in ranked(pairs="all")[0]["preferences"]]
     assert two == [("good", "fair", 1.5), ("good", "bad", 3.0), ("fair", "bad", 1.5)]
-    assert len(ranked(pairs="all", min_margin=1.5).preferences) == 3
-    (only,) = ranked(pairs="all", min_margin=1.6).preferences
+    assert len(ranked(pairs="all", min_margin=1.5)[0]["preferences"]) == 3
+    (only,) = ranked(pairs="all", min_margin=1.6)[0]["preferences"]
     assert (only["chosen"], only["rejected"]) == ("good", "bad")
 
 
 def test_accepted_responses() -> None:
-    found = ranked(accept_above=0.5).accepted
+    found = ranked(accept_above=0.5)[0]["accepted"]
     assert [x["response"] for x in found] == ["good", "fair"]
 
 
 def test_responses_that_differ_in_white_space_make_no_pair() -> None:
-    found = rank_samples([sample(0, "yes", 1.0), sample(0, "yes ", 0.0)], CONFIG)
-    assert found.preferences == []
-    assert found.left_out == {"chosen and rejected are identical": 1}
+    found, left_out = rank_samples([sample(0, "yes", 1.0), sample(0, "yes ", 0.0)], CONFIG)
+    assert found["preferences"] == []
+    assert left_out == {"chosen and rejected are identical": 1}
 
 
 @pytest.mark.parametrize("pairs", ["best_worst", "all"])
 def test_the_readers_read_them(tmp_path: Path, pairs: Any) -> None:
-    found = ranked(pairs=pairs)
-    for name, rows in (("p", found.preferences), ("d", found.demonstrations)):
+    found, _ = ranked(pairs=pairs)
+    for name, rows in (("p", found["preferences"]), ("d", found["demonstrations"])):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     pairs_read = read("preferences", str(tmp_path / "p.jsonl"), "stop").rows
-    assert len(pairs_read) == len(found.preferences)
+    assert len(pairs_read) == len(found["preferences"])
     assert Preference((Message("user", "Question 0"),), "good", "bad", 3.0) in pairs_read
     _, second = read("demonstrations", str(tmp_path / "d.jsonl"), "stop").rows
     prompt = (Message("system", "Be brief."), Message("user", "Why?"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.rank_responses import Rank
+from lightning_rlhf.evaluation.evaluate_policy import Rank
 from lightning_rlhf.evaluation.run_report import (
     amount,
     leave_report,

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,46 +30,17 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import load_function
-from lightning_rlhf.models.build_roles import (
-    add_critic,
-    attach_reward,
-    load_reward,
-    random_reward,
-    warn_of_one_head,
-)
-from lightning_rlhf.models.checkpoint import (
-    FROM_CONFIG,
-    PAGE,
-    Final,
-    Verdict,
-    find,
-    json_object,
-    local_folder,
-    tokenizer_hash,
-)
-from lightning_rlhf.models.classifier import load_classifier, positions
+from lightning_rlhf.models import build_roles, checkpoint
+from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict
+from lightning_rlhf.models.classifier import check_classifier, load_classifier, positions
 from lightning_rlhf.models.config import REWARD, SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rewards.config import (
-    ComponentConfig,
-    FunctionConfig,
-    HeadConfig,
-    HTTPConfig,
-    LearnedConfig,
-    RandomConfig,
-    TextModelConfig,
-)
+from lightning_rlhf.rewards import config as kinds
+from lightning_rlhf.rewards import weighted
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.rewards.weighted import (
-    Features,
-    LearnedReward,
-    Reward,
-    Source,
-    TextModel,
-    TextReward,
-)
+from lightning_rlhf.rewards.weighted import Features, LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.folders import CONFIG, FINAL, differing_keys, folder_of, read_config
@@ -81,79 +52,75 @@ from lightning_rlhf.runs.stage import Settings, reward_key
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import Columns, Messages, Score
 
-
 NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_tolerance", "unfit")
 """Keys of conf/reward/model.yaml that belong to the run that asks a server."""
 RANDOM = Verdict(True, "Not fit: a random head means nothing, it only shows that all runs.", ())
 FUNCTIONS = "functions.json"
 """File of stage=eval_reward with a hash of the code of each function that it judged."""
+BuildSource = Callable[[Roles, MicrobatchSize], Source]
+BuildReward = Callable[[Roles, MicrobatchSize], Reward]
+"""Function from the models, with the SFT model as reference, and the number of responses that a
+head on their base reads at once, to the reward. It raises an RLHFError where weights do not fit."""
 
 
-def light_sources(run: Run) -> dict[str, Source]:
-    """Return the components that need no model: functions, and servers that have been greeted.
+def prepare_reward(run: Run, columns: Collection[str]) -> BuildReward:
+    """Return the function that loads and builds the reward; the section `reward` is checked now.
 
-    They are built before any data is read. Raises ConfigError or RewardError where one cannot be,
-    or where ppo.critic_init does not fit the reward.
+    columns: names of the columns of the prompts that will be scored.
+
+    Raises an RLHFError where an option of a component does not fit, a function cannot be called, a
+    server does not answer, or ppo.critic_init does not fit the reward.
     """
-    settings, found = run.settings, dict[str, Source]()
+    settings = run.settings
     if isinstance(settings.config, PPOConfig) and settings.config.critic_init == "reward":
         critic_start(settings)
-    for name, config in settings.reward.items():
-        key = reward_key(settings, name)
-        if isinstance(config, FunctionConfig):
+    parts = [prepare_source(run, *item, columns) for item in settings.reward.items()]
+
+    def build(roles: Roles, batch_size: MicrobatchSize) -> Reward:
+        with Working("loading the reward"):
+            sources = tuple(part(roles, batch_size) for part in parts)
+        terms = tuple(config.term(name) for name, config in settings.reward.items())
+        return Reward(terms, sources)
+
+    return build
+
+
+def prepare_source(
+    run: Run, name: str, config: kinds.ComponentConfig, columns: Collection[str]
+) -> BuildSource:
+    """Return the function that loads one component of the reward, as `prepare_reward`."""
+    key, role = reward_key(run.settings, name), reward_role(run.settings, name)
+    match config:
+        case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
-            found[name] = FunctionReward(function, config.arguments, key)
-        elif isinstance(config, HTTPConfig):
-            server = found[name] = HTTPReward(config, key, partial(print_line, style="yellow"))
+            scorer = FunctionReward(function, config.arguments, key).for_columns(columns)
+            return lambda roles, batch_size: scorer
+        case kinds.HTTPConfig():
+            server = HTTPReward(config, key, partial(print_line, style="yellow"))
             server.greet()
-    return found
+            return lambda roles, batch_size: server
+        case kinds.TextModelConfig():
+            load = text_reward(config, key, reward_final(run, name), run.device)
+            return lambda roles, batch_size: load()
+        case kinds.HeadConfig():
+            return head_reward(run, key, role, config)
+        case _:
+            own = torch.Generator().manual_seed(zlib.crc32(f"{run.settings.seed} {role}".encode()))
+            return partial(random_source, role, own)
 
 
-def for_columns(light: Mapping[str, Source], columns: Collection[str]) -> dict[str, Source]:
-    """Return the `light_sources` for prompts with these columns; raise ConfigError if one lacks."""
-    return {
-        name: source.for_columns(columns) if isinstance(source, FunctionReward) else source
-        for name, source in light.items()
-    }
-
-
-def build_reward(
-    run: Run, roles: Roles, light: Mapping[str, Source], batch_size: MicrobatchSize
-) -> Reward:
-    """Return the reward that PPO maximises: every component, in the order of the configuration.
-
-    light: components of `light_sources`.
-    batch_size: number of responses that a head on the policy's base reads at once.
-
-    Raises an RLHFError where a model of the reward does not fit its section or the policy.
-    """
-    settings, sources = run.settings, list[Source]()
-    with Working("loading the reward"):
-        for name, config in settings.reward.items():
-            key, role = reward_key(settings, name), reward_role(settings, name)
-            match config:
-                case HeadConfig():
-                    sources.append(head_source(run, roles, key, role, config, batch_size))
-                case TextModelConfig():
-                    sources.append(text_reward(config, key, run.parents.get(role), run.device))
-                case RandomConfig():
-                    own = torch.Generator().manual_seed(
-                        zlib.crc32(f"{settings.seed} {role}".encode())
-                    )
-                    random_reward(roles, role, own)
-                    rewards = partial(roles.rewards, role=role)
-                    sources.append(LearnedReward(rewards, 0.0, 1.0, 0.0, batch_size, roles, role))
-                case _:
-                    sources.append(light[name])
-    terms = (config.term(name) for name, config in settings.reward.items())
-    return Reward(tuple(terms), tuple(sources))
-
-
-def head_source(
-    run: Run, roles: Roles, key: str, role: str, config: HeadConfig, batch_size: MicrobatchSize
+def random_source(
+    role: str, generator: torch.Generator, roles: Roles, batch_size: MicrobatchSize
 ) -> LearnedReward:
-    """Return a reward model of stage=rm, on the policy's base or with its own."""
-    final = run.parents[role]
+    """Return a random head on the reference, for debugging."""
+    build_roles.random_reward(roles, role, generator)
+    rewards = partial(roles.rewards, role=role)
+    return LearnedReward(rewards, 0.0, 1.0, 0.0, batch_size, roles, role)
+
+
+def head_reward(run: Run, key: str, role: str, config: kinds.HeadConfig) -> BuildSource:
+    """Return the function that loads a reward model of stage=rm, onto the base or with its own."""
+    final, coef = run.parents[role], config.uncertainty_coef
     if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
         raise CheckpointError(
             f"{final.path} was trained with another chat template than the policy's: it would "
@@ -161,15 +128,20 @@ def head_source(
             f"it read text: reward=model reward.name_or_path={final.path}"
         )
     moments = reward_scale(final, config)
-    owner = attach_reward(roles, role, final, run.settings.model, tokenizer_hash(run.tokenizer))
-    warn_of_one_head(owner, role, config.uncertainty_coef, key)
-    if owner is not roles:
-        owner.to(run.device)
-    rewards = partial(owner.rewards, role=role)
-    return LearnedReward(rewards, *moments, config.uncertainty_coef, batch_size, owner, role)
+
+    def load(roles: Roles, batch_size: MicrobatchSize) -> LearnedReward:
+        vocabulary = checkpoint.tokenizer_hash(run.tokenizer)
+        owner = build_roles.attach_reward(roles, role, final, run.settings.model, vocabulary)
+        build_roles.warn_of_one_head(owner, role, coef, key)
+        if owner is not roles:
+            owner.to(run.device)
+        rewards = partial(owner.rewards, role=role)
+        return LearnedReward(rewards, *moments, coef, batch_size, owner, role)
+
+    return load
 
 
-def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
+def reward_scale(final: Final, config: kinds.ComponentConfig) -> tuple[float, float]:
     """Return the mean and standard deviation by which a component is standardised.
 
     They are those that stage=rm measured where normalization is stored, else 0 and 1.
@@ -177,76 +149,80 @@ def reward_scale(final: Final, config: ComponentConfig) -> tuple[float, float]:
     return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
-def text_reward(
-    config: TextModelConfig, key: str, final: Final | None, device: torch.device
-) -> TextReward:
-    """Load and return the reward model of a checked `config`, the section `key`.
-
-    final: local folder of the model; None for one from the hub.
-    Raises an RLHFError where the section does not fit the model, before its weights load.
-    """
-    final, device = final or fetched(config, key), torch.device(config.device or device)
-    model: TextModel
-    moments = (0.0, 1.0)
-    if final.manifest is not None:
-        moments = reward_scale(final, config)
-        own = OwnModel.load(final, config, key, device)
-        model, module, role, there = own, own.roles, REWARD, positions(own.roles.causal_lm.config)
-    else:
-        name, coef = config.name_or_path, config.uncertainty_coef
-        require(config.normalization != "stored", f"{key}.normalization", "stored",
-                f"none, running: {name} was not trained by stage=rm, which measures "
-                "mean and deviation")  # fmt: skip
-        require(coef == 0, f"{key}.uncertainty_coef", coef,
-                f"0, since {name} is no ensemble of stage=rm")  # fmt: skip
-        other = load_classifier(config, key, device)
-        model, module, role, there = other, other.model, "", positions(other.model.config)
-    limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
-    batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
-    return TextReward(
-        model, *moments, config.uncertainty_coef, batch_size, limit, key, module, role
-    )
-
-
-def fetched(config: TextModelConfig, key: str) -> Final:
+def reward_final(run: Run, name: str) -> Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
-    key = f"{key}.name_or_path"
-    return find(str(local_folder(config.name_or_path, key, config.revision)), key)
+    final, key = run.parents.get(reward_role(run.settings, name)), reward_key(run.settings, name)
+    config = run.settings.reward[name]
+    if final is None and isinstance(config, kinds.TextModelConfig):
+        key = f"{key}.name_or_path"
+        folder = checkpoint.local_folder(config.name_or_path, key, config.revision)
+        final = checkpoint.find(str(folder), key)
+    assert final is not None
+    return final
+
+
+def text_reward(
+    config: kinds.TextModelConfig, key: str, final: Final, device: torch.device
+) -> Callable[[], TextReward]:
+    """Return the function that loads a reward model; `config`, the section `key`, is checked now.
+
+    final: folder of the model.
+    Raises an RLHFError where the section does not fit the model.
+    """
+    device, coef, moments = (
+        torch.device(config.device or device),
+        config.uncertainty_coef,
+        (0.0, 1.0),
+    )
+    if is_own := final.manifest is not None:
+        moments, why = reward_scale(final, config), f"{final.path} was written by stage=rm and"
+        for option in ("revision", "tokenizer", "chat_template", "label"):
+            value = getattr(config, option)
+            require(value is None, f"{key}.{option}", value, f"null, since {why} brings its own")
+        is_random = final.require_manifest("rm").base == checkpoint.FROM_CONFIG
+        require(config.quantization == "none" or not is_random, f"{key}.quantization",
+                config.quantization, f"none, since {why} stands on model.from_config")  # fmt: skip
+    else:
+        why = f"since {config.name_or_path} was not trained by stage=rm"
+        require(config.normalization != "stored", f"{key}.normalization", "stored",
+                f"none, running, {why}, which measures mean and deviation")  # fmt: skip
+        require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why}, which has ensembles")
+        check_classifier(final.path, config, key)
+
+    def load() -> TextReward:
+        model: Any
+        module: Any
+        if is_own:
+            trained, template_kwargs = trained_as(final)
+            base = replace(
+                trained,
+                # Full fine-tuning keeps float32 weights whatever model.dtype says.
+                dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
+                quantization=config.quantization,
+                attn_implementation=config.attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+            )
+            module, role = build_roles.load_reward(final, base).to(device), REWARD
+            build_roles.warn_of_one_head(module, role, coef, key)
+            chat = ChatFormat(load_tokenizer(base, final.path), template_kwargs)
+            model, there = OwnModel(module, chat, device), positions(module.causal_lm.config)
+        else:
+            model = load_classifier(config, key, device)
+            module, role, there = model.model, "", positions(model.model.config)
+        limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
+        batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
+        return TextReward(model, *moments, coef, batch_size, limit, key, module, role)
+
+    return load
 
 
 @dataclass(frozen=True)
-class OwnModel(TextModel):
+class OwnModel(weighted.TextModel):
     """A reward model of stage=rm, on the base and with the format that it was trained with."""
 
     roles: Roles
     chat: ChatFormat
     device: torch.device
-
-    @classmethod
-    def load(
-        cls, final: Final, config: TextModelConfig, key: str, device: torch.device
-    ) -> OwnModel:
-        """Return the model. Raises an RLHFError where an option does not fit it."""
-        for name in ("revision", "tokenizer", "chat_template", "label"):
-            require(getattr(config, name) is None, f"{key}.{name}", getattr(config, name),
-                    f"null, since {final.path} was written by stage=rm and brings its own",
-                    )  # fmt: skip
-        is_random = final.require_manifest("rm").base == FROM_CONFIG
-        trained, template_kwargs = trained_as(final)
-        require(config.quantization == "none" or not is_random, f"{key}.quantization",
-                config.quantization, f"none, since {final.path} stands on model.from_config, which "
-                "has no weights to quantise")  # fmt: skip
-        base = replace(
-            trained,
-            # Full fine-tuning keeps float32 weights whatever model.dtype says.
-            dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
-            quantization=config.quantization,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
-        roles = load_reward(final, base).to(device)
-        warn_of_one_head(roles, REWARD, config.uncertainty_coef, key)
-        return cls(roles, ChatFormat(load_tokenizer(base, final.path), template_kwargs), device)
 
     def encode(self, row: Mapping[str, Any], response: str) -> Features:
         prompt = self.chat.prompt_tokens(tuple(map(Message.of, row["messages"])))
@@ -268,13 +244,12 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     Prints the verdict of the model's fitness report, where it has one.
     overrides: `reward.KEY=VALUE`, keys of conf/reward/model.yaml that set how the model reads text.
     """
-    final = find(str(local_folder(source, "final", None)), "final")
+    final = checkpoint.find(str(checkpoint.local_folder(source, "final", None)), "final")
     for word in overrides:
-        require(re.match(r"reward\.\w+=", word) is not None, "an option", word, "reward.KEY=VALUE")
-        key = word.partition("=")[0]
-        if key.removeprefix("reward.") in NOT_SERVED:
-            raise ConfigError(f"{key} is given, but a server does not read it; allowed: in the run "
-                              "that asks, with reward=http or reward=model")  # fmt: skip
+        key = re.match(r"reward\.(\w+)=", word)
+        require(key is not None and key[1] not in NOT_SERVED, "an option", word,
+                "reward.KEY=VALUE, of the keys that a server reads; the others, as "
+                f"{', '.join(NOT_SERVED[2:])}, belong to the run that asks")  # fmt: skip
     tree = OmegaConf.merge(
         {"reward": OmegaConf.load(CONF / "reward" / "model.yaml")},
         {"reward": {"name_or_path": str(final.path)}},
@@ -282,12 +257,12 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
         OmegaConf.from_dotlist(list(overrides)),
     )
     (config,) = read_reward(OmegaConf.to_container(tree.reward)).values()
-    assert isinstance(config, TextModelConfig)
+    assert isinstance(config, kinds.TextModelConfig)
     require(config.normalization != "running", "reward.normalization", "running",
             "none, stored: to a server every request is the first")  # fmt: skip
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with Working("loading the reward model"):
-        reward = text_reward(config, "reward", final, device)
+        reward = text_reward(config, "reward", final, device)()
     if final.verdict is not None:
         advice = " It is served all the same." * final.verdict.is_unfit
         print_line(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
@@ -299,22 +274,16 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     return score
 
 
-def critic_start(settings: Settings) -> tuple[str, HeadConfig]:
+def critic_start(settings: Settings) -> tuple[str, kinds.HeadConfig]:
     """Return the name and the settings of the component from which the critic is initialised.
 
     Raises ConfigError where there is none, or its normalization or weight does not allow it.
     """
-    heads = [(name, part) for name, part in settings.reward.items() if isinstance(part, HeadConfig)]
-    why = ""
-    if len(heads) != 1:
-        why = f"component of kind head, but there are {len(heads)}; allowed: one such component"
-    elif heads[0][1].normalization == "running":
-        why = "scale at the start, but it has normalization=running; allowed: none, stored"
-    elif heads[0][1].weight == 0:
-        why = "component of kind head, but that has weight=0; allowed: another weight"
-    if why:
-        words = f"ppo.critic_init is 'reward', which starts from the reward's {why}"
-        raise ConfigError(f"{words}, or ppo.critic_init=zero")
+    heads = [(n, part) for n, part in settings.reward.items() if isinstance(part, kinds.HeadConfig)]
+    is_one = len(heads) == 1
+    fits = is_one and heads[0][1].normalization != "running" and heads[0][1].weight != 0
+    require(fits, "ppo.critic_init", "reward", "zero; or a reward with one component of kind head, "
+            "of normalization none or stored and a weight other than 0")  # fmt: skip
     return heads[0]
 
 
@@ -327,7 +296,7 @@ def build_critic(run: Run, roles: Roles) -> Critic:
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
     with Working("loading the critic"):
-        owner, role = add_critic(
+        owner, role = build_roles.add_critic(
             roles, settings.model, settings.config.critic, sft=run.parents.get(SFT), reward=reward,
             scale=scale, seed=settings.seed,
         )  # fmt: skip
@@ -345,61 +314,55 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Ver
     """
     settings, verdicts = run.settings, dict[str, Verdict | None]()
     for name, config in settings.reward.items():
-        key, final = reward_key(settings, name), run.parents.get(reward_role(settings, name))
-        if isinstance(config, RandomConfig):
+        if isinstance(config, kinds.RandomConfig):
             verdicts[name] = RANDOM
-        if isinstance(config, TextModelConfig) and final is None:
-            final = fetched(config, key)
-        # A manifest is missing where another program wrote a classifier.
-        if not isinstance(config, LearnedConfig) or final is None or final.manifest is None:
+        if not isinstance(config, kinds.LearnedConfig):
+            continue
+        final = reward_final(run, name)
+        if final.manifest is None:  # a classifier of another program
             continue
         verdict = verdicts[name] = final.verdict
         is_paid = config.weight != 0 and config.unfit == "refuse"
         if refuses and verdict is not None and verdict.is_unfit and is_paid:
             raise ConfigError(
                 f"reward {name} is unfit by its fitness report {final.path / PAGE}: "
-                f"{verdict.words} Train a better reward model; or {key}.unfit=warn runs PPO on it "
-                "all the same"
+                f"{verdict.words} Train a better reward model; or "
+                f"{reward_key(settings, name)}.unfit=warn runs PPO on it all the same"
             )
     whole = ", ".join(settings.reward)
-    if verdicts.get(whole) is None and (found := evaluated(settings)) is not None:
-        verdicts[whole] = found
+    verdicts |= {} if verdicts.get(whole) else evaluated(settings, whole)
     for name, verdict in verdicts.items() if shown else ():
-        if verdict is None:
-            print_line(
-                f"reward {name} has no fitness verdict (stage=rm needs held-out pairs for one): "
-                "nothing says whether it is fit to be maximised",
-                "yellow",
-            )
-        else:
-            advice = " PPO is run on it all the same." * (refuses and verdict.is_unfit)
-            print_line(f"reward {name}: {verdict.words}{advice}", verdict.style)
+        words, style = "it has no fitness verdict (stage=rm needs held-out pairs for one)", "yellow"
+        if verdict is not None:
+            words, style = verdict.words, verdict.style
+            words += " PPO is run on it all the same." * (refuses and verdict.is_unfit)
+        print_line(f"reward {name}: {words}", style)
     return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
 
-def evaluated(settings: Settings) -> Verdict | None:
-    """Return the verdict of stage=eval_reward of the run; None without one on this reward.
+def evaluated(settings: Settings, name: str) -> dict[str, Verdict]:
+    """Return the verdict of stage=eval_reward of the run on this reward, under a name; {} without.
 
     It is on this reward if the section and the code of its functions are the same.
     """
     folder = folder_of(settings, "eval_reward")
     report, functions = folder / FINAL / "fitness.json", folder / FINAL / FUNCTIONS
     if not report.is_file() or not functions.is_file():
-        return None
-    then = read_config(folder / CONFIG, "delete it to go on")
-    is_same = not differing_keys(
-        {"reward": then.get("reward")}, {"reward": settings.tree["reward"]}, ()
-    )
-    if not is_same or json_object(functions) != code_of(settings):
-        return None
-    return build(Verdict, json_object(report).get("judgement"), f"{report}: judgement")
+        return {}
+    then = read_config(folder / CONFIG, "delete it to go on").get("reward")
+    if differing_keys({"reward": then}, {"reward": settings.tree["reward"]}, ()):
+        return {}
+    if checkpoint.json_object(functions) != code_of(settings):
+        return {}
+    judgement = checkpoint.json_object(report).get("judgement")
+    return {name: build(Verdict, judgement, f"{report}: judgement")}
 
 
 def code_of(settings: Settings) -> dict[str, str]:
     """Return the hash of the file of each function of the reward, by component."""
     found = {}
     for name, config in settings.reward.items():
-        if isinstance(config, FunctionConfig):
+        if isinstance(config, kinds.FunctionConfig):
             where = os.path.expanduser(config.path.rpartition(":")[0])
             file = Path(where) if where.endswith(".py") else file_of_module(where)
             code = file.read_bytes() if file is not None and file.is_file() else b""
@@ -409,10 +372,7 @@ def code_of(settings: Settings) -> dict[str, str]:
 
 def file_of_module(name: str) -> Path | None:
     """Return the file of a module, of which no package is imported; None where there is none."""
-    parts, places, spec = name.split("."), None, None
-    for k in range(len(parts)):
-        spec = PathFinder.find_spec(".".join(parts[: k + 1]), places)
-        if spec is None:
-            return None
-        places = spec.submodule_search_locations
-    return None if spec is None or spec.origin is None else Path(spec.origin)
+    stem = Path(*name.split("."))
+    tails = (stem / "__init__.py", stem.with_suffix(".py"))
+    files = (Path(folder, tail) for folder in sys.path for tail in tails)
+    return next(filter(Path.is_file, files), None)

@@ -28,13 +28,7 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
-from lightning_rlhf.evaluation.build_rewards import (
-    FUNCTIONS,
-    build_reward,
-    code_of,
-    for_columns,
-    light_sources,
-)
+from lightning_rlhf.evaluation.build_rewards import FUNCTIONS, code_of, prepare_reward
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
@@ -44,23 +38,10 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.report.fitness import ScoredPair, ScoredProbe, measure_fitness, measure_probes
 from lightning_rlhf.report.fitness_page import FitnessReport
-from lightning_rlhf.rewards.config import HeadConfig, LearnedConfig, TextModelConfig
-from lightning_rlhf.rewards.format_check import (
-    COUNT,
-    FormatResult,
-    compare_scores,
-    make_probes,
-    ranked_backwards,
-    read_pairs,
-)
+from lightning_rlhf.rewards import format_check
+from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
-from lightning_rlhf.rollout.collector import (
-    decode_responses,
-    encode_responses,
-    sample_reference,
-    score_texts,
-    shard,
-)
+from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, run_name
@@ -103,13 +84,13 @@ def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Fl
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
-def logit_scale(ready: Run, reward: Reward, seen: RunningMoments) -> float | None:
+def logit_scale(run: Run, reward: Reward, seen: RunningMoments) -> float | None:
     """Return the factor that turns a difference of scores into log-odds; None where none does."""
-    (config, *others), source = list(ready.settings.reward.values()), reward.sources[0]
-    is_learned = isinstance(config, HeadConfig | TextModelConfig)
-    if others or not is_learned or config.clip is not None or config.weight <= 0:
+    (config, *others), source = list(run.settings.reward.values()), reward.sources[0]
+    if others or not isinstance(config, LearnedConfig) or config.clip is not None:
         return None
-    assert isinstance(source, LearnedReward | TextReward)
+    if config.weight <= 0 or not isinstance(source, LearnedReward | TextReward):
+        return None
     running = seen.std if config.normalization == "running" else 1.0
     return source.std * running / config.weight
 
@@ -144,7 +125,7 @@ def measure_reward(
     chat, longest = run.chat, run.settings.data.max_response_tokens
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-        found = score_texts(source, about["title"], rows, texts, chat, run.device)
+        found = collector.score_texts(source, about["title"], rows, texts, chat, run.device)
         return [float(one) for one in found]
 
     with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
@@ -167,21 +148,19 @@ def measure_reward(
     with Working("fitness: scoring probes"):
         first = {row["prompt"]: i for i, row in reversed(list(enumerate(prompts)))}
         probed = sorted(first.values())[:PROBED]
-        probes = make_probes([prompts[i] for i in probed], [pairs[i].chosen for i in probed])
+        rows, good = [prompts[i] for i in probed], [pairs[i].chosen for i in probed]
+        probes = format_check.make_probes(rows, good)
         texts = [shortened(probe.response, chat, longest) for probe in probes]
-        found = score([prompts[probed[probe.row]] for probe in probes], texts)
+        found = score([rows[probe.row] for probe in probes], texts)
         results = measure_probes([
             ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
             for probe, text, s in zip(probes, texts, found, strict=True)
         ])  # fmt: skip
     with Working("fitness: measuring"):
         lengths = [n for some in samples[1] for n in some.response_mask.sum(dim=1).tolist()]
-        fitness = measure_fitness(
-            scored,
-            list(zip(samples[0].tolist(), lengths, strict=True)),
-            logit_scale=logit_scale,
-            seed=run.settings.seed,
-        )
+        sampled = list(zip(samples[0].tolist(), lengths, strict=True))
+        seed = run.settings.seed
+        fitness = measure_fitness(scored, sampled, logit_scale=logit_scale, seed=seed)
     return FitnessReport(fitness=fitness, probes=results, **about)
 
 
@@ -200,6 +179,22 @@ def write_fitness(
         print_line(verdict)
 
 
+def check_sampling(
+    run: Run, roles: Roles, longest: int, response: int, section: str, rows: int
+) -> None:
+    """Raise ConfigError where the longest response would not fit the model or the memory.
+
+    longest: number of tokens of the longest prompt; response: limit of a response, the key
+    max_response_tokens of the section; rows: number of responses that are sampled at once.
+    """
+    key = f"{section}.max_response_tokens"
+    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
+    lower = f"lower {key} or data.max_prompt_tokens, to {{limit}} together"
+    # All limits of the data are seldom reached; their texts are looked at when they are there.
+    check_positions(roles, longest + response, what, lower, warns=section != "data")
+    check_room(roles, rows, longest, response, key, run.device)
+
+
 def sft_samples(
     run: Run,
     roles: Roles,
@@ -213,108 +208,103 @@ def sft_samples(
     Prompts repeat where there are fewer.
 
     replicas: processes that divide the batches; all return all responses.
-    Raises ConfigError where the longest response would not fit the model or the memory. Warns where
-    one is longer, with its prompt, than the model was made for.
+    Raises ConfigError as `check_sampling`. Warns where a response is longer, with its prompt, than
+    the model was made for.
     """
     settings, chat, size = run.settings, run.chat, config.batch_size
-    longest = max(len(prompt) for prompt in prompts)
-    key, response = "data.max_response_tokens", settings.data.max_response_tokens
-    what = f"the longest prompt ({longest} tokens) with {key} ({response})"
-    check_positions(roles, longest + response, what, warns=False)
-    check_room(roles, size, longest, response, key, run.device)
+    longest, response = max(map(len, prompts)), settings.data.max_response_tokens
+    check_sampling(run, roles, longest, response, "data", size)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
     chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
     parts = (chosen[start : start + size] for start in range(0, count, size))
     batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    shards = shard(batches, replicas, divides=False)
+    shards = collector.shard(batches, replicas, divides=False)
+    params = SamplingParams(
+        max_response_tokens=response,
+        temperature=config.temperature,
+        end_token_ids=chat.end_token_ids,
+    )
     with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
-        samples = sample_reference(
-            roles,
-            working.track(shards, lambda batch: len(batch.numbers)),
-            SamplingParams(
-                max_response_tokens=response,
-                temperature=config.temperature,
-                end_token_ids=chat.end_token_ids,
-            ),
-            torch.Generator().manual_seed(settings.seed),
-            replicas,
-        )
+        tracked = working.track(shards, lambda batch: len(batch.numbers))
+        generator = torch.Generator().manual_seed(settings.seed)
+        samples = collector.sample_reference(roles, tracked, params, generator, replicas)
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"
     check_positions(roles, longest, what)
     return samples
 
 
-def check_formats(ready: Run, reward: Reward) -> None:
+def check_formats(run: Run, reward: Reward) -> None:
     """Compare every reward model with its scores at training, and print the result.
 
     Raises CheckpointError where they differ and `format_check` is strict.
     """
-    for (name, config), source in zip(ready.settings.reward.items(), reward.sources, strict=True):
+    for (name, config), source in zip(run.settings.reward.items(), reward.sources, strict=True):
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
             continue
         assert isinstance(source, LearnedReward | TextReward)
         with Working(f"checking the format of reward {name}"):
-            result = check_format(ready, name, source)
+            result = check_format(run, name, source)
         if result is None:
             print_line(
                 f"reward {name}: no held-out pairs to check its format with (data.preferences)"
             )
             continue
-        lines = result.lines(name, config.format_tolerance, shows_text=ready.settings.debug)
+        lines = result.lines(name, config.format_tolerance, shows_text=run.settings.debug)
         fits = result.fits(config.format_tolerance)
         for line in lines:
-            print_line(line, "bold red" if not fits else "")
+            print_line(line, "" if fits else "bold red")
         if not fits and config.format_check == "strict":
-            advice = format_advice(result, reward_key(ready.settings, name))
-            raise CheckpointError(f"{lines[0]}. {advice}")
+            is_text = result.problems or result.rendered != result.own_rendered
+            advice = "Mend the text" if is_text else "Its numbers differ by dtype or quantization"
+            key = reward_key(run.settings, name)
+            raise CheckpointError(
+                f"{lines[0]}. {advice}; or {key}.format_check=warn goes on all the same"
+            )
 
 
-def format_advice(result: FormatResult, key: str) -> str:
-    """Return what to do about a reward model whose scores differ from those at training."""
-    on = f"{key}.format_check=warn goes on all the same"
-    if result.gap is None:
-        return f"Mend that; or {on}"
-    if result.rendered == result.own_rendered and not result.problems:
-        return f"The text is the same: its numbers differ by dtype or quantization. {on}"
-    return f"It would be asked about other text than it was trained on. Mend the format; or {on}"
+def check_format(
+    run: Run, name: str, source: LearnedReward | TextReward
+) -> format_check.FormatResult | None:
+    """Return the comparison for one reward model; None where there are no pairs.
 
-
-def check_format(run: Run, name: str, source: LearnedReward | TextReward) -> FormatResult | None:
-    """Return the comparison for one reward model; None where there are no pairs."""
-    final = run.parents.get(reward_role(run.settings, name))
-    known = read_pairs(final.path) if final is not None else []
-    pairs = [(p.row, p.chosen, p.rejected) for p in known]
-    if not pairs and run.settings.data.preferences.train is not None:
-        data, seed = run.settings.data, run.settings.seed
+    They are those that it was compared with in its own stage, else held-out ones of the data.
+    """
+    data, seed, final = run.settings.data, run.settings.seed, run.parents.get(
+        reward_role(run.settings, name)
+    )  # fmt: skip
+    known = [] if final is None else format_check.read_pairs(final.path)
+    pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
+    if not pairs and data.preferences.train is not None:
         try:
-            held_out = load("preferences", data, seed).val
+            held_out = draw_rows(load("preferences", data, seed).val, data.max_val_rows, seed)
         except (DataError, HubError) as error:  # PPO does not need the pairs
             print_line(f"data.preferences, to check the format of rewards with: {error}")
             return None
-        fits = fitting_pairs(draw_rows(held_out, data.max_val_rows, seed), run.chat, data)
-        pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in fits.rows[:COUNT]]
+        some = fitting_pairs(held_out, run.chat, data).rows[: format_check.COUNT]
+        pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in some]
     if not pairs:
         return None
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
     source = replace(source, uncertainty_coef=0.0)  # the recorded scores are means
-    doubts: list[str] = []
-    problems: list[str] = []
+    doubts, problems = list[str](), list[str]()
     if isinstance(source, TextReward):
         tokens = source.encode(rows[0], chosen[0])["input_ids"]
         rendered, problems = source.model.show(tokens), source.model.problems(tokens)
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
-        reply = encode_responses(rows[:1], chosen[:1], run.chat).rollout
+        reply = collector.encode_responses(rows[:1], chosen[:1], run.chat).rollout
         rendered = run.chat.show(real_tokens(reply.tokens, reply.mask)[0])
     high, low = (
-        (score_texts(source, name, rows, side, run.chat, run.device) * source.std + source.mean)
+        collector.score_texts(source, name, rows, side, run.chat, run.device) * source.std
+        + source.mean
         for side in (chosen, rejected)
     )
+    scores = high.tolist(), low.tolist()
     if not known and run.settings.reward[name].weight > 0:
-        problems += ranked_backwards(high.tolist(), low.tolist())
-    return compare_scores(known, high.tolist(), low.tolist(), rendered, problems, doubts)
+        problems += format_check.ranked_backwards(*scores)
+    return format_check.compare_scores(known, *scores, rendered, problems, doubts)
 
 
 class EvalReward(Stage):
@@ -330,15 +320,14 @@ class EvalReward(Stage):
     divides = True
 
     def measure(self, run: Run) -> Path:
-        settings = run.settings
+        settings, data = run.settings, run.settings.data
         config: EvalConfig = settings.config
-        light = for_columns(light_sources(run), {"prompt", "messages"})
+        build_reward = prepare_reward(run, {"prompt", "messages"})
         code = code_of(settings)  # before the files of the functions can change
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
         print_problems(problems)
-        data = settings.data
         fits = fitting_pairs(rows.val, run.chat, data)
         pairs = draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
@@ -351,14 +340,15 @@ class EvalReward(Stage):
         print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        batch_size = MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
-        reward = build_reward(run, roles, light, batch_size)
+        reward = build_reward(roles, MicrobatchSize(f"{self.name}.batch_size", config.batch_size))
         roles.to(run.device)
         check_formats(run, reward)
 
         rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
         texts = [prompt_row(pair.prompt) for pair in pairs]
-        decoded = [decode_responses(some.to(run.device), texts, run.chat) for some in rollouts]
+        decoded = [
+            collector.decode_responses(some.to(run.device), texts, run.chat) for some in rollouts
+        ]
         with Working("scoring SFT samples", config.samples) as working:
             shown = working.track(decoded, lambda some: len(some.responses))
             parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
@@ -383,6 +373,5 @@ class EvalReward(Stage):
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
             (whole / FUNCTIONS).write_text(json.dumps(code) + "\n")
-        final = run.folder / FINAL
-        print_line(f"{self.name} finished: {final / PAGE}")
-        return final
+        print_line(f"{self.name} finished: {run.folder / FINAL / PAGE}")
+        return run.folder / FINAL

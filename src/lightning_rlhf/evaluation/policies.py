@@ -1,20 +1,47 @@
-"""Policies that a stage samples from: `final/` folders, hub ids, checkpoints of a run."""
+"""Policies that a stage samples from, and their scored responses.
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+A policy is a `final/` folder, a model of the hub or a checkpoint of a run.
+"""
+
+import gc
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePath
+from typing import Any, Literal
 
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from lightning_rlhf.callbacks.evaluation import judged_samples, load_judge
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
-from lightning_rlhf.core.config import PolicyEvalConfig
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
+from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.core.results import EvaluationResult
+from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.validation import build
+from lightning_rlhf.data.batches import collate_prompts
+from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
+from lightning_rlhf.data.readers import draw_rows
+from lightning_rlhf.data.rows import Rows
+from lightning_rlhf.evaluation.build_rewards import prepare_reward, verdicts_on
+from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
 from lightning_rlhf.evaluation.select import load_weights
 from lightning_rlhf.io.console import Working
-from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
 from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.report.comparison import PolicySamples
+from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
+from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, folder_of, read_config
 from lightning_rlhf.runs.parents import earlier
 from lightning_rlhf.runs.resume import run_id
@@ -24,9 +51,12 @@ from lightning_rlhf.runs.stage import Settings, section
 TRAINED = ("ppo", "dpo")
 """Names of the stages that train a policy from the SFT model."""
 TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
-KEY = "eval_policy.policies"
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
+Part = tuple[Int[Tensor, " B"], Rollout]
+"""Responses, on the CPU, and their numbers among the responses of all processes."""
+Ways = Mapping[str, tuple[float, int]]
+"""Name of a way of sampling -> temperature and number of responses to each prompt."""
 
 
 @dataclass(frozen=True)
@@ -35,27 +65,12 @@ class Kept:
 
     path: Path
     """Path of the file, in the folder `checkpoints/` of its run."""
-
-    @property
-    def run(self) -> Path:
-        """Return the folder of its run."""
-        return self.path.parent.parent
-
-    def origin(self) -> Origin:
-        """Return the run in whose folder the checkpoint is, as its checkpoints record it.
-
-        The version and the model are those of the file. Raises CheckpointError where the folder is
-        none of a run.
-        """
-        stamp = read_stamp(self.path)
-        found = {key: stamp[key] for key in ("stage", "model", "version")}
-        return Origin(**found, run=run_id(self.run))
-
-    def lora(self) -> LoRASettings:
-        """Return the settings of the policy's adapter. Raises an RLHFError where there are none."""
-        file = self.run / CONFIG
-        tree = read_config(file, "a checkpoint is read with its run")
-        return build(LoRASettings, section(tree, "model", "lora")["lora"], f"{file}: model.lora")
+    run: Path
+    """Folder of its run."""
+    origin: Origin
+    """Run of that folder, with the stage, the model and the version that the file names."""
+    lora: LoRASettings
+    """Settings of the policy's adapter."""
 
 
 Source = Final | Kept
@@ -66,17 +81,17 @@ def find_policies(settings: Settings) -> dict[str, Source]:
 
     Raises CheckpointError or HubError where one is not there or is no policy.
     """
-    config: PolicyEvalConfig = settings.config
+    config = settings.config
     if config.policies is not None:
-        names = short_names(config.policies)
-        return {n: find_policy(s, KEY) for n, s in zip(names, config.policies, strict=True)}
+        sources = [find_policy(source, "eval_policy.policies") for source in config.policies]
+        return dict(zip(short_names(config.policies), sources, strict=True))
     finals = {name: earlier(settings, name) for name in TRAINED}
     found: dict[str, Source] = {name: x for name, x in finals.items() if x is not None}
     if not found:
         folders = " or ".join(str(folder_of(settings, name)) for name in finals)
         raise CheckpointError(
             f"stage={settings.stage} compares policies, and the run has none in {folders}. Run "
-            f"{TRAINERS} first, or give {KEY}=[FOLDER_OR_HUB_ID,...]"
+            f"{TRAINERS} first, or give eval_policy.policies=[FOLDER_OR_HUB_ID,...]"
         )
     return found
 
@@ -84,82 +99,31 @@ def find_policies(settings: Settings) -> dict[str, Source]:
 def find_policy(source: str, key: str) -> Source:
     """Return the policy at a `final/` folder, a checkpoint file or a hub id.
 
-    key: key of the configuration that names it. Raises CheckpointError or HubError that names it.
+    key: key of the configuration that names it.
+    Raises an RLHFError where it is not there, is no policy, or is a checkpoint without its run.
     """
-    path = Path(source).expanduser()
+    path = Path(source).expanduser().resolve()
     if path.suffix == SUFFIX:
-        if not path.is_file():
-            raise CheckpointError(
-                f"{key}: {source}: no such file{nearest_path(source)}; allowed: a checkpoint "
-                "of PPO or DPO"
-            )
-        return Kept(path.resolve())
+        run, stamp = path.parent.parent, read_stamp(path)
+        require(stamp["stage"] not in (SFT, "rm"), key, source,
+                f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of "
+                f"stage={stamp['stage']}")  # fmt: skip
+        tree = read_config(run / CONFIG, "a checkpoint is read with its run")
+        lora, name = section(tree, "model", "lora")["lora"], f"{run / CONFIG}: model.lora"
+        origin = Origin(
+            **{key: stamp[key] for key in ("stage", "model", "version")}, run=run_id(run)
+        )
+        return Kept(path, run, origin, build(LoRASettings, lora, name))
     final = find(source, key)
-    stage = final.manifest.stage if final.manifest is not None else None
     file = final.path / "config.json"
     kinds = json_object(file).get("architectures") if file.is_file() else None
-    if stage == "rm" or any("Classification" in str(kind) for kind in kinds or ()):
+    is_reward = final.manifest is not None and final.manifest.stage == "rm"
+    if is_reward or any("Classification" in str(kind) for kind in kinds or ()):
         raise CheckpointError(
             f"{key}: {final.path} is a reward model or another classifier; allowed: the final/ "
             f"folder of stage={SFT}, {TRAINERS}, or another causal language model"
         )
     return final
-
-
-def load_policy(run: Run, policy: Source | None) -> tuple[Roles, str]:
-    """Return the models with the policy, on the CPU, and the role that is the policy.
-
-    policy: None is the base model.
-    Raises CheckpointError where a checkpoint is damaged or does not fit the model.
-    """
-    with Working("loading the model"):
-        start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
-        settings = run.settings
-        roles = start_from(settings.model, start, trainable=False, seed=settings.seed)
-        if isinstance(policy, Kept):
-            roles.add_adapter(POLICY, policy.lora(), settings.seed)
-            load_weights(roles, policy.path, policy.origin(), prefix="roles.")
-    check_vocabulary(roles, run.tokenizer)
-    return roles, POLICY if isinstance(policy, Kept) else REFERENCE
-
-
-def other_decoding(settings: Settings, policies: Mapping[str, Source]) -> str | None:
-    """Return which keys of sampling differ from those that the policies were trained with.
-
-    None where none differs, or no policy comes with the configuration of its run.
-    """
-    found = []
-    for name, policy in policies.items():
-        if isinstance(policy, Kept):
-            stage, tree = policy.origin().stage, read_config(policy.run / CONFIG, "it is needed")
-        elif policy.manifest is not None:
-            stage, tree = policy.manifest.stage, policy.manifest.config
-        else:
-            continue
-        then = tree.get(stage) or {}
-        found += [
-            f"{name} was trained with {stage}.{key} {then[key]!r}, is sampled with {now!r}"
-            for key in DECODING
-            if key in then and then[key] != (now := settings.tree[settings.stage][key])
-        ]
-    keys = f"{settings.stage}.{', '.join(DECODING)}"
-    return f"{'; '.join(found)} (keys of this stage: {keys})" if found else None
-
-
-def other_sft(policies: Mapping[str, Source], sft: Final | None) -> str | None:
-    """Return which policies were trained from another model than the SFT model `sft`.
-
-    None where none was, or where the policies are compared with the base model.
-    """
-    found = []
-    for name, policy in policies.items():
-        parent = policy.parent(SFT) if isinstance(policy, Final) else None
-        if sft is None or parent is None or parent == sft.path.resolve():
-            continue
-        if not parent.is_dir() or digest(parent) != digest(sft.path):
-            found.append(f"{name} ({policy.path}) was trained from {parent}")
-    where = "" if sft is None else sft.path
-    return f"{'; '.join(found)}; KL and gains are those to {where}" if found else None
 
 
 def short_names(sources: Sequence[str]) -> list[str]:
@@ -170,15 +134,12 @@ def short_names(sources: Sequence[str]) -> list[str]:
     """
 
     def parts_of(path: PurePath) -> tuple[str, ...]:
-        run = path.parent.parent
-        if path.name == FINAL:
-            return path.parts[:-1]
         if path.suffix != SUFFIX:
-            return path.parts
-        if path.parent.name != CHECKPOINTS or not run.name:
-            return path.with_suffix("").parts
-        step = f"step {int(path.stem)}" if path.stem.isdecimal() else path.stem
-        return (*run.parts[:-1], f"{run.name} {step}")
+            return path.parts[:-1] if path.name == FINAL else path.parts
+        *above, name = path.with_suffix("").parts
+        if len(above) < 2 or above[-1] != CHECKPOINTS:
+            return (*above, name)
+        return (*above[:-2], f"{above[-2]} " + (f"step {int(name)}" if name.isdecimal() else name))
 
     parts = [parts_of(PurePath(source)) for source in sources]
 
@@ -191,43 +152,263 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
 
 def check_policy(policy: Source, sft: Final | None, key: str) -> None:
-    """Raise CheckpointError unless a policy stands on the base model of the SFT model.
+    """Raise ConfigError unless a policy stands on the base model of the SFT model.
 
-    Both must have the same base weights, tokenizer and chat template; a checkpoint of PPO must be
-    trained from this SFT model.
+    Both must have the same base weights, tokenizer and chat template; a checkpoint must be trained
+    from this SFT model.
 
     key: key of the configuration that names the policy.
     """
+
+    def family(one: Manifest) -> dict[str, Any]:
+        base = one.base + f", seed {one.base_seed}" * (one.base == FROM_CONFIG)
+        names = "base model", "vocabulary", "chat template"
+        return dict(zip(names, (base, one.tokenizer_hash, one.chat_template), strict=True))
+
+    ours: dict[str, Any] = {}
+    theirs: dict[str, Any] = {}
     if isinstance(policy, Kept):
-        if (stage := policy.origin().stage) in (SFT, "rm"):
-            raise CheckpointError(
-                f"{key}: {policy.path} is a checkpoint of stage={stage}; allowed: one of "
-                f"{TRAINERS}, or a final/ folder"
-            )
-        policy.lora()
         then = read_config(policy.run / PARENTS, "a checkpoint is read with its run")
-        if then.get(SFT) != (None if sft is None else digest(sft.path)):
-            model = "the base model" if sft is None else sft.path
-            raise CheckpointError(
-                f"{key}: {policy.path} was trained from another SFT model than {model}; give its "
-                "own as policy.checkpoint"
-            )
+        ours = {"SFT model (policy.checkpoint)": then.get(SFT)}
+        theirs = {"SFT model (policy.checkpoint)": None if sft is None else digest(sft.path)}
     elif sft is not None and sft.manifest is not None and policy.manifest is not None:
-        for what, of in FAMILY.items():
-            found, wanted = of(policy.manifest), of(sft.manifest)
-            if found != wanted:
-                raise CheckpointError(
-                    f"{key}: the {what} of {policy.path} is {found!r:.80}, but that of the SFT "
-                    f"model {sft.path} is {wanted!r:.80}; allowed: policies trained from the same "
-                    "base model"
+        ours, theirs = family(policy.manifest), family(sft.manifest)
+    for what, found in ours.items():
+        require(found == theirs[what], key, str(policy.path),
+                f"policies trained from the same base model; its {what} is {found!r:.80}, that of "
+                f"this command is {theirs[what]!r:.80}")  # fmt: skip
+
+
+def differences(
+    settings: Settings, policies: Mapping[str, Source], sft: Final | None
+) -> Iterator[str]:
+    """Yield what makes the comparison unequal: policies trained with other keys of sampling.
+
+    And those trained from another model than the SFT model `sft`, where that is not the base model.
+    """
+    now, sampling, parents = settings.tree[settings.stage], [], []
+    for name, policy in policies.items():
+        stage, tree = "", {}
+        if isinstance(policy, Kept):
+            stage, tree = policy.origin.stage, read_config(policy.run / CONFIG, "it is needed")
+        elif policy.manifest is not None:
+            stage, tree = policy.manifest.stage, policy.manifest.config
+        then = tree.get(stage) or {}
+        sampling += [
+            f"{name} was trained with {stage}.{key} {then[key]!r}, is sampled with {now[key]!r}"
+            for key in DECODING
+            if key in then and then[key] != now[key]
+        ]
+        parent = policy.parent(SFT) if isinstance(policy, Final) else None
+        if sft is None or parent is None or parent == sft.path.resolve():
+            continue
+        if not parent.is_dir() or digest(parent) != digest(sft.path):
+            parents.append(f"{name} ({policy.path}) was trained from {parent}")
+    if sampling:
+        keys = f"{settings.stage}.{', '.join(DECODING)}"
+        yield f"{'; '.join(sampling)} (keys of this stage: {keys})"
+    if sft is not None and parents:
+        yield f"{'; '.join(parents)}; KL and gains are those to {sft.path}"
+
+
+class Task:
+    """The prompts, the reward and the judge, which are the same for every policy."""
+
+    def __init__(
+        self,
+        run: Run,
+        part: Literal["train", "val"],
+        limit: int | None,
+        *,
+        reads_demonstrations: bool = False,
+    ) -> None:
+        """Read the data, check the reward, and print the verdicts on it.
+
+        part: prompts to respond to; limit: largest number of them, drawn with the seed.
+        """
+        settings, config = run.settings, run.settings.config
+        self.run = run
+        self.judge = load_judge(settings.data.judge) if settings.data.judge else None
+        self.batch = MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
+        """Number of responses that the models read at a time."""
+        self.references: Sequence[DemonstrationTokens] = ()
+        """Held-out demonstrations; empty where the data have none, or they are not wanted."""
+        rows = getattr(run.rows("prompts"), part)
+        self.rows: Sequence[dict[str, Any]] = [row.columns for row in rows.rows]
+        """Rows of the data that the prompts index."""
+        self.build_reward = prepare_reward(run, {name for row in self.rows for name in row})
+        self.verdicts = verdicts_on(run, refuses=False)
+        """Component of the reward -> verdict of its fitness report, where it has one."""
+        self.prompts: Sequence[PromptTokens] = fitting_tokens(run, rows, limit)
+        if reads_demonstrations and settings.data.demonstrations.train is not None:
+            self.references = fitting_tokens(run, run.rows("demonstrations").val, limit)
+
+    def respond(
+        self, policies: Mapping[str, Source], ways: Ways, sft_ways: Ways
+    ) -> list[PolicySamples]:
+        """Return the scored responses of the SFT model, where it has ways, then of the policies.
+
+        One model is in memory at a time: each policy responds and is freed, then the SFT model
+        responds, which is the base and the reference of the reward. Ends all processes but the
+        first.
+        """
+        run, drawn = self.run, {}
+        for name, source in policies.items():
+            drawn[name] = self.draw(name, *self.load(source), ways)
+            gc.collect()
+            torch.cuda.empty_cache()
+        roles, _ = self.load(run.parents.get(SFT))
+        reward = self.build_reward(roles, self.batch)
+        roles.to(run.device)
+        check_formats(run, reward)
+        if sft_ways:
+            drawn = {SFT: self.draw(SFT, roles, REFERENCE, sft_ways), **drawn}
+        found = []
+        for name, (parts, told) in drawn.items():
+            samples = {way: self.scored(roles, reward, some) for way, some in parts.items()}
+            found.append(PolicySamples(name=name, samples=samples, perplexity=told))
+        if not run.replicas.is_first:
+            sys.exit()
+        return found
+
+    def load(self, policy: Source | None) -> tuple[Roles, str]:
+        """Return the models with a policy, on the device, and the role that is the policy.
+
+        policy: None is the base model.
+        Raises CheckpointError where a checkpoint is damaged or does not fit the model, ConfigError
+        where the longest prompt and response do not.
+        """
+        run, config, key = self.run, self.run.settings.config, self.run.settings.stage
+        with Working("loading the model"):
+            start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
+            seed, role = run.settings.seed, REFERENCE
+            roles = start_from(run.settings.model, start, trainable=False, seed=seed)
+            if isinstance(policy, Kept):
+                role = POLICY
+                roles.add_adapter(role, policy.lora, seed)
+                load_weights(roles, policy.path, policy.origin, prefix="roles.")
+        check_vocabulary(roles, run.tokenizer)
+        longest = max(len(example.prompt) for example in self.prompts)
+        check_sampling(run, roles, longest, config.max_response_tokens, key, config.batch_size)
+        return roles.to(run.device), role
+
+    def draw(
+        self, name: str, roles: Roles, role: str, ways: Ways
+    ) -> tuple[dict[str, list[Part]], float | None]:
+        """Return the responses of a policy that this process samples, by way, and its perplexity.
+
+        name: name of the policy in messages; role: role that is the policy.
+        The perplexity is that of the demonstrations, None without any.
+        """
+        found = {way: self.sample(name, roles, role, *sampling) for way, sampling in ways.items()}
+        return found, perplexity(self.loss(roles, role)) if self.references else None
+
+    @torch.no_grad()
+    def sample(
+        self, name: str, roles: Roles, role: str, temperature: float, count: int
+    ) -> list[Part]:
+        """Return batches of `count` responses of a policy to each prompt, those of this process.
+
+        The random numbers depend on the seed alone. Log-probabilities are those at the stage's
+        temperature, whatever the temperature of sampling.
+
+        Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
+        """
+        run, config, found = self.run, self.run.settings.config, list[Part]()
+        kind = NativeSampler if roles.caches else HFSampler
+        batches = shard(self.batches(count), run.replicas, divides=roles.caches)
+        params = SamplingParams(
+            max_response_tokens=config.max_response_tokens,
+            temperature=temperature,
+            end_token_ids=run.chat.end_token_ids,
+            stop=run.chat.stop_at(config.stop_strings),
+        )
+        sampler: NativeSampler | HFSampler = kind(roles, params)
+        drawn = sample_local(sampler, batches, torch.Generator().manual_seed(run.settings.seed))
+        total = sum(len(batch.numbers) for batch in batches)
+        try:
+            with roles.use_role(role), Working(f"sampling from {name}", total) as work:
+                for numbers, sampled in work.track(drawn, lambda part: len(part[1])):
+                    rollout = annotate(
+                        sampled,
+                        roles,
+                        None,
+                        is_exact=sampler.is_exact and temperature == config.temperature,
+                        temperature=config.temperature,
+                        policy_rows=self.batch,
+                        batch_size=config.batch_size,
+                    )
+                    found.append((numbers, rollout.to("cpu")))
+        except LogitsError as error:
+            raise LogitsError(f"policy {name}") from error
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"{self.batch.key} is {config.batch_size}: so many responses at once are too much "
+                f"for the memory of the device; allowed: a smaller number: {error}"
+            ) from error
+        return found
+
+    def batches(self, count: int) -> Iterator[tuple[Prompts, int]]:
+        """Yield batches of prompts, each with its number of responses, of `count` to a prompt."""
+        most = self.run.settings.config.batch_size
+        size = max(1, most // count)
+        for start in range(0, len(self.prompts), size):
+            some = self.prompts[start : start + size]
+            prompts = collate_prompts(some, self.run.chat.pad_token_id)
+            for made in range(0, count, most):
+                yield prompts, min(most, count - made)
+
+    @torch.no_grad()
+    def loss(self, roles: Roles, role: str) -> float:
+        """Return a role's mean loss over the response tokens of the demonstrations, in nats.
+
+        - sum over responses and their tokens of log p(token) / number of those tokens
+
+        Each process computes some batches of demonstrations.
+        """
+        run, size, found = self.run, self.run.settings.config.batch_size, []
+        starts = torch.arange(0, len(self.references), size)[run.replicas.rows]
+        for start in starts.tolist():
+            some = self.references[start : start + size]
+            texts = [e.prompt for e in some], [e.response for e in some]
+            batch = as_responses(*texts, run.chat.pad_token_id).to(run.device)
+            with roles.use_role(role):
+                logprobs, _ = self.batch.fitting(partial(predict, batch, roles, None, 1.0))
+            found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
+        sums, tokens = zip(*run.replicas.merged(starts, found), strict=True)
+        return -sum(sums) / sum(tokens)
+
+    def scored(self, roles: Roles, reward: Reward, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """Return the `judged_samples` of the responses of all processes.
+
+        roles: models on the device, whose reference is the SFT model.
+        """
+        run, names, found = self.run, [term.name for term in reward.terms], []
+        numbers = torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
+        with Working("scoring the responses", len(numbers)) as working:
+            for _, rollout in working.track(parts, lambda part: len(part[1])):
+                decoded = decode_responses(rollout.to(run.device), self.rows, run.chat)
+                scores = score(
+                    roles,
+                    decoded,
+                    reward,
+                    temperature=run.settings.config.temperature,
+                    batch_size=self.batch.rows,
+                    over_vocabulary=False,
                 )
+                result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
+                found += judged_samples(result, names, self.judge)
+            return run.replicas.merged(numbers, found)
 
 
-FAMILY: Mapping[str, Callable[[Manifest], str | None]] = {
-    "base model": lambda manifest: (
-        manifest.base + f", seed {manifest.base_seed}" * (manifest.base == FROM_CONFIG)
-    ),
-    "vocabulary": lambda manifest: manifest.tokenizer_hash,
-    "chat template": lambda manifest: manifest.chat_template,
-}
-"""Name of what compared policies must share with the SFT model -> its value in a manifest."""
+def fitting_tokens(run: Run, rows: Rows[Any], limit: int | None) -> Sequence[Any]:
+    """Return at most `limit` of the rows that fit, drawn with the seed, as tokens.
+
+    Raises DataError where none fits.
+    """
+    fits = tokenise(rows, run.chat, run.settings.data)
+    numbers = set(fits.numbers)
+    usable = rows.only([i for i, number in enumerate(rows.numbers) if number in numbers])
+    kept = set(draw_rows(usable, limit, run.settings.seed).numbers)
+    pairs = zip(fits.examples, fits.numbers, strict=True)
+    return [example for example, number in pairs if number in kept]

@@ -1,7 +1,7 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,22 +9,8 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.checkpoints import (
-    Checkpoints,
-    divergence_advice,
-    require_finite_weights,
-)
+from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
-from lightning_rlhf.callbacks.files import (
-    BEST,
-    Origin,
-    check_checkpoint,
-    numbered,
-    path_of,
-    read_rows,
-    read_stamp,
-    step_named,
-)
 from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, StageConfig
@@ -38,7 +24,7 @@ from lightning_rlhf.runs.folders import METRICS, Ending, Export, Value, read_end
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
 
-Goal = tuple[tuple[str, Mode], ...]
+Goal = Sequence[tuple[str, Mode]]
 
 
 def goal_of(settings: Settings) -> Goal:
@@ -100,10 +86,9 @@ def check_final(settings: Settings, steps: int | None) -> None:
     steps: number of steps of the run; None where only its data tell, and any step may be named.
     """
     config: StageConfig = settings.config
-    stage, step = settings.stage, config.final
-    key, stop = f"{stage}.final", config.stop
+    stage, step, stop = settings.stage, config.final, config.stop
     for section, is_wanted, metric, found in (
-        ("best", step == "best", goal_of(settings), f"{key} is 'best'"),
+        ("best", step == "best", goal_of(settings), f"{stage}.final is 'best'"),
         ("stop", stop.patience, stop_metric(settings), f"{stage}.stop.patience is {stop.patience}"),
     ):
         if is_wanted and not metric:
@@ -113,22 +98,18 @@ def check_final(settings: Settings, steps: int | None) -> None:
             )
     if not isinstance(step, int):
         return
-    if stop.is_on:
-        raise ConfigError(
-            f"{key} is {step}, and {stage}.stop may end the run before that step; allowed "
-            "where a rule may end the run: last, best"
-        )
-    if steps is None:
-        return
-    every = config.validation_interval(steps)
-    is_evaluated = step <= steps and (step % every == 0 or step == steps)
-    require(is_evaluated, key, step, f"last, best, or a step at which the run evaluates: a multiple"
-            f" of {every} up to {steps}, or {steps}")  # fmt: skip
+    require(not stop.is_on, f"{stage}.final", step,
+            f"last, best, since {stage}.stop may end the run before that step")  # fmt: skip
+    if steps is not None:
+        every = config.validation_interval(steps)
+        is_evaluated = step <= steps and (step % every == 0 or step == steps)
+        require(is_evaluated, f"{stage}.final", step, "last, best, or a step at which the run "
+                f"evaluates: a multiple of {every} up to {steps}, or {steps}")  # fmt: skip
 
 
 def choose(
     folder: Path,
-    saver: Checkpoints,
+    saver: checkpoints.Checkpoints,
     module: L.LightningModule,
     steps: int,
     last: int,
@@ -146,16 +127,16 @@ def choose(
     step = {"last": last, "best": saver.best_step}[final] if isinstance(final, str) else final
     assert step is not None  # the last step is evaluated
     stopped = None if last == steps else reason or "a callback"
-    ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
     if stopped is not None:
-        why = "a callback ended the run" if reason is None else "a rule ended the run"
-        print_line(f"{why} after step {last} of {steps}" + (f": {reason}" if reason else ""))
+        by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
+        print_line(f"a {by} ended the run after step {last} of {steps}{why}")
+    require(step <= last, f"{saver.origin.stage}.final", step,
+            f"last, best, since the run was ended after step {last}")  # fmt: skip
+    ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
     if step != last:
-        require(step < last, f"{saver.origin.stage}.final", step, f"last, best, since the run was "
-                f"ended after step {last}")  # fmt: skip
-        path = path_of(saver.folder, step)
+        path = files.path_of(saver.folder, step)
         if step == saver.best_step and not path.is_file():
-            path = saver.folder / BEST
+            path = saver.folder / files.BEST
         load_weights(module, path, saver.origin)
         found = ", ".join(
             f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step {last}, "
@@ -173,16 +154,13 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
 
     The metrics of PPO include those before the first iteration, as in `final/`.
     """
-    newest = max((step_named(path) for path in numbered(checkpoint.parent)), default=step)
-    ending = read_ending(folder)
-    last, stopped = (max(newest, step), None) if ending is None else (
-        ending.last_step, ending.stopped
-    )  # fmt: skip
-    found = measured_at(folder, step)
+    ending, found = read_ending(folder), measured_at(folder, step)
+    last = max(step, *map(files.step_named, files.numbered(checkpoint.parent)))
+    last, stopped = (last, None) if ending is None else (ending.last_step, ending.stopped)
     if settings.definition.validates_first and found:
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
     # A run of another version may be exported: its weights have the names of this one's, or not.
-    version = read_stamp(checkpoint)["version"]
+    version = files.read_stamp(checkpoint)["version"]
     return Export(
         folder=out,
         checkpoint=checkpoint,
@@ -192,7 +170,9 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     )
 
 
-def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | None = None) -> None:
+def load_weights(
+    module: nn.Module, path: Path, origin: files.Origin, prefix: str | None = None
+) -> None:
     """Load the trained parameters of a checkpoint into the module, averaged where it has averages.
 
     prefix: beginning of the names of the module's parameters in the checkpoint of a larger module,
@@ -200,10 +180,8 @@ def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | No
 
     Raises CheckpointError where the file is damaged, of another run, or does not fit.
     """
-    content = check_checkpoint(path, origin)
-    state = content["state_dict"]
-    if AVERAGE in content:
-        state = state | content[AVERAGE]
+    content = files.check_checkpoint(path, origin)
+    state = content["state_dict"] | content.get(AVERAGE, {})
     if prefix is not None:
         names = [name for name in trainable_names(module) if prefix + name in state]
         state = {name: state[prefix + name] for name in names}
@@ -219,19 +197,12 @@ def load_weights(module: nn.Module, path: Path, origin: Origin, prefix: str | No
 
 def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:
     """Return the metrics after `step` whose names have the prefix; {} where there are none."""
-    rows = read_rows(folder / METRICS)
-    if step not in rows:
-        return {}
-    return {name: float(cell) for name, cell in rows[step].items() if name.startswith(prefix)}
+    cells = files.read_rows(folder / METRICS).get(step, {})
+    return {name: float(cell) for name, cell in cells.items() if name.startswith(prefix)}
 
 
 def ending_of(
-    folder: Path,
-    goal: Sequence[tuple[str, Mode]],
-    final: str,
-    step: int,
-    last: int,
-    stopped: str | None,
+    folder: Path, goal: Goal, final: str, step: int, last: int, stopped: str | None
 ) -> Ending:
     """Return the end of a run, with the `goal` metrics at the chosen step and at the last one."""
     chosen, end = (
@@ -244,29 +215,24 @@ def ending_of(
     return Ending(final=final, step=step, last_step=last, metrics=metrics, stopped=stopped)
 
 
-REFUSED: Mapping[str, str] = {
-    "update/nonfinite": "with a loss or gradient that is not finite",
-    "update/skipped": "above ppo.max_ratio",
-    "update/stopped": "above ppo.target_kl",
-}
-"""Metric -> description of the updates that it counts."""
-
-
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise TrainingError unless updates were made and the trained weights are finite."""
     if made := trainer.global_step:
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        require_finite_weights(stage, position(trainer, module), made, trained)
+        checkpoints.require_finite_weights(stage, position(trainer, module), made, trained)
         return
-    rows = list(read_rows(folder / METRICS).values())
-    counts = {
-        name: int(sum(x for row in rows if math.isfinite(x := float(row.get(name, 0)))))
-        for name in REFUSED
-    }
-    found = [f"{counts[name]} {which}" for name, which in REFUSED.items() if counts[name]]
-    limits = [REFUSED[name].split()[-1] for name in list(REFUSED)[1:] if counts[name]]
-    remedy = f"A larger {' and a larger '.join(limits)}, or null, lets updates through"
+    rows, found, keys = files.read_rows(folder / METRICS).values(), [], []
+    for metric, which in (
+        ("update/nonfinite", "with a loss or gradient that is not finite"),
+        ("update/skipped", "above ppo.max_ratio"),
+        ("update/stopped", "above ppo.target_kl"),
+    ):
+        counts = [float(row.get(metric, 0)) for row in rows]
+        if refused := int(sum(filter(math.isfinite, counts))):
+            found.append(f"{refused} {which}")
+            keys += [which.removeprefix("above ")] * which.startswith("above ")
+    remedy = f"A larger {' and a larger '.join(keys)}, or null, lets updates through"
     raise TrainingError(
         f"{stage} has learned nothing, and writes no final/: none of its updates was made "
-        f"({', '.join(found)}). {remedy if limits else divergence_advice(stage, 0)}"
+        f"({', '.join(found)}). {remedy if keys else checkpoints.divergence_advice(stage, 0)}"
     )

@@ -1,8 +1,10 @@
-"""Policies compared on the same prompts: paired differences, win rates and pass@k."""
+"""Policies compared on the same prompts: paired differences, win rates, pass@k, and their files."""
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -10,11 +12,23 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
+from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.kl import best_of_kl
-from lightning_rlhf.core.metrics import PASS
+from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.core.text_metrics import pass_at_k
-from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval, single
+from lightning_rlhf.io.console import json_line
+from lightning_rlhf.report.estimates import (
+    interval_text,
+    mean_interval,
+    number_text,
+    rate_interval,
+    single,
+)
+from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
 
+PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
+CHARACTERS = 600
+"""Largest number of characters of a response or prompt in evaluation.md."""
 Sample = Mapping[str, Any]
 Decoding = Literal["sampled", "greedy"]
 DECODINGS: tuple[Decoding, ...] = ("sampled", "greedy")
@@ -23,6 +37,27 @@ REWARD = "reward"
 UNSCORED: Mapping[Decoding, Sequence[str]] = {"sampled": ("kl", "tokens"), "greedy": ("tokens",)}
 """Keys of a sample that are compared and have no better or worse; the log-ratio of a greedy
 response is no estimate of the KL."""
+DEFINITIONS = (
+    "Greedy responses take the most probable token each time; the others are sampled, with "
+    "the same random numbers for every policy, so that differences are paired. A difference "
+    "is the mean over prompts of the difference of two policies' means over responses; its "
+    "95% interval is a studentised bootstrap over prompts. The win rate is the share of "
+    "responses that score above the other policy's response to the same prompt with the same "
+    "random numbers, a tie counting one half; its 95% interval is a percentile bootstrap over"
+    " the prompts and three more: one won, one tied, one lost. KL is the mean over sampled "
+    "responses of the sum over tokens of log p - log p_SFT at the sampling temperature. "
+    "Perplexity of the demonstrations is exp of the mean loss over the response tokens of "
+    "held-out demonstrations; that of the responses is exp of minus the mean log-probability "
+    "that the SFT model, at the sampling temperature, gives their tokens. The shares of different "
+    "words and pairs of words (distinct-1, distinct-2) are the number of different ones divided by "
+    "the number of all, over all responses. pass@k, for scores of 0 and 1 alone, is "
+    "1 - C(n - c, k) / C(n, k) for n responses of which c pass, averaged over prompts. The KL of "
+    "the best of n, which has no log-probability, is estimated from the scores s of the SFT "
+    "model's responses to a prompt, as "
+    "sum over s of w log(w / p) with p the share of s and w = P(x <= s)^n - P(x < s)^n; it is at "
+    "most log n - (n - 1) / n, which only scores without ties reach."
+)
+"""Definitions of the numbers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,41 +65,15 @@ class PolicySamples:
     """Responses of one policy to the prompts, in the prompts' order."""
 
     name: str
-    samples: Mapping[Decoding, Sequence[Sample]]
+    samples: Mapping[str, Sequence[Sample]]
     """Samples of each decoding, the same number for every prompt, one prompt after the other."""
-    perplexity: float | None
-    """Perplexity of the held-out demonstrations; None where the data have none."""
+    perplexity: float | None = None
+    """Perplexity of the held-out demonstrations; None where it was not measured."""
     best_of: int | None = None
     """Number of responses of which each sample is the best; None for a policy's own samples."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """One number of a policy less that of another one, on the same prompts."""
-
-    policy: str
-    other: str
-    decoding: Decoding
-    number: str
-    """Name of the number: "reward", a component, a part of the judge's verdict, "kl", "tokens"."""
-    prompts: int
-    """Number of prompts for which both policies have the number."""
-    difference: float
-    """Mean over prompts of the difference of the policies' means over responses."""
-    interval: Interval | None
-    """95% interval of the difference, by bootstrap over prompts; None for one prompt."""
-    win_rate: float | None
-    """Mean over prompts of the share of paired responses of `policy` that score higher, a tie
-    counting one half; None for a number that is no score."""
-    win_interval: Interval | None
-    """95% interval of the win rate; None for one prompt, or without a win rate."""
-    ties: float | None
-    """Mean over prompts of the share of ties; None without a win rate."""
-
-
-def compare_all(
-    policies: Sequence[PolicySamples], prompts: int, seed: int
-) -> tuple[Comparison, ...]:
+def compare_all(policies: Sequence[PolicySamples], prompts: int, seed: int) -> list[dict[str, Any]]:
     """Return the comparisons of each policy with the first, then of the others with each other.
 
     prompts: number of prompts; seed: of the resamples.
@@ -77,7 +86,7 @@ def compare_all(
         for decoding in DECODINGS
         for name in [*scores(policies), *UNSCORED[decoding]]
     )
-    return tuple(one for one in found if one is not None)
+    return [one for one in found if one is not None]
 
 
 def scores(policies: Sequence[PolicySamples]) -> list[str]:
@@ -99,61 +108,57 @@ def compare_policies(
     number: str,
     prompts: int,
     seed: int,
-) -> Comparison | None:
-    """Return the comparison of one number; None where no prompt has it in both policies."""
-    ours, theirs = (values(p.samples[decoding], number, prompts) for p in (policy, other))
-    difference = row_means(ours) - row_means(theirs)
-    known = ~np.isnan(difference)
-    if not known.any():
+) -> dict[str, Any] | None:
+    """Return one number of a policy less that of another; None where no prompt has it in both.
+
+    number: as in `number_column`: one of `scores`, or a key of UNSCORED, which has no win rate.
+
+    Returns: the names, with
+        prompts: number of prompts for which both policies have the number;
+        difference: mean over prompts of the difference of the policies' means over responses;
+        interval: its 95% interval, by bootstrap over prompts; None for one prompt;
+        win_rate: mean over prompts of the share of paired responses of `policy` that score higher,
+            a tie counting one half, with win_interval like the other interval;
+        ties: mean over prompts of the share of ties.
+    """
+    ours, theirs = (number_table(one.samples[decoding], number, prompts) for one in (policy, other))
+    difference = (ours.mean(axis=1) - theirs.mean(axis=1)).compressed()
+    if not len(difference):
         return None
-    difference = difference[known]
-    paired = np.where(ours == theirs, 0.5, (ours > theirs).astype(float))
-    paired[np.isnan(ours) | np.isnan(theirs)] = np.nan
-    wins = row_means(paired)
-    ties = row_means(np.where(np.isnan(paired), np.nan, paired == 0.5))
-    is_scored, won = number not in UNSCORED[decoding], wins[~np.isnan(wins)]
-    has_interval = len(difference) > 1
-    return Comparison(
-        policy=policy.name,
-        other=other.name,
-        decoding=decoding,
-        number=number,
-        prompts=len(difference),
-        difference=float(difference.mean()),
-        interval=single(mean_interval(difference, seed)) if has_interval else None,
-        win_rate=float(won.mean()) if is_scored and len(won) else None,
-        win_interval=single(rate_interval(won, seed)) if is_scored and len(won) > 1 else None,
-        ties=float(ties[~np.isnan(ties)].mean()) if is_scored and len(won) else None,
-    )
-
-
-def values(samples: Sequence[Sample], number: str, prompts: int) -> Float[ndarray, "N n"]:
-    """Return a number of every sample, one row a prompt; NaN where a sample has none."""
-    return number_column(samples, number).reshape(prompts, -1)
+    paired = ((ours > theirs) + 0.5 * (ours == theirs), ours == theirs)
+    wins, ties = (one.mean(axis=1).compressed() for one in paired)
+    if number in UNSCORED[decoding]:
+        wins = ties = wins[:0]
+    several = len(difference) > 1
+    return {
+        "policy": policy.name,
+        "other": other.name,
+        "decoding": decoding,
+        "number": number,
+        "prompts": len(difference),
+        "difference": float(difference.mean()),
+        "interval": single(mean_interval(difference, seed)) if several else None,
+        "win_rate": float(wins.mean()) if len(wins) else None,
+        "win_interval": single(rate_interval(wins, seed)) if len(wins) > 1 else None,
+        "ties": float(ties.mean()) if len(ties) else None,
+    }
 
 
 def number_column(samples: Sequence[Sample], number: str) -> Float[ndarray, " S"]:
     """Return a number of every sample; NaN where a sample has none.
 
-    number: name as in `Comparison`, or another key of a sample.
+    number: "reward", "reward/COMPONENT", "judge/PART", or another key of a sample.
     """
     kind, _, part = number.partition("/")
-    if number == REWARD:
-        found = [s["score"] for s in samples]
-    elif kind == REWARD:
-        found = [s["parts"].get(part) for s in samples]
-    elif kind == "judge":
-        found = [s["judge"].get(part) for s in samples]
-    else:
-        found = [s.get(number) for s in samples]
-    return np.array([np.nan if x is None else x for x in found], float)
+    inside = {REWARD: "parts", "judge": "judge"}.get(kind) if part else None
+    key = "score" if number == REWARD else number
+    found = [s.get(key) if inside is None else s[inside].get(part) for s in samples]
+    return np.array(found, float)  # NaN for None
 
 
-def row_means(x: Float[ndarray, "N n"]) -> Float[ndarray, " N"]:
-    """Return the mean of each row over the values that are not NaN; NaN where there are none."""
-    known = ~np.isnan(x)
-    with np.errstate(invalid="ignore"):
-        return np.where(known, x, 0).sum(axis=1) / known.sum(axis=1)
+def number_table(samples: Sequence[Sample], number: str, prompts: int) -> Any:
+    """Return a number of every sample as a masked array, one row a prompt."""
+    return np.ma.masked_invalid(number_column(samples, number).reshape(prompts, -1))
 
 
 def passes(
@@ -168,14 +173,13 @@ def passes(
     """
     found: dict[str, dict[str, float]] = {policy.name: {} for policy in policies}
     for name in scores(policies):
-        tables = [values(policy.samples["sampled"], name, prompts) for policy in policies]
-        known = np.concatenate([table[~np.isnan(table)] for table in tables])
-        if not np.isin(known, (0, 1)).all():
+        tables = [number_table(policy.samples["sampled"], name, prompts) for policy in policies]
+        if not all(np.isin(one.compressed(), (0, 1)).all() for one in tables):
             continue
-        for policy, table in zip(policies, tables, strict=True):
-            rows = [row[~np.isnan(row)] == 1 for row in table]
+        for policy, one in zip(policies, tables, strict=True):
+            rows = [(row.compressed() == 1).tolist() for row in one]
             for k in ks:
-                if usable := [pass_at_k(row.tolist(), k) for row in rows if len(row) >= k]:
+                if usable := [pass_at_k(row, k) for row in rows if len(row) >= k]:
                     found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
     return found
 
@@ -195,3 +199,107 @@ def best_of(samples: Sequence[Sample], n: int, count: int) -> list[Sample]:
             for i in range(0, len(group), n)
         ]
     return found
+
+
+def side_by_side(policies: Sequence[PolicySamples]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each response: the prompt, and what each policy responds to it."""
+    for decoding in DECODINGS:
+        for samples in zip(*(p.samples[decoding] for p in policies), strict=True):
+            responses = {
+                policy.name: {k: x for k, x in s.items() if k not in ("index", "prompt")}
+                for policy, s in zip(policies, samples, strict=True)
+            }
+            place = {key: samples[0][key] for key in ("index", "prompt")}
+            yield {**place, "decoding": decoding, "responses": responses}
+
+
+def write_evaluation(
+    folder: Path,
+    title: str,
+    content: Mapping[str, Any],
+    rows: Sequence[Mapping[str, Any]],
+    shown: int,
+) -> None:
+    """Write evaluation.md, evaluation.json and samples.jsonl.
+
+    content: of evaluation.json; rows: of `side_by_side`; shown: number of prompts in evaluation.md.
+    """
+    numbers = json.dumps(content, indent=2, default=vars) + "\n"
+    (folder / NUMBERS).write_text(numbers, encoding="utf-8")
+    lines = "".join(json_line(row) + "\n" for row in rows)
+    (folder / SAMPLES).write_text(lines, encoding="utf-8")
+    sections = [
+        f"# {plain(title, CHARACTERS)}",
+        f"Measured on {counted(content['prompts'], 'held-out prompt')}, with "
+        f"{counted(content['samples_per_prompt'], 'sampled response')} and one greedy "
+        f"response to each; temperature {content['temperature']:g}.",
+        *(plain(f"Reward {n}: {v.words}", CHARACTERS) for n, v in content["verdicts"].items()),
+    ]
+    for name, found in evaluation_tables(content).items():
+        heading = "pass@k" if name == "pass@k" else found.title
+        is_paired = name.endswith("paired")
+        sections += [] if is_paired else [f"## {heading}"]
+        sections.append(found.markdown(CHARACTERS, (2, 3, 4) if is_paired else None))
+    sections.append("## Side by side")
+    for row in spread([row for row in rows if row["decoding"] == "greedy"], shown):
+        cells = []
+        for name, sample in row["responses"].items():
+            judge = [f"{part} {x:z.2f}" for part, x in sample["judge"].items() if x is not None]
+            texts = (name, sample["response"], ", ".join(judge) or ABSENT)
+            policy, response, judged = (plain(text, CHARACTERS) for text in texts)
+            cells.append((policy, response, f"{sample['score']:+z.2f}", judged))
+        sections.append(f"**{plain(row['prompt'], CHARACTERS)}**")
+        sections.append(table(["policy", "greedy response", "reward", "judge"], cells, (2,)))
+    sections += ["## What the numbers are", plain(DEFINITIONS, len(DEFINITIONS))]
+    (folder / PAGE).write_text("\n\n".join(sections) + "\n", encoding="utf-8")
+
+
+def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> dict[str, Table]:
+    """Return the tables of an evaluation of policies, for the console and the pages.
+
+    content: of evaluation.json.
+    is_brief: whether pass@k and comparisons are those of scores and the gold part of the judge.
+    Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
+    """
+    policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
+    tables: dict[str, Table] = {}
+    passed: list[list[str]] = []
+
+    def is_shown(number: str) -> bool:
+        return not is_brief or number == "judge/gold" or not number.startswith("judge/")
+
+    for decoding in DECODINGS:
+        columns = [found.get(decoding, {}) for found in policies.values()]
+        rows: list[list[str]] = []
+        for name in dict.fromkeys(name for column in columns for name in column):
+            label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
+            label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
+            row = [label, *(number_text(column.get(name)) for column in columns)]
+            if not name.startswith(PASS):
+                rows.append(row)
+            elif is_shown(label.partition("/")[2]):
+                passed.append(row)
+        title = f"{decoding.capitalize()} responses"
+        paired = [
+            [
+                f"{one['policy']} - {one['other']}",
+                one["number"],
+                f"{one['difference']:+z.3f}{interval_text(one['interval'])}",
+                rate_text(one["win_rate"]) + interval_text(one["win_interval"], 2),
+                rate_text(one["ties"]),
+            ]
+            for one in content["comparisons"]
+            if one["decoding"] == decoding and is_shown(one["number"])
+        ]
+        heads = ["policies", "number", "difference [95%]", "win rate [95%]", "ties"]
+        tables[decoding] = Table(title=title, columns=["", *policies], rows=rows)
+        tables[f"{decoding}, paired"] = Table(title=f"{title}, paired", columns=heads, rows=paired)
+    if passed:
+        title = "Sampled responses, pass@k"
+        tables["pass@k"] = Table(title=title, columns=["", *policies], rows=passed)
+    return tables
+
+
+def rate_text(found: float | None) -> str:
+    """Return a rate with two decimals; a dash for None."""
+    return ABSENT if found is None else f"{found:.2f}"

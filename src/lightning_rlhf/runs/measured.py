@@ -14,8 +14,7 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, json_object, read_manifest
-from lightning_rlhf.report import evaluation_page
-from lightning_rlhf.report.comparison import REWARD, number_column
+from lightning_rlhf.report import comparison
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
 from lightning_rlhf.report.run_page import Evaluated
@@ -121,7 +120,7 @@ def damage_named(path: Path) -> Iterator[Path]:
 
 ACCURACY, LOWEST, HIGHEST = "eval/accuracy", "fitness/accuracy_low", "fitness/accuracy_high"
 """Accuracy of a reward model, and the ends of its interval, of the same pairs, in metrics.csv."""
-NUMBERS = {HELD_OUT: REWARD, "eval/response_tokens": "tokens"}
+NUMBERS = {HELD_OUT: comparison.REWARD, "eval/response_tokens": "tokens"}
 """Metric that is a mean over evaluation samples -> its number, where it is not named after it."""
 SEED = 0
 """Seed of the bootstrap, so that the same run has the same intervals."""
@@ -142,13 +141,13 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
     """
     first: Samples = []
     last: Samples = []
-    if folder is not None and (folder / FINAL / evaluation_page.NUMBERS).is_file():
-        with damage_named(folder / FINAL / evaluation_page.NUMBERS) as file:
+    if folder is not None and (folder / FINAL / comparison.NUMBERS).is_file():
+        with damage_named(folder / FINAL / comparison.NUMBERS) as file:
             policies = json_object(file)["policies"]
             sft, policy, *_ = policies
             numbers = policies[sft]["sampled"].items()
             metrics = {f"start/{name}": x for name, x in numbers if x is not None} | {**metrics}
-        with damage_named(folder / FINAL / evaluation_page.SAMPLES) as file:
+        with damage_named(folder / FINAL / comparison.SAMPLES) as file:
             rows = [row for _, row in json_lines(file) if row["decoding"] == "sampled"]
             first, last = (
                 [{"index": row["index"], **row["responses"][name]} for row in rows]
@@ -196,7 +195,7 @@ def by_prompt(samples: Samples, name: str) -> np.ndarray:
 
     It is NaN for a prompt without the metric in any sample.
     """
-    values = number_column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
+    values = comparison.number_column(samples, NUMBERS.get(name, name.removeprefix("eval/")))
     _, prompts = np.unique([sample["index"] for sample in samples], return_inverse=True)
     known = ~np.isnan(values)
     size = len(set(prompts))

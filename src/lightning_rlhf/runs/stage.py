@@ -152,7 +152,7 @@ STAGES: Mapping[str, tuple[str, type]] = {
     "rm": ("lightning_rlhf.stages.rm:RM", sections.RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", sections.PPOConfig),
     "dpo": ("lightning_rlhf.stages.supervised:DPO", sections.DPOConfig),
-    "rank": ("lightning_rlhf.evaluation.rank_responses:Rank", sections.RankConfig),
+    "rank": ("lightning_rlhf.evaluation.evaluate_policy:Rank", sections.RankConfig),
     "eval_policy": (
         "lightning_rlhf.evaluation.evaluate_policy:EvalPolicy",
         sections.PolicyEvalConfig,

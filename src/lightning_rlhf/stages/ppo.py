@@ -17,17 +17,11 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
 from lightning_rlhf.data.batches import StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
-from lightning_rlhf.evaluation.build_rewards import (
-    build_critic,
-    build_reward,
-    for_columns,
-    light_sources,
-    verdicts_on,
-)
+from lightning_rlhf.evaluation.build_rewards import build_critic, prepare_reward, verdicts_on
 from lightning_rlhf.evaluation.diminishing import print_diminishing
-from lightning_rlhf.evaluation.evaluate_reward import check_formats
+from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.models.build_roles import add_policy, check_positions, check_room
+from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
@@ -65,31 +59,23 @@ class PPO(Stage):
     def build(self, run: Run) -> tuple[PPOModule, StageData, list[Callback]]:
         settings, chat = run.settings, run.chat
         config: PPOConfig = settings.config
-        key = f"{self.name}.max_response_tokens"
         judge = load_judge(settings.data.judge) if settings.data.judge else None
         if config.rollout not in OURS:
             load_sampler(config.rollout, f"{self.name}.rollout")
-        light = light_sources(run)
         self.verdicts = verdicts_on(run, refuses=True)
         ptx = read_ptx(run, config)
         rows = run.rows("prompts")
         columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
-        light = for_columns(light, columns)
+        build_reward = prepare_reward(run, columns)
         held_out, train, val = run.tokenised(rows)
         roles = run.load_model()
         longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
-        check_positions(
-            roles, longest + config.max_response_tokens,
-            f"the longest prompt ({longest} tokens) with {key} ({config.max_response_tokens})",
-            lower=f"lower {key} or data.max_prompt_tokens, to {{limit}} together",
-        )  # fmt: skip
-        check_room(
-            roles, config.rollout_batch_size, longest, config.max_response_tokens, key, run.device
-        )
+        response, rows_at_once = config.max_response_tokens, config.rollout_batch_size
+        check_sampling(run, roles, longest, response, self.name, rows_at_once)
         if ptx is not None:
             check_positions(roles, ptx.longest, "the longest demonstration")
         microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
-        reward = build_reward(run, roles, light, microbatch)
+        reward = build_reward(roles, microbatch)
         roles.to(run.device)
         check_formats(run, reward)
         prompts = {
