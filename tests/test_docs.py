@@ -25,7 +25,7 @@ from lightning_rlhf.cli.replay import COLUMNS, parser
 from lightning_rlhf.core.config import Normalization, PPOConfig
 from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
-from lightning_rlhf.report.checks import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
+from lightning_rlhf.report.fitness_page import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.rewards.functions import FunctionReward

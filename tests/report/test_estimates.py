@@ -15,7 +15,6 @@ from lightning_rlhf.report.estimates import (
     rate_interval,
     resample_shares,
     resampled_means,
-    shared_edges,
 )
 
 ONE_GROUP = np.zeros(4, dtype=int)
@@ -81,8 +80,6 @@ def test_moments_and_histogram() -> None:
     # Variance: (2.25 + 0.25 + 0.25 + 6.25) / 4 = 2.25.
     assert (found.mean, found.std, found.median) == (1.5, 1.5, 1.0)
     assert (found.lowest, found.highest, found.histogram) == (0.0, 4.0, (3, 0, 1))
-    assert len(shared_edges(np.arange(400.0))) == 21
-    assert len(shared_edges(np.ones(3))) == 11
 
 
 # Coverage: in 1,000 simulated sets of differences or rates a 95% interval holds the truth in 93 to

@@ -8,11 +8,22 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.rows import Message, Preference, Rows
-from lightning_rlhf.report import checks
-from lightning_rlhf.report.checks import Finding, FitnessCheck, find, find_in_pairs, for_ppo
-from lightning_rlhf.report.fitness import Fitness, ProbeResult, ScoredProbe, measure_probes
+from lightning_rlhf.report import fitness_page as checks
+from lightning_rlhf.report.fitness import (
+    Fitness,
+    ProbeResult,
+    ScoredPair,
+    ScoredProbe,
+    ScoredSample,
+    measure_probes,
+)
+from lightning_rlhf.report.fitness_page import (
+    Finding,
+    FitnessCheck,
+    FitnessReport,
+)
 from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated
@@ -21,33 +32,39 @@ SAMPLES = [(score, 20) for score in np.linspace(-1, 1, 40)]
 RIGHT, WRONG = (1.0, 0.0, 3, 3), (0.0, 1.0, 3, 3)
 
 
-def verdict(findings: Sequence[Finding]) -> str:
-    return checks.judgement(findings).words
+def report(
+    pairs: Fitness | Sequence[ScoredPair],
+    samples: Sequence[ScoredSample] = (),
+    probes: Sequence[ProbeResult] = (),
+    problems: Problems | None = None,
+) -> FitnessReport:
+    fitness = pairs if isinstance(pairs, Fitness) else measure(pairs, samples)
+    return FitnessReport(title="t", fitness=fitness, probes=probes, problems=problems,
+                         sampled_from="some prompts", scale="")  # fmt: skip
 
 
 def finding(check: FitnessCheck, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
-    (found,) = (f for f in find(fitness, probes) if f.check is check)
+    (found,) = (f for f in report(fitness, probes=probes).findings if f.check is check)
     return found
 
 
 def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
     for seed in range(3):
-        findings = find(measure(simulated(500, per_token=0.0, seed=seed), SAMPLES), [])
-        assert [f.outcome for f in findings] == ["clear"] * 6
-    assert verdict(findings).startswith(
-        "No check found a fault in it. 0 of 6 checks flagged, 0 not"
-    )
+        found = report(simulated(500, per_token=0.0, seed=seed), SAMPLES)
+        assert [f.outcome for f in found.findings] == ["clear"] * 6
+    (words,) = found.words
+    assert words == "No check found a fault in it. 0 of 6 checks flagged, 0 not tested."
 
 
 def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
-    findings = find(measure(simulated(500, per_token=0.08), SAMPLES), [])
-    for found in findings[2:4]:
+    told = report(simulated(500, per_token=0.08), SAMPLES)
+    for found in told.findings[2:4]:
         assert found.outcome == "flag"
         assert found.value is not None
         assert found.value > found.check.threshold
-    assert "prefers the longer" in findings[2].words
-    assert "length gap, length within pairs" in verdict(findings)
-    assert verdict(findings).startswith("Fit with reservations")
+    assert "prefers the longer" in told.findings[2].words
+    assert "length gap, length within pairs" in told.verdict.words
+    assert told.verdict.words.startswith("Fit with reservations")
 
 
 def test_a_gap_by_chance_is_no_flag() -> None:
@@ -73,10 +90,10 @@ def test_a_gap_by_chance_is_no_flag() -> None:
 def test_accuracy_whose_interval_holds_a_half_is_unfit(
     right: int, count: int, outcome: str, told: str, advice: str
 ) -> None:
-    findings = find(measure(scored(*[RIGHT] * right, *[WRONG] * (count - right))), [])
-    assert findings[0].outcome == outcome
-    assert verdict(findings).startswith(told)
-    assert advice in for_ppo(findings, ())
+    found = report(scored(*[RIGHT] * right, *[WRONG] * (count - right)))
+    assert found.findings[0].outcome == outcome
+    assert found.verdict.words.startswith(told)
+    assert advice in found.advice
 
 
 def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> None:
@@ -100,12 +117,12 @@ def test_samples_off_the_scale() -> None:
 
 def test_nothing_is_flagged_without_data() -> None:
     wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
-    findings = find(measure(scored(*wrong), [(99.0, 3)] * 29), [])
+    findings = report(scored(*wrong), [(99.0, 3)] * 29).findings
     assert [f.outcome for f in findings] == ["not tested"] * 6
     assert "29 pairs" in findings[0].words
-    more = find(measure(scored(*wrong, *wrong), [(99.0, 3)] * 30), [])
-    flags = checks.ACCURACY, checks.BEATS_LENGTH, checks.OVERCONFIDENCE, checks.OUTSIDE
-    assert tuple(f.check for f in more if f.outcome == "flag") == flags
+    more = report(scored(*wrong, *wrong), [(99.0, 3)] * 30)
+    flags = [checks.ACCURACY, checks.BEATS_LENGTH, checks.OVERCONFIDENCE, checks.OUTSIDE]
+    assert [f.check for f in more.flags] == flags
     same_prompt = measure([pair(chosen_score=float(i)) for i in range(50)])
     assert finding(checks.ACCURACY, same_prompt).outcome == "not tested"
 
@@ -143,12 +160,12 @@ def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
 
 def test_metrics_leave_out_what_is_undefined() -> None:
     alone = measure([pair()], logit_scale=None)
-    assert checks.fitness_metrics(alone, [], find(alone, [])) == {
+    assert report(alone).metrics == {
         "fitness/accuracy": 1.0, "fitness/pairs": 1.0, "fitness/flags": 0.0,
     }  # fmt: skip
     fitness = measure(simulated(100, per_token=0.05), SAMPLES)
     probes = probe_results("empty", [4.0] * 5)
-    named = checks.fitness_metrics(fitness, probes, find(fitness, probes))
+    named = report(fitness, probes=probes).metrics
     assert named["fitness/probe_empty"] == 1.0  # 4 less the median of 1 to 5
     assert named["fitness/length_gap"] == pytest.approx(
         named["fitness/accuracy_chosen_longer"] - named["fitness/accuracy_chosen_shorter"]
@@ -160,14 +177,15 @@ def test_metrics_leave_out_what_is_undefined() -> None:
 
 def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
     # Chosen is longer in 98 of 100 pairs; right are those 98, or 90 of them.
-    findings = find(measure(scored(*[(1, 0, 9, 3)] * 98, *[(0, 1, 3, 9)] * 2)), [])
+    told = report(scored(*[(1, 0, 9, 3)] * 98, *[(0, 1, 3, 9)] * 2))
+    findings = told.findings
     assert [f.outcome for f in findings[:3]] == ["clear", "flag", "not tested"]
     assert (findings[1].value, findings[1].words) == (
         0.0,
         "ranks 98.0% of held-out pairs right; always taking the longer response is right in 98.0%; "
         "length alone may explain its accuracy",
     )
-    assert "length may be what is paid" in for_ppo(findings, ())
+    assert "length may be what is paid" in told.advice
     # The shorter one is right in 60; all are ranked right, so that the interval is 1 to 1.
     better = measure(scored(*[(1, 0, 3, 9)] * 60, *[(1, 0, 9, 3)] * 40))
     found = finding(checks.BEATS_LENGTH, better)
@@ -183,19 +201,18 @@ def pairs_of(*rows: tuple[str, str, str]) -> Rows[Preference]:
 def test_broken_pairs_are_flagged_beside_the_reward() -> None:
     # 40 pairs of equally long responses on 40 prompts; then 2 that stand twice, 1 turned round.
     clean = [(f"q{i}", "yes", "not") for i in range(40)]
-    assert checks.about_pairs(find_in_pairs(find_problems(pairs_of(*clean), None))) == (
+    good = simulated(500, per_token=0.0)
+    assert report(good, problems=find_problems(pairs_of(*clean), None)).words[1] == (
         "About the pairs: No check found a fault in them. 0 of 3 checks flagged, 1 not tested."
     )
     broken = pairs_of(*clean, *clean[:2], ("q5", "not", "yes"), ("l", "longer", "x"))
-    found = find_in_pairs(find_problems(broken, pairs_of(clean[0])))
+    told = report(good, problems=find_problems(broken, pairs_of(clean[0])))
     # The training pair comes first.
-    assert [one.value for one in found] == [3 / 45, 1 / 45, 1 / 41, None]
-    assert [one.outcome for one in found] == ["flag", "flag", "clear", "not tested"]
-    told = checks.about_pairs(found)
-    assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told
-    assert told.startswith("About the pairs: Some are flawed: ")
-    clear = find(measure(simulated(500, per_token=0.0), SAMPLES), [])
-    assert "pairs are flagged (duplicate pairs" in for_ppo(clear, found)
+    assert [one.value for one in told.in_pairs] == [3 / 45, 1 / 45, 1 / 41, None]
+    assert [one.outcome for one in told.in_pairs] == ["flag", "flag", "clear", "not tested"]
+    assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told.words[1]
+    assert told.words[1].startswith("About the pairs: Some are flawed: ")
+    assert "pairs are flagged (duplicate pairs" in told.advice
 
 
 @pytest.mark.parametrize(
@@ -207,8 +224,8 @@ def test_length_that_tells_the_chosen_response_is_flagged_by_the_share(
 ) -> None:
     """40 of 50: Wilson's interval is 0.67 to 0.89. 27 of 50: 0.40 to 0.67."""
     rows = [(f"q{i}", "yes!", "no") if i < longer else (f"q{i}", "no", "yes!") for i in range(of)]
-    *others, found = find_in_pairs(find_problems(pairs_of(*rows), None))
+    told = report([pair()], problems=find_problems(pairs_of(*rows), None))
+    found = told.in_pairs[-1]
     assert found.outcome == outcome
     assert found.value == (None if of < 30 else max(longer, of - longer) / of)
-    if of < 30:
-        assert "Too few to be judged" in checks.about_pairs([*others, found])
+    assert ("Too few to be judged" in told.words[1]) is (of < 30)

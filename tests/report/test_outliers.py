@@ -11,8 +11,7 @@ from matplotlib.figure import Figure
 
 from lightning_rlhf.report.curves import RM_PANELS, ppo_panels
 from lightning_rlhf.report.estimates import inner_range
-from lightning_rlhf.report.figures import draw_curves, view
-from lightning_rlhf.report.fitness_page import draw_fitness
+from lightning_rlhf.report.figures import draw_curves, draw_fitness, view
 
 from .pairs import measure, pair, scored
 

@@ -2,22 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_rlhf.core.metrics import (
-    EVAL_PART,
-    FAN,
-    FLOPS,
-    GOLD,
-    HELD_OUT,
-    HELD_OUT_KL,
-    KL,
-    METRICS,
-    PART,
-    REWARD,
-)
+from lightning_rlhf.core import metrics
+from lightning_rlhf.core.metrics import FAN, GOLD, HELD_OUT, HELD_OUT_KL, KL, METRICS, REWARD
 
 # Palette of Okabe and Ito, distinguishable with all common kinds of colour blindness.
 BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#D55E00", "#009E73", "#CC79A7"
@@ -118,17 +108,13 @@ class Panel:
             x_label=x_label,
             unit=unit,
             series=[
-                Series(
-                    label=label, color=color, points=points(curves, metric),
-                    dots=metric.startswith("eval/"),
-                )
+                Series(label=label, color=color, points=points(curves, metric),
+                       dots=metric.startswith("eval/"))
                 for metric, label, color in lines
             ],
             areas=[
-                Area(
-                    label=label, color=BLUE, opacity=opacity, x=curves[low][0], low=curves[low][1],
-                    high=curves[high][1],
-                )
+                Area(label=label, color=BLUE, opacity=opacity, x=curves[low][0],
+                     low=curves[low][1], high=curves[high][1])
                 for low, high, label, opacity in self.bands if {low, high} <= curves.keys()
             ],
             healthy=next((row.band for row in rows if row.band is not None), None),
@@ -177,35 +163,27 @@ DPO_PANELS = (
     _of_pairs("Log-probability under the policy", "logps"),
     _held_out("SFT loss of the chosen responses", "sft_loss"),
 )
-_PROMPTS = "held-out prompts"
-_LOSSES = (
-    ("ppo_loss", "PPO", BLUE),
-    ("update/policy_loss", "policy", GREEN),
-    ("update/value_loss", "value", PURPLE),
-)
-_CLIPPED = ("update/clip_fraction", "clipped", GREEN)
-_CORRECT = ("eval/judge/correct", "correct", GREEN)
-_STEP = "Size of an iteration's update"
+_PROMPTS, _STEP = "held-out prompts", "Size of an iteration's update"
 _PPO_PANELS = (
     _of("Reward, before the KL penalty", (REWARD, "training", BLUE), (HELD_OUT, _PROMPTS, ORANGE)),
     _of("KL to the reference", (KL, "training", BLUE), (HELD_OUT_KL, _PROMPTS, ORANGE)),
     _of("Policy: entropy", ("entropy", "entropy", BLUE)),
-    _of(
-        "Policy: perplexity under SFT",
-        ("eval/response_perplexity", "perplexity under SFT", ORANGE),
-    ),
-    _of("Loss (no sign of progress)", *_LOSSES),
+    _of("Policy: perplexity under SFT",
+        ("eval/response_perplexity", "perplexity under SFT", ORANGE)),
+    _of("Loss (no sign of progress)", ("ppo_loss", "PPO", BLUE),
+        ("update/policy_loss", "policy", GREEN), ("update/value_loss", "value", PURPLE)),
     _of("Responses: length", ("rollout/response_tokens", "length", BLUE)),
     _of("Responses: ended", ("rollout/ended", "ended", GREEN), limits=SHARE),
-)
+)  # fmt: skip
 _STEP_SIZE = (
     _of(f"{_STEP}: approx. KL", ("update/approx_kl", "approx. KL", BLUE)),
-    _of(f"{_STEP}: clipped", _CLIPPED, unit="share of tokens"),
+    _of(f"{_STEP}: clipped", ("update/clip_fraction", "clipped", GREEN), unit="share of tokens"),
 )
 _JUDGE = (
     _of("Judge, on held-out prompts: gold", (GOLD, "gold", BLUE), unit="score"),
-    _of("Judge, on held-out prompts: correct", _CORRECT, unit="share", limits=SHARE),
-)
+    _of("Judge, on held-out prompts: correct", ("eval/judge/correct", "correct", GREEN),
+        unit="share", limits=SHARE),
+)  # fmt: skip
 _FAN = _of(
     "Distribution of the score over the responses of an iteration",
     (FAN[2], "median", BLUE),
@@ -219,10 +197,11 @@ def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
     judged = [panel for panel in _JUDGE if panel.metrics & set(measured)]
     fan = [_FAN] if _FAN.metrics <= set(measured) else []
     fixed = (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan)
-    names = [m.removeprefix(PART) for m in measured if m.startswith(PART)]
+    part = metrics.PART
+    names = [metric.removeprefix(part) for metric in measured if metric.startswith(part)]
     colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
-    lines = [(PART + name, name, color) for name, color in colors]
-    lines += [(EVAL_PART + name, "", color) for name, color in colors]
+    lines = [(part + name, name, color) for name, color in colors]
+    lines += [(metrics.EVAL_PART + name, "", color) for name, color in colors]
     title = "Components, unweighted (dots: held-out prompts)"
     return (*fixed, Panel(title, tuple(lines), unit="score")) if len(names) > 1 else fixed
 
@@ -265,32 +244,60 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
     """
     if REWARD not in curves:
         return []
-    found = [] if diminishing is None else list(diminishing["curves"])
-    has_flops = FLOPS in curves and curves[FLOPS][0][:1] == curves[REWARD][0][:1]
-    unit, x_label = (FLOPS, "floating-point operations") if has_flops else ("iterations",) * 2
-    by_kl = Plot(
-        title="Reward against KL", x_label="KL to the reference, nats a response", unit="score",
-        series=list(_against_kl(curves)), mark=_knee(found, REWARD, KL),
-    )  # fmt: skip
-    by_compute = Plot(
-        title="Reward against compute", x_label=x_label, unit="score",
-        series=list(_against_compute(curves, has_flops)),
-        mark=_knee(found, GOLD, unit) or _knee(found, REWARD, unit),
-    )  # fmt: skip
-    return [by_kl, by_compute] if KL in curves else [by_compute]
+    steps, flops = curves.get(metrics.FLOPS, ((), ()))
+    has_flops = len(steps) > 0 and steps[:1] == curves[REWARD][0][:1]
+    unit, x_label = "iterations", "iterations"
+    if has_flops:
+        unit, x_label = metrics.FLOPS, "floating-point operations"
+    spent = {0: 0.0, **dict(zip(steps, itertools.accumulate(flops, max), strict=True))}
+    by_kl, by_compute = [], []
+    for metric, kl, label, color, ahead in (
+        (REWARD, KL, "training", BLUE, 1), (HELD_OUT, HELD_OUT_KL, _PROMPTS, ORANGE, 0),
+        (GOLD, HELD_OUT_KL, "gold", GREEN, 0),
+    ):  # fmt: skip
+        found = [(step - ahead, value) for step, value in points(curves, metric)]
+        if has_flops:
+            found = [(spent.get(int(step), math.nan), value) for step, value in found]
+        if found:
+            by_kl.append(Series(label=label, color=color, points=joined(curves, kl, metric),
+                                line=ahead == 0, dots=True))  # fmt: skip
+            by_compute.append(Series(label=label, color=color, points=found, dots=ahead == 0))
+    plots = [
+        Plot(title="Reward against KL", x_label="KL to the reference, nats a response",
+             unit="score", series=by_kl, mark=_mark(diminishing, REWARD, KL)),
+        Plot(title="Reward against compute", x_label=x_label, unit="score", series=by_compute,
+             mark=_mark(diminishing, GOLD, unit) or _mark(diminishing, REWARD, unit)),
+    ]  # fmt: skip
+    return plots if KL in curves else plots[1:]
+
+
+def _knee(diminishing: Mapping[str, Any] | None, metric: str, unit: str) -> Mapping[str, Any]:
+    """Return the knee of a curve of `diminishing.json`; {} without one."""
+    found = () if diminishing is None else diminishing["curves"]
+    knees = (one["knee"] for one in found if (one["metric"], one["unit"]) == (metric, unit))
+    return next(filter(None, knees), {})
+
+
+def _mark(diminishing: Mapping[str, Any] | None, metric: str, unit: str) -> Mark | None:
+    """Return the point of diminishing returns of a curve; None where it has none in the run."""
+    knee = _knee(diminishing, metric, unit)
+    if knee.get("at") is None:
+        return None
+    low, high = knee["at_interval"]
+    ends = (knee["at"] if low is None else low, math.inf if high is None else high)
+    return Mark(x=knee["at"], interval=ends, label=f"knee at iteration {knee['iteration']}")
 
 
 def kl_note(diminishing: Mapping[str, Any]) -> str:
     """Return where the reward stops rising with the KL; "" where that is not known."""
-    for curve in diminishing["curves"]:
-        if (curve["metric"], curve["unit"]) == (REWARD, KL) and (knee := curve["knee"]):
-            low, high = knee["at_interval"]
-            if knee["at"] is None:
-                below = "" if low is None else f" (one below {low:.2f} nats is unlikely)"
-                return f"no knee of reward against KL within this run{below}"
-            start, end = ("end" if at is None else f"{at:.2f}" for at in (low, high))
-            return f"the knee of reward against KL is at {knee['at']:.2f} [{start}-{end}] nats"
-    return ""
+    if not (knee := _knee(diminishing, REWARD, KL)):
+        return ""
+    low, high = knee["at_interval"]
+    if knee["at"] is None:
+        below = "" if low is None else f" (one below {low:.2f} nats is unlikely)"
+        return f"no knee of reward against KL within this run{below}"
+    start, end = ("end" if at is None else f"{at:.2f}" for at in (low, high))
+    return f"the knee of reward against KL is at {knee['at']:.2f} [{start}-{end}] nats"
 
 
 def points(curves: Curves, metric: str) -> list[Point]:
@@ -302,40 +309,3 @@ def joined(curves: Curves, x: str, y: str) -> list[Point]:
     """Return one metric against another one, at the steps that have both."""
     xs = dict(points(curves, x))
     return [(xs[step], value) for step, value in points(curves, y) if step in xs]
-
-
-def _against_kl(curves: Curves) -> Iterator[Series]:
-    yield Series(label="training", color=BLUE, points=joined(curves, KL, REWARD),
-                 line=False, dots=True)  # fmt: skip
-    for metric, label, color in ((HELD_OUT, "held-out prompts", ORANGE), (GOLD, "gold", GREEN)):
-        if metric in curves:
-            found = joined(curves, HELD_OUT_KL, metric)
-            yield Series(label=label, color=color, points=found, dots=True)
-
-
-def _against_compute(curves: Curves, has_flops: bool) -> Iterator[Series]:
-    spent: dict[float, float] = {0: 0.0}
-    if has_flops:
-        steps, flops = curves[FLOPS]
-        spent |= dict(zip(steps, itertools.accumulate(flops, max), strict=True))
-
-    def at(after: float) -> float:
-        return spent.get(after, math.nan) if has_flops else after
-
-    shown = ((REWARD, "training", BLUE, 1), (HELD_OUT, "held-out prompts", ORANGE, 0),
-             (GOLD, "gold", GREEN, 0))  # fmt: skip
-    for metric, label, color, ahead in shown:
-        found = [(at(step - ahead), value) for step, value in points(curves, metric)]
-        if found:
-            yield Series(label=label, color=color, points=found, dots=ahead == 0)
-
-
-def _knee(found: Sequence[Mapping[str, Any]], metric: str, unit: str) -> Mark | None:
-    """Return the point of diminishing returns of a curve; None where it has none in the run."""
-    for curve in found:
-        knee = curve["knee"]
-        if (curve["metric"], curve["unit"]) == (metric, unit) and knee and knee["at"] is not None:
-            low, high = knee["at_interval"]
-            ends = (knee["at"] if low is None else low, math.inf if high is None else high)
-            return Mark(x=knee["at"], interval=ends, label=f"knee at iteration {knee['iteration']}")
-    return None

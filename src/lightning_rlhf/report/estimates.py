@@ -34,18 +34,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Correlation:
-    """Correlation of two variables, -1 to 1.
-
-    It is None if one of the variables is constant or there are fewer than three points.
-    """
-
-    points: int
-    pearson: float | None
-    spearman: float | None
-
-
-@dataclass(frozen=True)
 class Distribution:
     """Distribution of the scores of one kind of response."""
 
@@ -59,6 +47,15 @@ class Distribution:
     histogram: tuple[int, ...]
     """Number of responses in each bin; all kinds share the edges, and the last edge is included.
     Values far outside are in no bin."""
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Correlation of two variables, -1 to 1; None if one is constant or points are below three."""
+
+    points: int
+    pearson: float | None
+    spearman: float | None
 
 
 def resampled_means(
@@ -76,15 +73,11 @@ def resampled_means(
     Source: Field and Welsh 2007, Bootstrapping clustered data, J. R. Statist. Soc. B 69(3)
     """
     n_clusters, n_groups = int(clusters.max()) + 1, int(groups.max()) + 1
-    cell = clusters * n_groups + groups
-    sums, rows = (
-        np.bincount(cell, weights, n_clusters * n_groups).reshape(n_clusters, n_groups)
-        for weights in (values, np.ones(len(values)))
-    )
+    cell, size = clusters * n_groups + groups, (n_clusters, n_groups)
+    sums, rows = (np.bincount(cell, x, n_clusters * n_groups).reshape(size)
+                  for x in (values, np.ones(len(values))))  # fmt: skip
     kinds, copies = np.unique(np.hstack([sums, rows]), axis=0, return_counts=True)
-    shares = copies / n_clusters
-    generator = np.random.default_rng(seed)
-    draws = (generator.multinomial(n_clusters, shares) for _ in range(RESAMPLES))
+    draws = np.random.default_rng(seed).multinomial(n_clusters, copies / n_clusters, RESAMPLES)
     totals = np.stack([draw @ kinds for draw in draws])
     with np.errstate(invalid="ignore"):
         return totals[:, :n_groups] / totals[:, n_groups:]
@@ -165,6 +158,19 @@ def resample_shares(n: int, seed: int) -> Float[ndarray, "R N"]:
     return counts / n
 
 
+def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
+    """Return the moments and the histogram of at least one value."""
+    return Distribution(
+        count=len(values),
+        mean=float(values.mean()),
+        std=float(values.std()),
+        lowest=float(values.min()),
+        median=float(np.median(values)),
+        highest=float(values.max()),
+        histogram=tuple(np.histogram(values, edges)[0].tolist()),
+    )
+
+
 def group_accuracy(
     right: Float[ndarray, " N"],
     groups: Int[ndarray, " N"],
@@ -200,32 +206,17 @@ def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
     return bin_of[inverse]
 
 
-def ranges(values: Float[ndarray, " N"], groups: Int[ndarray, " N"]) -> list[str]:
-    """Return each group's range of values as text: "LOWEST to HIGHEST"."""
-    inside = (values[groups == index] for index in range(int(groups.max()) + 1))
-    ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
-    return [low if low == high else f"{low} to {high}" for low, high in ends]
-
-
 def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
     """Return Pearson's correlation of the values, and of their ranks (Spearman's)."""
     if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
         return Correlation(len(x), None, None)
-    return Correlation(len(x), _pearson(x, y), _pearson(rankdata(x), rankdata(y)))
-
-
-def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
-    """Return the moments and the histogram of at least one value."""
-    counts, _ = np.histogram(values, edges)
-    return Distribution(
-        count=len(values),
-        mean=float(values.mean()),
-        std=float(values.std()),
-        lowest=float(values.min()),
-        median=float(np.median(values)),
-        highest=float(values.max()),
-        histogram=tuple(counts.tolist()),
-    )
+    found = []
+    for pair in ((x, y), (rankdata(x), rankdata(y))):
+        a, b = (values - values.mean() for values in pair)
+        a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
+        r = (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())
+        found.append(float(np.clip(r, -1.0, 1.0)))
+    return Correlation(len(x), *found)
 
 
 def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
@@ -245,24 +236,3 @@ def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
     if reach == 0 or len(inside) == len(finite):
         return None
     return float(inside[0]), float(inside[-1])
-
-
-def shared_edges(values: Float[ndarray, " N"]) -> Float[ndarray, " E"]:
-    """Return the edges of sqrt(N) equal bins, at least 10 and at most 40.
-
-    They reach from the lowest to the highest value that is not far outside.
-    """
-    bins = int(np.clip(np.sqrt(len(values)), 10, 40))
-    return np.histogram_bin_edges(values, bins, range=inner_range(values))
-
-
-def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
-    x, y = _centred(x), _centred(y)
-    r = (x * y).sum() / np.sqrt((x * x).sum() * (y * y).sum())
-    return float(np.clip(r, -1.0, 1.0))
-
-
-def _centred(x: Float[ndarray, " N"]) -> Float[ndarray, " N"]:
-    """Return x minus its mean, scaled to size 1 at most, so that no square under- or overflows."""
-    centred = x - x.mean()
-    return centred / np.abs(centred).max()

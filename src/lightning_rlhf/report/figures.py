@@ -15,28 +15,52 @@ from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, PercentFormatter
 from numpy import ndarray
 
 from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.report.curves import (
-    PALETTE,
-    Curves,
-    Panels,
-    Plot,
-    Point,
-    Series,
-    panel_for_each,
-)
-from lightning_rlhf.report.estimates import Interval, inner_range
+from lightning_rlhf.report import curves
+from lightning_rlhf.report.curves import BLUE, GREEN, PALETTE, PURPLE, Plot, Point, Series
+from lightning_rlhf.report.estimates import Distribution, Interval, inner_range
+from lightning_rlhf.report.fitness import Fitness
+from lightning_rlhf.report.tables import spread
 
 MARGIN = 0.05
 """Margin on either side of the displayed range, as a share of that range."""
-MARKERS = (("<", ">"), ("v", "^"))
-"""Markers of values below and above the limits of the x-axis, and of the y-axis."""
 MOST_MARKS = 50
 """Maximum number of markers of one kind on one side; the farthest values are drawn."""
+MOST_POINTS = 400
+"""Number of dots, and of places of an area, above which some are left out."""
+MOST_SCATTERED = 1500
+"""Maximum number of points of each kind in a scatter plot, spread evenly over the data."""
+PREFIXED = 1e5
+"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
+LETTERS_AN_INCH = 10
+"""Number of bold, wide characters of a heading that fit in an inch."""
+WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
+WIDTH, HEIGHT = 420, 230
+"""Size of a plot of a page, in points, which become CSS pixels or less."""
+PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
+"""Left, bottom, width and height of the plotted area, as shares."""
+GREY, GRID, HEALTHY, BAD = "#777777", "#e6e6e6", "#11803f", "#c3262f"
+COLORS = {
+    **{color.lower(): f"var(--c{place})" for place, color in enumerate(PALETTE)},
+    GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)",
+    "#ffffff": "var(--page)",
+}  # fmt: skip
+"""Colour of a plot -> the one of the page that a browser draws it in, light or dark."""
+STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+         "grid.color": GRID, "font.size": 10}  # fmt: skip
+PAGE = {
+    **STYLE, "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY,
+    "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
+    "xtick.minor.size": 0, "ytick.minor.size": 0,
+    "font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5,
+}  # fmt: skip
+LEGEND = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False,
+          "borderaxespad": 0.2, "columnspacing": 1.2}  # fmt: skip
+"""Placement of a legend above the plot, where it hides no curve."""
 
 
 def view(values: Sequence[float], *, is_log: bool = False) -> Interval | None:
@@ -45,8 +69,7 @@ def view(values: Sequence[float], *, is_log: bool = False) -> Interval | None:
     is_log: whether the axis is logarithmic and shows only positive values.
     """
     found = np.asarray(values, dtype=float)
-    scaled = np.log10(found[found > 0]) if is_log else found
-    inner = inner_range(scaled)
+    inner = inner_range(np.log10(found[found > 0]) if is_log else found)
     if inner is None:
         return None
     low, high = inner
@@ -69,86 +92,38 @@ def mark_outside(
     """
     ends = [(-np.inf, np.inf) if limits is None else limits for limits in (x, y)]
     at = np.clip(points, [low for low, _ in ends], [high for _, high in ends])
-    for column, markers in enumerate(MARKERS):
-        for side, marker in zip((-1, 1), markers, strict=True):
-            beyond = np.flatnonzero(side * points[:, column] > side * at[:, column])
-            if not len(beyond):
-                continue
-            farthest = beyond[np.argsort(-side * points[beyond, column], kind="stable")]
-            axes.plot(
-                *at[farthest[:MOST_MARKS]].T, marker, color=color, markersize=6, clip_on=False,
-                zorder=4,
-            )  # fmt: skip
-            _write(axes, points[farthest[0], column], at[farthest[0]].tolist(), marker, color)
-
-
-def _write(axes: Axes, value: float, at: Sequence[float], marker: str, color: str) -> None:
-    """Write a value beside its triangle, on the side where the axes have room."""
-    middle = sum(axes.get_xlim()) / 2
-    is_left = marker == ">" or (marker != "<" and at[0] > middle)
-    axes.annotate(
-        f"{value:.4g}", (at[0], at[1]), xytext=(-6 if is_left else 6, 0),
-        textcoords="offset points", ha="right" if is_left else "left", va="center", fontsize=8,
-        color=color, bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
-    )  # fmt: skip
-
-
-WIDTH_IN, ROW_IN, DPI = 12.8, 3.4, 150
-LETTERS_AN_INCH = 10
-"""Number of bold, wide characters of a heading that fit in an inch."""
-GREY, GRID, HEALTHY, BAD = "#777777", "#e6e6e6", "#11803f", "#c3262f"
-STYLE = {
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": GRID,
-    "font.size": 10,
-}
-
-LEGEND = {
-    "loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False, "borderaxespad": 0.2,
-    "columnspacing": 1.2,
-}  # fmt: skip
-"""Placement of a legend above the plot, where it hides no curve."""
-
-
-MOST_POINTS = 400
-"""Number of dots, and of places of an area, above which some are left out."""
-PREFIXED = 1e5
-"""Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
-COLORS = {
-    **{color.lower(): f"var(--c{place})" for place, color in enumerate(PALETTE)},
-    GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)",
-    "#ffffff": "var(--page)",
-}  # fmt: skip
-"""Colour of a plot -> the one of the page that a browser draws it in, light or dark."""
-PAGE = {
-    **STYLE, "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY,
-    "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
-    "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5,
-}  # fmt: skip
-WIDTH, HEIGHT = 420, 230
-"""Size of a plot of a page, in points, which become CSS pixels or less."""
-PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
-"""Left, bottom, width and height of the plotted area, as shares."""
+    for marker, column, side in (("<", 0, -1), (">", 0, 1), ("v", 1, -1), ("^", 1, 1)):
+        beyond = np.flatnonzero(side * points[:, column] > side * at[:, column])
+        if not len(beyond):
+            continue
+        farthest = beyond[np.argsort(-side * points[beyond, column], kind="stable")]
+        axes.plot(*at[farthest[:MOST_MARKS]].T, marker, color=color, markersize=6, clip_on=False,
+                  zorder=4)  # fmt: skip
+        left, height = at[farthest[0]].tolist()
+        # The label is on the side of the triangle where the axes have room.
+        is_left = marker == ">" or (marker != "<" and left > sum(axes.get_xlim()) / 2)
+        axes.annotate(
+            f"{points[farthest[0], column]:.4g}", (left, height),
+            xytext=(-6 if is_left else 6, 0), textcoords="offset points",
+            ha="right" if is_left else "left", va="center", fontsize=8, color=color,
+            bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
+        )  # fmt: skip
 
 
 def draw_curves(
-    run_dir: Path,
-    curves: Curves,
+    folder: Path,
+    measured: curves.Curves,
     title: str,
     x_label: str,
-    panels: Panels | None = None,
+    panels: curves.Panels | None = None,
 ) -> Path:
-    """Draw `<run_dir>/curves.png` and return its path.
+    """Draw curves.png of what was measured into a folder and return its path.
 
     panels: function of the names of the measured metrics; None draws one panel for each metric.
     """
-    plots = [panel.plot(curves, x_label) for panel in (panels or panel_for_each)(curves)]
-    path = run_dir / "curves.png"
-    draw_plots(path, title, plots)
-    return path
+    found = (panels or curves.panel_for_each)(measured)
+    draw_plots(folder / "curves.png", title, [panel.plot(measured, x_label) for panel in found])
+    return folder / "curves.png"
 
 
 def draw_plots(path: Path, title: str, plots: Sequence[Plot]) -> None:
@@ -172,9 +147,8 @@ def draw_plots(path: Path, title: str, plots: Sequence[Plot]) -> None:
             axes.set_ylabel(plot.unit)
             handles = draw(axes, plot)
             if not plot.series:
-                axes.text(
-                    0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color=GREY
-                )
+                at = axes.transAxes
+                axes.text(0.5, 0.5, "not measured", transform=at, ha="center", color=GREY)
             axes.legend(handles=handles, ncols=max(1, len(handles)), handlelength=1.6, **LEGEND)
         with written_whole(path) as beside:
             figure.savefig(beside, dpi=DPI, format="png")
@@ -183,9 +157,8 @@ def draw_plots(path: Path, title: str, plots: Sequence[Plot]) -> None:
 def head(figure: Figure, title: str) -> None:
     """Write `title` above a figure, wrapped to its width and not interpreted as math."""
     lines = textwrap.wrap(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or [title]
-    figure.suptitle(
-        "\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False
-    )
+    figure.suptitle("\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11,
+                    parse_math=False)  # fmt: skip
 
 
 def tick_text(tick: float) -> str:
@@ -220,10 +193,9 @@ def shown_range(plot: Plot) -> Interval | None:
 def draw(axes: Axes, plot: Plot) -> list[Artist]:
     """Draw a plot; return the artists of its legend."""
     axes.set_xlabel(visible_line(plot.x_label), parse_math=False)
-    xs = [x for series in plot.series for x, _ in series.points] + [
-        x for area in plot.areas for x in area.x
-    ]
-    is_whole = all(float(x).is_integer() for x in xs)
+    xs = [x for series in plot.series for x, _ in series.points]
+    is_whole = all(float(x).is_integer() for area in plot.areas for x in area.x)
+    is_whole &= all(float(x).is_integer() for x in xs)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=is_whole))
     if plot.is_log:
         axes.set_yscale("log")
@@ -234,19 +206,16 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
     handles: list[Artist] = []
     for area in plot.areas:
         x, low, high = (y[:: 1 + len(y) // MOST_POINTS] for y in (area.x, area.low, area.high))
-        drawn = axes.fill_between(
-            x, low, high, color=area.color, alpha=area.opacity, linewidth=0, label=area.label
-        )
+        drawn = axes.fill_between(x, low, high, color=area.color, alpha=area.opacity, linewidth=0,
+                                  label=area.label)  # fmt: skip
         handles += [drawn] if area.label else []
     for number, series in enumerate(plot.series):
         found, dotted = known(series, is_log=plot.is_log), dots(plot, series)
         if series.line and len(found) > 1:
             axes.plot(*zip(*found, strict=True), color=series.color, gid=f"line {number}")
         if dotted:
-            axes.plot(
-                *zip(*dotted, strict=True), "o", color=series.color, markersize=6, zorder=3,
-                markeredgewidth=0, gid=f"dots {number}",
-            )  # fmt: skip
+            axes.plot(*zip(*dotted, strict=True), "o", color=series.color, markersize=6, zorder=3,
+                      markeredgewidth=0, gid=f"dots {number}")  # fmt: skip
         style = "o" * bool(dotted) + "-" * series.line or "o"
         legend = axes.plot([], [], style, color=series.color, markersize=5, label=series.label)
         handles += legend if series.label else []
@@ -265,15 +234,12 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
         axes.set_ylim(min(bottom, plot.reference[0]), max(top, plot.reference[0]))
     across, up = axes.get_xlim(), axes.get_ylim()
     if plot.healthy is not None:
-        lower, upper = (
-            edge if end is None else float(np.clip(end, *up))
-            for end, edge in zip(plot.healthy, up, strict=True)
-        )
+        lower, upper = (edge if end is None else float(np.clip(end, *up))
+                        for end, edge in zip(plot.healthy, up, strict=True))  # fmt: skip
         axes.axhspan(lower, upper, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
     if plot.mark is not None and plot.mark.interval[0] <= across[1]:
-        ends = np.clip(plot.mark.interval, *across)
-        handles.append(axes.axvspan(*ends, color=BAD, alpha=0.12, linewidth=0,
-                                    label=plot.mark.label))  # fmt: skip
+        handles.append(axes.axvspan(*np.clip(plot.mark.interval, *across), color=BAD, alpha=0.12,
+                                    linewidth=0, label=plot.mark.label))  # fmt: skip
         if across[0] <= plot.mark.x <= across[1]:
             axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
     axes.set_xlim(*across)
@@ -298,23 +264,22 @@ def svg(plot: Plot) -> str:
     found = file.getvalue()
     found = found[found.index("<g ") : found.rindex("</svg>")]
     for number, series in enumerate(plot.series):
-        line, dot = (f'<g id="{kind} {number}">' for kind in ("line", "dots"))
-        if line in found:
-            last = known(series, is_log=plot.is_log)[-1]
-            found = found.replace(line, f"<g>{_tip(series, last)}", 1)
-        if dot in found:
-            tips = [_tip(series, point) for point in dots(plot, series)]
-            before, _, group = found.partition(dot)
+        points = known(series, is_log=plot.is_log)
+        found = found.replace(f'<g id="line {number}">', f"<g>{_tip(series, points[-1:])}", 1)
+        before, dot, group = found.partition(f'<g id="dots {number}">')
+        if dot:
+            tips = [_tip(series, [point]) for point in dots(plot, series)]
             first, *uses = re.split("(?=<use )", group, maxsplit=len(tips))
-            told = (
-                use.replace("/>", f">{tip}</use>", 1) for use, tip in zip(uses, tips, strict=True)
-            )
+            told = (use.replace("/>", f">{tip}</use>", 1)
+                    for use, tip in zip(uses, tips, strict=True))  # fmt: skip
             found = f"{before}<g>{first}{''.join(told)}"
     found = re.sub(r'<g id="[^"]*"/>| transform="rotate\(-0 [^"]*"', "", found)
     found = re.sub(r'<g id="[^"]*">', "<g>", found).replace("xlink:href", "href")
     found = re.sub(r"font-family:[^;\"]*;? ?", "", found)
     found = re.sub(r"#[0-9a-f]{6}\b", lambda color: COLORS.get(color[0], color[0]), found)
-    found = re.sub(r' (?:d|x|y|transform)="[^"]*"', _rounded, found)
+    numbers = re.compile(r"\d+\.\d+")
+    found = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda given: numbers.sub(
+        lambda number: f"{float(number[0]):.1f}", given[0]), found)  # fmt: skip
     found = re.sub(r"\s*\n\s*", " ", found).replace("> <", "><")
     alone = r"<g>(<path [^>]*/>|<text [^>]*>[^<]*</text>|)</g>"
     while found != (found := re.sub(alone, r"\1", found)):
@@ -323,14 +288,12 @@ def svg(plot: Plot) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{found}</svg>'
 
 
-def _rounded(numbers: re.Match[str]) -> str:
-    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}", numbers[0])
-
-
-def _tip(series: Series, point: Point) -> str:
-    x, y = point
-    place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
-    return f"<title>{_text(series.label)}: {y:.4g} at {place}</title>"
+def _tip(series: Series, points: Sequence[Point]) -> str:
+    """Return what a browser shows of a point under the pointer; "" without one."""
+    for x, y in points:
+        place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
+        return f"<title>{_text(series.label)}: {y:.4g} at {place}</title>"
+    return ""
 
 
 def _text(words: str) -> Markup:
@@ -340,24 +303,88 @@ def _text(words: str) -> Markup:
 
 def figure_of(plot: Plot) -> Markup:
     """Return the plot as a `<figure>` with its caption, legend and healthy range."""
-    keys = [(series.label, series.color, "") for series in plot.series if series.points]
-    keys += [(area.label, area.color, " soft") for area in plot.areas]
-    legend = [
-        f'<span class="key c{PALETTE.index(color)}{kind}">{_text(label)}</span>'
-        for label, color, kind in keys
-        if label
-    ]
-    others = (
-        ("band", plot.healthy and "healthy"),
-        ("level", plot.reference and plot.reference[1]),
-        ("knee", plot.mark and plot.mark.label),
-    )
-    legend += [f'<span class="key {kind}">{_text(label)}</span>' for kind, label in others if label]
+    keys = [(f"c{PALETTE.index(series.color)}", series.label)
+            for series in plot.series if series.points]  # fmt: skip
+    keys += [(f"c{PALETTE.index(area.color)} soft", area.label) for area in plot.areas]
+    keys += [("band", "healthy" if plot.healthy else "")]
+    keys += [("level", plot.reference[1] if plot.reference else "")]
+    keys += [("knee", plot.mark.label if plot.mark else "")]
+    legend = "".join(f'<span class="key {kind}">{_text(one)}</span>' for kind, one in keys if one)
     is_measured = plot.areas or any(known(one, is_log=plot.is_log) for one in plot.series)
     unit = f" <small>{_text(plot.unit)}</small>" if plot.unit else ""
     meaning = f'<p class="meaning">healthy: {_text(plot.meaning)}</p>' if plot.meaning else ""
     return Markup(
         f"<figure><figcaption>{_text(plot.title)}{unit}</figcaption>"
-        f'<div class="legend">{"".join(legend)}</div>'
+        f'<div class="legend">{legend}</div>'
         f"{svg(plot) if is_measured else '<p class=absent>not measured</p>'}{meaning}</figure>"
     )
+
+
+def kinds_of(fitness: Fitness) -> list[tuple[str, str, Distribution]]:
+    """Return the kinds of responses that were scored, each with its colour and distribution."""
+    found = [("chosen", GREEN, fitness.chosen), ("rejected", PURPLE, fitness.rejected)]
+    return found + ([] if fitness.sampled is None else [("SFT samples", BLUE, fitness.sampled)])
+
+
+def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
+    """Draw the figures of a fitness report into `folder`; return caption -> file.
+
+    title: heading of each figure, which says what was measured.
+    """
+    pictures = {
+        "Scores of chosen and rejected responses and of SFT samples": ("rewards.png", _rewards),
+        "Score against length": ("length.png", _length),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, draw_into in pictures.values():
+        with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
+            figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+            draw_into(figure.subplots(), fitness)
+            head(figure, title)
+            figure.savefig(folder / name, dpi=DPI)
+    return {what: folder / name for what, (name, _) in pictures.items()}
+
+
+def _rewards(axes: Axes, fitness: Fitness) -> None:
+    """Draw the histograms of scores, with the extremes that lie outside."""
+    kinds = kinds_of(fitness)[::-1]
+    for label, color, found in kinds:
+        shares, name = np.array(found.histogram) / found.count, f"{label} ({found.count:,})"
+        axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
+        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=name)
+    low, high = fitness.edges[0], fitness.edges[-1]
+    margin = MARGIN * (high - low)
+    limits = low - margin, high + margin
+    axes.set_xlim(*limits)
+    for row, (_, color, found) in enumerate(kinds, start=1):
+        height = 0.06 * row * axes.get_ylim()[1]
+        extremes = np.array([(found.lowest, height), (found.highest, height)])
+        mark_outside(axes, extremes, limits, None, color)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+    axes.set(xlabel="score", ylabel="share of responses")
+    axes.set_ylim(bottom=0)
+    axes.legend(handlelength=1.4, ncols=3, **LEGEND)
+
+
+def _length(axes: Axes, fitness: Fitness) -> None:
+    """Draw scores against lengths, with those that lie outside at the edges."""
+    pairs, samples = fitness.pairs, fitness.samples
+    kinds = [
+        ("SFT samples", BLUE, "^", [(tokens, score) for score, tokens in samples]),
+        ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
+        ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
+    ]
+    x, y = (view(values) for values in zip(*(xy for *_, some in kinds for xy in some), strict=True))
+    limits = {name: ends for name, ends in (("xlim", x), ("ylim", y)) if ends is not None}
+    axes.set(xlabel="tokens of the response", ylabel="score", **limits)
+    for label, color, marker, points in kinds:
+        if points:
+            some = spread(points, MOST_SCATTERED)
+            alpha = min(0.8, max(0.2, 8 / math.sqrt(len(some))))
+            tokens, scores = zip(*some, strict=True)
+            axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
+                         linewidths=0)  # fmt: skip
+            axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
+            mark_outside(axes, np.array(points, dtype=float), x, y, color)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
+    axes.legend(handletextpad=0.1, ncols=3, **LEGEND)

@@ -18,18 +18,15 @@ from lightning_rlhf.report.estimates import (
     describe,
     equal_mass,
     group_accuracy,
+    inner_range,
     interval95,
-    ranges,
     resampled_means,
-    shared_edges,
 )
 from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
 
 LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
-BINS = 10
-"""Maximum number of bins by confidence."""
-QUARTERS = 4
-"""Maximum number of groups by size of a difference or margin."""
+BINS, QUARTERS = 10, 4
+"""Maximum number of bins by confidence, and of groups by size of a difference or margin."""
 ScoredSample = tuple[float, int]
 """Score and number of tokens of a response of the SFT model, from which PPO starts."""
 
@@ -95,24 +92,19 @@ class LengthBias:
     """Accuracy where chosen is longer, shorter, or as long as rejected; without empty groups."""
     gap: float | None
     """Accuracy where chosen is longer minus accuracy where it is shorter: 1 for a model that always
-    takes the longer response, -1 for one that always takes the shorter; None if one group is
-    empty."""
+    takes the longer response, -1 for the shorter; None if one group is empty."""
     gap_interval: Interval | None
     """95% interval of the gap; None if there is no gap, or if a group has a single prompt."""
     model_prefers_longer: float | None
-    """Share of the pairs of different lengths in which the longer response scores higher; None
-    without such pairs."""
+    """Share of the pairs of different lengths in which the longer response scores higher."""
     people_prefer_longer: float | None
-    """Share of the pairs of different lengths in which the longer response was chosen; None without
-    such pairs."""
+    """Share of the pairs of different lengths in which the longer response was chosen."""
     longer_is_right: float
     """Accuracy of always taking the longer response; two of equal length count one half."""
     responses: Correlation
     """Correlation of score and length over both responses of every pair."""
     pairs: Correlation
-    """Correlation of the differences in score and in length, chosen minus rejected, over pairs. The
-    mean differences, which reflect the labels' own preference for length, do not enter a
-    correlation."""
+    """Correlation of the differences in score and in length, chosen minus rejected, over pairs."""
     samples: Correlation
     """Correlation of score and length over SFT samples."""
 
@@ -145,35 +137,50 @@ class Fitness:
     """
 
     pairs: tuple[ScoredPair, ...]
-    """Pairs that were measured."""
     samples: tuple[ScoredSample, ...]
-    """Samples of the SFT model that were measured."""
     prompts: int
     """Number of different prompts among the pairs."""
     ties: int
     """Number of pairs whose two responses score the same."""
     accuracy: Group
-    """Accuracy over all pairs."""
     by_difference: tuple[Group, ...]
-    """Accuracy by quarter of |chosen - rejected|, the smallest first; a well calibrated model is
-    least accurate in the first quarter."""
+    """Accuracy by quarter of |chosen - rejected|, the smallest first."""
     by_margin: tuple[Group, ...]
-    """Accuracy by quarter of the margin given in the data, over the pairs that have one; empty if
-    none has."""
+    """Accuracy by quarter of the margin given in the data, over the pairs that have one."""
     length: LengthBias
     calibration: Calibration | None
     """Calibration of the source; None if its scores are not log-odds."""
     edges: tuple[float, ...]
     """Edges of the histograms' bins, which leave out values far outside."""
     chosen: Distribution
-    """Distribution of the scores of chosen responses."""
     rejected: Distribution
-    """Distribution of the scores of rejected responses."""
     sampled: Distribution | None
     """Distribution of the scores of SFT samples; None without samples."""
     outside: float | None
-    """Share of SFT samples that score above or below every response of the pairs; None without
-    samples."""
+    """Share of SFT samples that score above or below every response of the pairs."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return the scalar measurements that are defined by the names they are logged under."""
+        length, calibration = self.length, self.calibration
+        accuracies = {group.label: group.accuracy for group in length.groups}
+        low, high = self.accuracy.interval or (None, None)
+        found: dict[str, float | None] = {
+            "accuracy": self.accuracy.accuracy,
+            "accuracy_low": low,
+            "accuracy_high": high,
+            "accuracy_chosen_longer": accuracies.get(LONGER),
+            "accuracy_chosen_shorter": accuracies.get(SHORTER),
+            "length_gap": length.gap,
+            "length_pearson": length.responses.pearson,
+            "length_pearson_within_pairs": length.pairs.pearson,
+            "length_pearson_sft": length.samples.pearson,
+            "sft_outside": self.outside,
+            "pairs": float(len(self.pairs)),
+        }
+        for name in () if calibration is None else ("log_loss", "ece", "overconfidence"):
+            found[name] = getattr(calibration, name)
+        return {f"fitness/{name}": value for name, value in found.items() if value is not None}
 
 
 def measure_fitness(
@@ -193,16 +200,13 @@ def measure_fitness(
             that; None for a source that gives no probabilities, whose calibration is not measured.
         seed: seed of the bootstrap.
     """
-    chosen, rejected, chosen_tokens, rejected_tokens = np.array(
-        [(p.chosen_score, p.rejected_score, p.chosen_tokens, p.rejected_tokens) for p in pairs],
-        dtype=float,
-    ).T
+    scores = np.array([(p.chosen_score, p.rejected_score) for p in pairs], dtype=float).T
+    tokens = np.array([(p.chosen_tokens, p.rejected_tokens) for p in pairs], dtype=float).T
     sampled, sampled_tokens = np.array(samples, dtype=float).reshape(-1, 2).T
     number_of = {text: i for i, text in enumerate(dict.fromkeys(p.prompt for p in pairs))}
     prompt = np.array([number_of[p.prompt] for p in pairs])
-    difference, longer = chosen - rejected, chosen_tokens - rejected_tokens
+    difference, longer = scores[0] - scores[1], tokens[0] - tokens[1]
     right = (np.sign(difference) + 1) / 2
-    margin = np.array([pair.margin for pair in pairs], dtype=float)  # NaN for None
 
     def by_quarter(size: Float[ndarray, " N"]) -> tuple[Group, ...]:
         """Return the accuracy by quarter of a size, over the pairs that have one."""
@@ -211,11 +215,15 @@ def measure_fitness(
             return ()
         quarter = equal_mass(size[rows], QUARTERS)
         prompts = np.unique(prompt[rows], return_inverse=True)[1]
-        return group_accuracy(right[rows], quarter, ranges(size[rows], quarter), prompts, seed)
+        inside = (size[rows][quarter == index] for index in range(int(quarter.max()) + 1))
+        ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
+        labels = [low if low == high else f"{low} to {high}" for low, high in ends]
+        return group_accuracy(right[rows], quarter, labels, prompts, seed)
 
-    both = np.concatenate([chosen, rejected])
-    edges = shared_edges(np.concatenate([both, sampled]))
-    outside = (sampled < both.min()) | (sampled > both.max())
+    every = np.concatenate([scores.ravel(), sampled])
+    bins = int(np.clip(np.sqrt(len(every)), 10, 40))
+    edges = np.histogram_bin_edges(every, bins, range=inner_range(every))
+    outside = (sampled < scores.min()) | (sampled > scores.max())
     return Fitness(
         pairs=tuple(pairs),
         samples=tuple(samples),
@@ -223,13 +231,13 @@ def measure_fitness(
         ties=int((difference == 0).sum()),
         accuracy=group_accuracy(right, np.zeros(len(pairs), dtype=int), ["all"], prompt, seed)[0],
         by_difference=by_quarter(np.abs(difference)),
-        by_margin=by_quarter(margin),
+        by_margin=by_quarter(np.array([pair.margin for pair in pairs], dtype=float)),
         length=length_bias(
             right,
             np.sign(longer),
             prompt,
             seed,
-            responses=correlate(both, np.concatenate([chosen_tokens, rejected_tokens])),
+            responses=correlate(scores.ravel(), tokens.ravel()),
             pairs=correlate(difference, longer),
             samples=correlate(sampled, sampled_tokens),
         ),
@@ -237,8 +245,8 @@ def measure_fitness(
         if logit_scale is None
         else calibrate(logit_scale * difference, right, prompt, seed),
         edges=tuple(edges.tolist()),
-        chosen=describe(chosen, edges),
-        rejected=describe(rejected, edges),
+        chosen=describe(scores[0], edges),
+        rejected=describe(scores[1], edges),
         sampled=describe(sampled, edges) if samples else None,
         outside=float(outside.mean()) if samples else None,
     )
@@ -259,12 +267,10 @@ def length_bias(
     """
     index = np.select([sign > 0, sign < 0], [0, 1], 2)
     groups = group_accuracy(right, index, (LONGER, SHORTER, SAME), prompt, seed)
-    gap: float | None = None
-    gap_interval: Interval | None = None
+    gap = gap_interval = None
     if [group.label for group in groups[:2]] == [LONGER, SHORTER]:
-        longer, shorter = groups[:2]
-        gap = longer.accuracy - shorter.accuracy
-        if longer.interval is not None and shorter.interval is not None:
+        gap = groups[0].accuracy - groups[1].accuracy
+        if all(group.interval is not None for group in groups[:2]):
             means = resampled_means(right, index, prompt, seed)
             gap_interval = interval95(means[:, 0] - means[:, 1])
     differ = sign != 0
@@ -305,10 +311,7 @@ def calibrate(
          "accuracy": float(right[rows].mean())}
         for rows in inside
     )  # fmt: skip
-    over = None
-    if prompt.max() > 0:
-        means = resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
-        over = interval95(means[:, 0])
+    means = resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
     variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
     by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
     return Calibration(
@@ -316,7 +319,7 @@ def calibrate(
         ece=sum(p["pairs"] / count * abs(p["confidence"] - p["accuracy"]) for p in points),
         ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
         overconfidence=float((confidence - right).mean()),
-        overconfidence_interval=over,
+        overconfidence_interval=interval95(means[:, 0]) if prompt.max() > 0 else None,
         points=points,
     )
 
@@ -327,18 +330,17 @@ def measure_probes(probes: Sequence[ScoredProbe]) -> tuple[ProbeResult, ...]:
     for kind in PROBES:
         if not (scored := [probe for probe in probes if probe.kind == kind]):
             continue
-        middle = float(median(probe.score for probe in scored))
+        scores = [probe.score for probe in scored]
+        middle = float(median(scores))
         leads = [probe.score - probe.pair.chosen_score for probe in scored]
-        results.append(
-            ProbeResult(
-                kind=kind,
-                prompts=len(scored),
-                mean=fmean(probe.score for probe in scored),
-                median=middle,
-                chosen_median=float(median(probe.pair.chosen_score for probe in scored)),
-                rejected_median=float(median(probe.pair.rejected_score for probe in scored)),
-                beats_chosen=fmean(0.5 if lead == 0 else float(lead > 0) for lead in leads),
-                example=min(scored, key=lambda probe: abs(probe.score - middle)),
-            )
-        )
+        results.append(ProbeResult(
+            kind=kind,
+            prompts=len(scored),
+            mean=fmean(scores),
+            median=middle,
+            chosen_median=float(median(probe.pair.chosen_score for probe in scored)),
+            rejected_median=float(median(probe.pair.rejected_score for probe in scored)),
+            beats_chosen=fmean(0.5 if lead == 0 else float(lead > 0) for lead in leads),
+            example=min(scored, key=lambda probe: abs(probe.score - middle)),
+        ))  # fmt: skip
     return tuple(results)

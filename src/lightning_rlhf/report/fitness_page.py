@@ -1,45 +1,262 @@
-"""Fitness report of a reward: report.md and its figures for people, fitness.json for programs."""
+"""Fitness report of a reward: its checks, the verdict and advice that follow, and the files.
+
+report.md and its figures are for people, fitness.json for programs.
+"""
+
+from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-
-import matplotlib as mpl
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
+from typing import Literal
 
 from lightning_rlhf.core.errors import counted, percent
-from lightning_rlhf.data.problems import Problems
+from lightning_rlhf.data.problems import LONGER_SHARE, Problems
 from lightning_rlhf.models.checkpoint import PAGE, Verdict
-from lightning_rlhf.report.checks import (
-    CHECKS,
-    MIN_COUNT,
-    MIN_PROBES,
-    PAIR_CHECKS,
-    Finding,
-    about_pairs,
-    find,
-    find_in_pairs,
-    fitness_metrics,
-    for_ppo,
-    judgement,
-)
-from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE
-from lightning_rlhf.report.estimates import Distribution, Interval, number_text
-from lightning_rlhf.report.figures import DPI, LEGEND, MARGIN, STYLE, head, mark_outside, view
-from lightning_rlhf.report.fitness import Fitness, ProbeResult
+from lightning_rlhf.report.estimates import Interval, number_text
+from lightning_rlhf.report.figures import draw_fitness, kinds_of
+from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, ProbeResult
 from lightning_rlhf.report.run_page import TEMPLATES
-from lightning_rlhf.report.tables import plain, spread, table
+from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.rewards.format_check import PROBES
 
 NUMBERS, PICTURES = "fitness.json", "report"
 CHARACTERS = 200
 """Maximum length of a text that is shown as an example, in characters."""
+MIN_COUNT, MIN_PROBES = 30, 5
+"""Minimum number of pairs or samples to judge a share, whose standard error is then at most 0.09,
+and of prompts to judge a median."""
+LENGTH_IS_PAID = "watch `rollout/response_tokens`, since length may be what is paid"
+
+
+@dataclass(frozen=True)
+class FitnessCheck:
+    """A check of a reward or of preference pairs."""
+
+    name: str
+    threshold: float
+    """Value from which on the check is flagged."""
+    reason: str
+    """Reason for the threshold."""
+    advice: str = ""
+    """Advice for PPO if the check is flagged."""
+
+    def finds(
+        self, value: float | None, words: str, is_flagged: bool | None = None, subject: str = ""
+    ) -> Finding:
+        """Return the finding; is_flagged: None where there are too few data."""
+        outcome: Outcome = "not tested" if is_flagged is None else "flag" if is_flagged else "clear"
+        return Finding(self, subject or self.name, outcome, value, words)
+
+
+Outcome = Literal["flag", "clear", "not tested"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Outcome of a check."""
+
+    check: FitnessCheck
+    subject: str
+    """Name of what was checked: the check's name, with the kind of probe if it is a probe."""
+    outcome: Outcome
+    value: float | None
+    """Measured value; None if there was nothing to measure."""
+    words: str
+    """Description of the outcome for people."""
+
+
+CHECKS = (
+    FitnessCheck(
+        "better than guessing", 0.5,
+        "guessing ranks half of the pairs right; the whole 95% interval must be above it"),
+    FitnessCheck(
+        "better than length", 0.0,
+        "the value is the accuracy less that of always choosing the longer response, or the "
+        "shorter if that is right more often; the whole 95% interval must be above that rule's "
+        "accuracy, else the accuracy cannot be distinguished from length", LENGTH_IS_PAID),
+    FitnessCheck(
+        "length gap", 0.2,
+        "a model that is right in 75% of pairs would be right in 85% of one half and 65% of the "
+        "other; the 95% interval must exclude 0 as well, so that chance alone is no flag",
+        LENGTH_IS_PAID),
+    FitnessCheck(
+        "length within pairs", 0.5,
+        "at 0.5 length explains a quarter (its square) of the variance of score differences in a "
+        "pair", LENGTH_IS_PAID),
+    FitnessCheck(
+        "overconfidence", 0.1,
+        "an ECE of 0.1 is ten points between confidence and accuracy; the 95% interval of "
+        "confidence less accuracy must be above 0 as well, because an ECE of few pairs is never 0",
+        "trust its order more than its distances"),
+    FitnessCheck(
+        "SFT samples off the scale", 0.05,
+        "share of samples outside the scores of the pairs; of samples with the distribution of the "
+        "n responses of the pairs 2 / (n + 1) are outside by chance, 3.3% for the fewest pairs "
+        "tested", "distrust the scores where PPO starts, which lie where nobody measured"),
+    FitnessCheck(
+        "probe", 0.0,
+        "the value is its median less that of good responses; a response that is worse than a good "
+        "one should not score higher", "look in the samples for what the flagged probes show"),
+)  # fmt: skip
+"""Checks of a reward."""
+ACCURACY, BEATS_LENGTH, LENGTH_GAP, LENGTH_CORRELATION, OVERCONFIDENCE, OUTSIDE, PROBE = CHECKS
+PAIR_CHECKS = (
+    FitnessCheck(
+        "duplicate pairs", 0.05,
+        "share of all pairs; a duplicate counts twice in training and in an interval, and one pair "
+        "in twenty is more than chance"),
+    FitnessCheck(
+        "contradicting pairs", 0.02,
+        "share of all pairs; one of two contradicting pairs is always ranked wrong, so at 0.02 the "
+        "best accuracy is two points below 1"),
+    FitnessCheck(
+        "held-out prompts trained on", 0.05,
+        "share of held-out prompts; the accuracy on them may come from memory, and at 0.05 it may "
+        "be five points too high"),
+    FitnessCheck(
+        "one-sided length", LONGER_SHARE,
+        "share of the pairs of different lengths in which one side is longer; beyond it length "
+        "alone predicts the label usefully; the 95% interval must exclude 1/2 as well"),
+)  # fmt: skip
+"""Checks of the pairs, which need no scores."""
+DUPLICATES, CONTRADICTIONS, LEAKS, ONE_SIDED = PAIR_CHECKS
+
+
+def find(fitness: Fitness, probes: Sequence[ProbeResult]) -> tuple[Finding, ...]:
+    """Return the finding of every check of the reward; none is flagged on too few data."""
+    return (*of_pairs(fitness), *of_scores(fitness), *map(of_probe, probes))
+
+
+def of_pairs(fitness: Fitness) -> Iterator[Finding]:
+    """Yield the findings on accuracy and length."""
+    group, length, found = fitness.accuracy, fitness.length, fitness.length.pairs
+    rule, side = max((length.longer_is_right, "longer"), (1 - length.longer_is_right, "shorter"))
+    lead = group.accuracy - rule
+    if group.pairs < MIN_COUNT or group.interval is None:
+        words = f"{counted(group.pairs, 'pair')} of {counted(fitness.prompts, 'prompt')}; "
+        for check, value in ((ACCURACY, group.accuracy), (BEATS_LENGTH, lead)):
+            yield check.finds(value, f"{words}{MIN_COUNT} pairs are needed")
+    else:
+        low, high = group.interval
+        words = f"ranks {percent(group.accuracy)} of held-out pairs right"
+        yield ACCURACY.finds(group.accuracy, f"{words}, interval {percent(low)} to {percent(high)}",
+                             low <= ACCURACY.threshold)  # fmt: skip
+        is_flagged = low <= rule + BEATS_LENGTH.threshold
+        words += f"; always taking the {side} response is right in {percent(rule)}"
+        words += "; length alone may explain its accuracy" * is_flagged
+        yield BEATS_LENGTH.finds(lead, words, is_flagged)
+    counts = {group.label: group.pairs for group in length.groups}
+    longer, shorter = counts.get(LONGER, 0), counts.get(SHORTER, 0)
+    if length.gap is None or length.gap_interval is None or min(longer, shorter) < MIN_COUNT:
+        words = f"chosen is longer in {longer} pairs and shorter in {shorter}; "
+        yield LENGTH_GAP.finds(length.gap, f"{words}{MIN_COUNT} of each are needed")
+    else:
+        low, high = length.gap_interval
+        is_flagged = abs(length.gap) >= LENGTH_GAP.threshold and not low <= 0 <= high
+        words = (
+            f"accuracy where chosen is longer less where it is shorter is {length.gap:+z.2f}, "
+            f"interval {low:+z.2f} to {high:+z.2f}; the longer response scores higher in "
+            f"{percent(length.model_prefers_longer or 0, 0)} of pairs, and was chosen in "
+            f"{percent(length.people_prefer_longer or 0, 0)}"
+        )
+        taste = "longer" if length.gap > 0 else "shorter"
+        words += f"; it prefers the {taste} response" * is_flagged
+        yield LENGTH_GAP.finds(length.gap, words, is_flagged)
+    if found.points < MIN_COUNT:
+        words = f"{counted(found.points, 'pair')}; {MIN_COUNT} are needed"
+        yield LENGTH_CORRELATION.finds(found.pearson, words)
+    elif found.pearson is None:
+        words = "undefined: the differences of score or of length are all equal"
+        yield LENGTH_CORRELATION.finds(None, words)
+    else:
+        words = f"difference of score and difference of length correlate by {found.pearson:+z.2f}"
+        is_flagged = abs(found.pearson) >= LENGTH_CORRELATION.threshold
+        yield LENGTH_CORRELATION.finds(found.pearson, words, is_flagged)
+
+
+def of_scores(fitness: Fitness) -> Iterator[Finding]:
+    """Yield the findings on calibration and on the scores where PPO starts."""
+    found, pairs = fitness.calibration, len(fitness.pairs)
+    if found is None:
+        words = "the source's scores are no log-odds, so that it states no confidence"
+        yield OVERCONFIDENCE.finds(None, words)
+    elif pairs < MIN_COUNT or found.overconfidence_interval is None:
+        yield OVERCONFIDENCE.finds(found.ece, f"{counted(pairs, 'pair')}; {MIN_COUNT} are needed")
+    else:
+        low, high = found.overconfidence_interval
+        chance = f"a calibrated model would show {found.ece_of_calibrated:.3f} by chance"
+        words = f"ECE is {found.ece:.3f} ({chance}); confidence less accuracy is "
+        words += f"{found.overconfidence:+z.3f}, interval {low:+z.3f} to {high:+z.3f}"
+        is_flagged = found.ece >= OVERCONFIDENCE.threshold and low > 0
+        yield OVERCONFIDENCE.finds(found.ece, words, is_flagged)
+    samples, outside = len(fitness.samples), fitness.outside
+    if outside is None or min(samples, pairs) < MIN_COUNT:
+        words = f"{counted(samples, 'SFT sample')} and {counted(pairs, 'pair')}; "
+        yield OUTSIDE.finds(outside, f"{words}{MIN_COUNT} of each are needed")
+    else:
+        words = f"{percent(outside)} of SFT samples score above or below every response of the "
+        words += f"pairs ({percent(2 / (2 * pairs + 1))} would by chance)"
+        yield OUTSIDE.finds(outside, words, outside > OUTSIDE.threshold)
+
+
+def of_probe(probe: ProbeResult) -> Finding:
+    """Return the finding on one kind of probe."""
+    subject = f"{PROBE.name} {probe.kind.replace('_', ' ')}"
+    if probe.prompts < MIN_PROBES:
+        words = f"{counted(probe.prompts, 'prompt')}; {MIN_PROBES} are needed"
+        return PROBE.finds(probe.lead, words, subject=subject)
+    wins, words = probe.median > probe.chosen_median, f"{PROBES[probe.kind]}: median "
+    words += f"{probe.median:z.2f}, of good responses {probe.chosen_median:z.2f}"
+    return PROBE.finds(probe.lead, "a way the policy may cheat: " * wins + words, wins, subject)
+
+
+def find_in_pairs(problems: Problems) -> Iterator[Finding]:
+    """Yield the finding of every check of the pairs."""
+    shares = (problems.duplicates, problems.contradictions, problems.leaks)
+    for check, problem in zip(PAIR_CHECKS, shares, strict=False):
+        if problem is not None and problem.of < MIN_COUNT:
+            yield check.finds(None, f"{problem.of:,} {problem.unit}; {MIN_COUNT} are needed")
+        elif problem is not None:
+            value = problem.count / problem.of
+            yield check.finds(value, problem.line, value >= check.threshold)
+    length = problems.length
+    differ, share = length.longer + length.shorter, length.share
+    if share is None or differ < MIN_COUNT:
+        words = f"{counted(differ, 'pair')} of different lengths; {MIN_COUNT} are needed"
+        yield ONE_SIDED.finds(None, words)
+    else:
+        yield ONE_SIDED.finds(max(share, 1 - share), length.line, length.one_sided)
+
+
+CONCLUSIONS = {
+    "not tested": (
+        f"Not enough data: {MIN_COUNT} held-out pairs, of at least two prompts, are needed to say "
+        "if it beats guessing.",
+        "It may run, but nothing says that what it is paid is what people chose: hold out more "
+        "pairs, of more prompts, and measure again."),
+    "flag": (
+        "Not fit: on held-out pairs it is not surely better than guessing.",
+        "Do not run it on this reward: it would maximise what is not surely better than guessing."),
+    "flagged": (
+        "Fit with reservations: PPO will look for the weak spots below.",
+        "It may run, with an eye on the flags: {}."),
+    "clear": (
+        "No check found a fault in it.",
+        "It may run. Read its samples all the same: a reward that rises while they get worse has "
+        "found a weak spot that no check here looks for."),
+}  # fmt: skip
+"""Outcome of ACCURACY, or "flagged" where only others are -> conclusion and consequence for PPO."""
+
+
+def summary(words: str, findings: Sequence[Finding]) -> str:
+    """Return the words and how many of the checks are flagged and not tested."""
+    flags = [finding.subject for finding in findings if finding.outcome == "flag"]
+    names = f" ({', '.join(flags)})" if flags else ""
+    untold = sum(finding.outcome == "not tested" for finding in findings)
+    return f"{words} {len(flags)} of {len(findings)} checks flagged{names}, {untold} not tested."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +264,8 @@ class FitnessReport:
     """Measurements of a reward, what they come to, and the files in which they are written."""
 
     title: str
-    """Name of what was measured, as plain text."""
     fitness: Fitness
     probes: Sequence[ProbeResult]
-    """Results of the probes; may be empty."""
     problems: Problems | None
     """Problems of the preference data; None if they were not examined."""
     sampled_from: str
@@ -63,20 +278,52 @@ class FitnessReport:
         return find(self.fitness, self.probes)
 
     @cached_property
+    def flags(self) -> Sequence[Finding]:
+        return [finding for finding in self.findings if finding.outcome == "flag"]
+
+    @cached_property
     def in_pairs(self) -> Sequence[Finding]:
-        return () if self.problems is None else find_in_pairs(self.problems)
+        return () if self.problems is None else tuple(find_in_pairs(self.problems))
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Return the measurements by metric."""
-        return fitness_metrics(self.fitness, self.probes, self.findings)
+        """Return the scalar measurements by the names they are logged under."""
+        probes = {f"fitness/probe_{probe.kind}": probe.lead for probe in self.probes}
+        return self.fitness.metrics | {"fitness/flags": float(len(self.flags))} | probes
+
+    @property
+    def standing(self) -> str:
+        """Return the key of the conclusion about the reward."""
+        outcome = self.findings[0].outcome  # that of ACCURACY
+        return "flagged" if outcome == "clear" and self.flags else outcome
+
+    @property
+    def verdict(self) -> Verdict:
+        """Return the verdict on the reward, in two sentences."""
+        reasons = tuple(f"{finding.subject}: {finding.words}" for finding in self.flags)
+        words = summary(CONCLUSIONS[self.standing][0], self.findings)
+        return Verdict(self.standing == "flag", words, reasons)
+
+    @property
+    def advice(self) -> str:
+        """Return what the findings mean for PPO, as a short paragraph."""
+        watched = dict.fromkeys(one.check.advice for one in self.flags if one.check.advice)
+        words = CONCLUSIONS[self.standing][1].format("; ".join(watched))
+        if named := ", ".join(one.subject for one in self.in_pairs if one.outcome == "flag"):
+            words += f" The pairs are flagged ({named}): mend them and train again first."
+        return words
 
     @property
     def words(self) -> list[str]:
-        """Return the verdict on the reward and, if they were examined, on the pairs, each in two
-        sentences."""
-        pairs = [] if self.problems is None else [about_pairs(self.in_pairs)]
-        return [judgement(self.findings).words, *pairs]
+        """Return the verdict on the reward and, if examined, on the pairs: two sentences each."""
+        if self.problems is None:
+            return [self.verdict.words]
+        outcomes, words = {one.outcome for one in self.in_pairs}, "No check found a fault in them."
+        if "flag" in outcomes:
+            words = "Some are flawed: what is trained or measured on them says less than it seems."
+        elif outcomes == {"not tested"}:
+            words = "Too few to be judged."
+        return [self.verdict.words, f"About the pairs: {summary(words, self.in_pairs)}"]
 
     def write(self, folder: Path) -> dict[str, Path]:
         """Write report.md, fitness.json and the figures, in `report/`, into an existing folder.
@@ -84,21 +331,30 @@ class FitnessReport:
         Returns the file of each figure by caption.
         """
         pictures = draw_fitness(folder / PICTURES, self.title, self.fitness)
-        links = (f"![{x}]({file.relative_to(folder).as_posix()})" for x, file in pictures.items())
-        words, problems = self.words, self.problems
+        links = (f"![{x}]({PICTURES}/{file.name})" for x, file in pictures.items())
+        words, problems, probes = self.words, self.problems, self.probes
+        findings = (*self.findings, *self.in_pairs)
         text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8").format(
             title=plain(self.title, CHARACTERS),
             conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
-            advice=for_ppo(self.findings, self.in_pairs),
+            advice=self.advice,
             sampled_from=self.sampled_from,
             scale=self.scale,
             numbers="\n\n".join(_numbers(self.fitness)),
             pictures="\n\n".join(links),
-            checks=_checks((*self.findings, *self.in_pairs)),
+            checks=table(("check", "outcome", "measured", "threshold", "in words"), [
+                (f.subject, f"**{f.outcome}**" if f.outcome == "flag" else f.outcome,
+                 number_text(f.value), f"{f.check.threshold:g}", plain(f.words, 10 * CHARACTERS))
+                for f in findings
+            ], right=(2, 3)),
             thresholds="\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
                                  for check in (*CHECKS, *PAIR_CHECKS)),
-            probes=_probes(self.probes) if self.probes else "None was scored.",
-            data="Not looked through." if problems is None else "\n".join(_data(problems)),
+            probes=_probes(probes) if probes else "None was scored.",
+            data="Not looked through." if problems is None else "\n".join([
+                *("\n  - ".join([f"- {one.line}", *(plain(x, CHARACTERS) for x in one.examples)])
+                  for one in problems.counted),
+                f"- {problems.length.line}",
+            ]),
             min_count=MIN_COUNT,
             min_probes=MIN_PROBES,
         )  # fmt: skip
@@ -108,72 +364,57 @@ class FitnessReport:
         content = {
             "metrics": self.metrics,
             "fitness": measured,
-            "findings": [asdict(finding) for finding in (*self.findings, *self.in_pairs)],
-            "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in self.probes],
+            "findings": list(map(asdict, findings)),
+            "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in probes],
             "problems": None if problems is None else asdict(problems),
-            "judgement": asdict(judgement(self.findings)),
+            "judgement": asdict(self.verdict),
             "title": self.title,
             "verdict": words[0],
             "about_pairs": None if problems is None else words[1],
         }
-        numbers = json.dumps(content, indent=1, allow_nan=False) + "\n"
-        (folder / NUMBERS).write_text(numbers, encoding="utf-8")
+        numbers = json.dumps(content, indent=1, allow_nan=False)
+        (folder / NUMBERS).write_text(f"{numbers}\n", encoding="utf-8")
         return pictures
 
 
 def read_judgement(folder: Path) -> Verdict | None:
-    """Return the verdict of the report that `write_fitness` left in `folder`; None without one."""
-    numbers = folder / NUMBERS
-    if not numbers.is_file():
-        return None
-    return Verdict(**json.loads(numbers.read_text(encoding="utf-8"))["judgement"])
+    """Return the verdict of the report that was written into `folder`; None without one."""
+    file = folder / NUMBERS
+    return Verdict(**json.loads(file.read_bytes())["judgement"]) if file.is_file() else None
 
 
 def _numbers(fitness: Fitness) -> Iterator[str]:
     """Yield the paragraph and the tables of the section of numbers."""
     length, calibration, accuracy = fitness.length, fitness.calibration, fitness.accuracy
-    pairs, prompts, samples, ties = (
-        counted(number, what)
-        for number, what in (
-            (len(fitness.pairs), "held-out pair"), (fitness.prompts, "prompt"),
-            (len(fitness.samples), "SFT sample"), (fitness.ties, "tie"),
-        )
-    )  # fmt: skip
-    yield f"Measured on {pairs} of {prompts} and {samples}; {ties}."
-    groups = [
-        ("Accuracy", accuracy),
-        *((f"Accuracy, {group.label}", group) for group in length.groups),
-        *((f"Accuracy, score difference {group.label}", group) for group in fitness.by_difference),
-        *((f"Accuracy, given margin {group.label}", group) for group in fitness.by_margin),
-    ]
-    rows: list[tuple[str, float | None, *tuple[Interval | None, ...]]] = [
-        (f"{name} ({counted(group.pairs, 'pair')})", group.accuracy, group.interval)
-        for name, group in groups
-    ]
-    rows += [
-        ("Accuracy of always taking the longer response", length.longer_is_right),
-        ("Length gap", length.gap, length.gap_interval),
-    ]
+    pairs, samples = len(fitness.pairs), len(fitness.samples)
+    on = f"{counted(pairs, 'held-out pair')} of {counted(fitness.prompts, 'prompt')}"
+    yield f"Measured on {on} and {counted(samples, 'SFT sample')}; {counted(fitness.ties, 'tie')}."
+    groups = [("Accuracy", accuracy), *((f"Accuracy, {g.label}", g) for g in length.groups)]
+    groups += [(f"Accuracy, score difference {g.label}", g) for g in fitness.by_difference]
+    groups += [(f"Accuracy, given margin {g.label}", g) for g in fitness.by_margin]
+
+    def text(interval: Interval | None) -> str:
+        return "-" if interval is None else f"{interval[0]:z.3f} to {interval[1]:z.3f}"
+
+    cells = [(f"{name} ({counted(g.pairs, 'pair')})", number_text(g.accuracy), text(g.interval))
+             for name, g in groups]  # fmt: skip
+    rule = "Accuracy of always taking the longer response", number_text(length.longer_is_right), ""
+    cells += [rule, ("Length gap", number_text(length.gap), text(length.gap_interval))]
     if calibration is not None:
-        rows += [
-            ("Log-loss, nats a pair", calibration.log_loss),
-            ("ECE", calibration.ece),
-            ("ECE of a calibrated model, by chance", calibration.ece_of_calibrated),
-            ("Overconfidence", calibration.overconfidence, calibration.overconfidence_interval),
-        ]
-    cells = [
-        (name, number_text(value),
-         "".join("-" if x is None else f"{x[0]:z.3f} to {x[1]:z.3f}" for x in interval))
-        for name, value, *interval in rows  # a number that never has an interval has none here
-    ]  # fmt: skip
+        cells += [
+            ("Log-loss, nats a pair", number_text(calibration.log_loss), ""),
+            ("ECE", number_text(calibration.ece), ""),
+            ("ECE of a calibrated model, by chance",
+             number_text(calibration.ece_of_calibrated), ""),
+            ("Overconfidence", number_text(calibration.overconfidence),
+             text(calibration.overconfidence_interval)),
+        ]  # fmt: skip
     yield table(("", "value", "95% interval"), cells, right=(1, 2))
     if accuracy.accuracy == 1 and fitness.prompts > 1:
-        most = min(1.0, 3 / fitness.prompts)
-        yield (
-            "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule of "
-            f"three up to {percent(most)} of such pairs may still be ranked wrong (95%)."
-        )
-    correlations = [
+        most = percent(min(1.0, 3 / fitness.prompts))
+        words = "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule"
+        yield f"{words} of three up to {most} of such pairs may still be ranked wrong (95%)."
+    yield table(("Correlation", "points", "Pearson", "Spearman"), [
         (name, f"{found.points:,}",
          *("undefined" if r is None else f"{r:+z.3f}" for r in (found.pearson, found.spearman)))
         for name, found in (
@@ -181,30 +422,12 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
             ("Differences of score and length, within pairs", length.pairs),
             ("Score with length, SFT samples", length.samples),
         )
-    ]  # fmt: skip
-    yield table(("Correlation", "points", "Pearson", "Spearman"), correlations, right=(1, 2, 3))
-    moments = [
+    ], right=(1, 2, 3))  # fmt: skip
+    yield table(("Score", "responses", "mean", "std", "lowest", "median", "highest"), [
         (name, f"{found.count:,}",
          *map(number_text, (found.mean, found.std, found.lowest, found.median, found.highest)))
         for name, _, found in kinds_of(fitness)
-    ]  # fmt: skip
-    heading = ("Score", "responses", "mean", "std", "lowest", "median", "highest")
-    yield table(heading, moments, right=range(1, 7))
-
-
-def kinds_of(fitness: Fitness) -> list[tuple[str, str, Distribution]]:
-    """Return the kinds of responses that were scored, each with its colour and distribution."""
-    found = [("chosen", GREEN, fitness.chosen), ("rejected", PURPLE, fitness.rejected)]
-    return found + ([] if fitness.sampled is None else [("SFT samples", BLUE, fitness.sampled)])
-
-
-def _checks(findings: Sequence[Finding]) -> str:
-    rows = (
-        (f.subject, f"**{f.outcome}**" if f.outcome == "flag" else f.outcome,
-         number_text(f.value), f"{f.check.threshold:g}", plain(f.words, 10 * CHARACTERS))
-        for f in findings
-    )  # fmt: skip
-    return table(("check", "outcome", "measured", "threshold", "in words"), rows, right=(2, 3))
+    ], right=range(1, 7))  # fmt: skip
 
 
 def _probes(probes: Sequence[ProbeResult]) -> str:
@@ -222,85 +445,8 @@ def _probes(probes: Sequence[ProbeResult]) -> str:
             name, plain(shown.pair.prompt, CHARACTERS), plain(shown.response, CHARACTERS),
             number_text(shown.score), number_text(shown.pair.chosen_score),
         ))  # fmt: skip
-    shown_heading = ("probe", "prompt", "response", "score", "score of chosen")
+    columns = ("probe", "prompt", "response", "score", "score of chosen")
     return (
         f"{table(heading, rows, right=range(1, 7))}\n\nOne example of each, the one whose score is "
-        f"nearest to the median:\n\n{table(shown_heading, examples, right=(3, 4))}"
+        f"nearest to the median:\n\n{table(columns, examples, right=(3, 4))}"
     )
-
-
-def _data(problems: Problems) -> Iterator[str]:
-    for problem in problems.counted:
-        yield f"- {problem.line}"
-        yield from (f"  - {plain(example, CHARACTERS)}" for example in problem.examples)
-    yield f"- {problems.length.line}"
-
-
-WIDTH_IN, HEIGHT_IN = 7.2, 4.0
-MOST_POINTS = 1500
-"""Maximum number of points of each kind in the scatter plot, spread evenly over the data."""
-
-
-def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
-    """Draw every figure into `folder`; return caption -> file.
-
-    title: heading of each figure, which says what was measured.
-    """
-    pictures = {
-        "Scores of chosen and rejected responses and of SFT samples": ("rewards.png", _rewards),
-        "Score against length": ("length.png", _length),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw in pictures.values():
-        with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
-            figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), layout="constrained")
-            draw(figure.subplots(), fitness)
-            head(figure, title)
-            figure.savefig(folder / name, dpi=DPI)
-    return {what: folder / name for what, (name, _) in pictures.items()}
-
-
-def _rewards(axes: Axes, fitness: Fitness) -> None:
-    kinds = kinds_of(fitness)[::-1]
-    for label, color, found in kinds:
-        shares, name = np.array(found.histogram) / found.count, f"{label} ({found.count:,})"
-        axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
-        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=name)
-    low, high = fitness.edges[0], fitness.edges[-1]
-    margin = MARGIN * (high - low)
-    limits = low - margin, high + margin
-    axes.set_xlim(*limits)
-    for row, (_, color, found) in enumerate(kinds, start=1):
-        height = 0.06 * row * axes.get_ylim()[1]
-        extremes = np.array([(found.lowest, height), (found.highest, height)])
-        mark_outside(axes, extremes, limits, None, color)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set(xlabel="score", ylabel="share of responses")
-    axes.set_ylim(bottom=0)
-    axes.legend(handlelength=1.4, ncols=3, **LEGEND)
-
-
-def _length(axes: Axes, fitness: Fitness) -> None:
-    pairs, samples = fitness.pairs, fitness.samples
-    kinds = [
-        ("SFT samples", BLUE, "^", [(tokens, score) for score, tokens in samples]),
-        ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
-        ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
-    ]
-    x, y = (view(values) for values in zip(*(xy for *_, some in kinds for xy in some), strict=True))
-    axes.set(xlabel="tokens of the response", ylabel="score")
-    if x is not None:
-        axes.set_xlim(*x)
-    if y is not None:
-        axes.set_ylim(*y)
-    for label, color, marker, points in kinds:
-        if points:
-            shown = spread(points, MOST_POINTS)
-            alpha = min(0.8, max(0.2, 8 / math.sqrt(len(shown))))
-            tokens, scores = zip(*shown, strict=True)
-            axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
-                         linewidths=0)  # fmt: skip
-            axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
-            mark_outside(axes, np.array(points, dtype=float), x, y, color)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.legend(handletextpad=0.1, ncols=3, **LEGEND)
