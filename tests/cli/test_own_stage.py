@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from lightning_rlhf.cli.export import settings_of
+from lightning_rlhf.cli.commands import settings_of
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import PRESETS, Outcome, Workplace, rows, weights

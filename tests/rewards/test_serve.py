@@ -258,15 +258,15 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the backgro
 import logging
 import time
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does
-from lightning_rlhf.cli import export
+from lightning_rlhf.cli import commands
 from lightning_rlhf.rewards import server
 server.STOP_S = 1
 def score(prompts, responses, columns):
     if responses == ["stay"]:
         time.sleep(1000)
     return [1.0] * len(responses)
-export.text_scorer = lambda final, overrides: score
-export.serve_reward(["final", "--port", "0"])
+commands.text_scorer = lambda final, overrides: score
+commands.serve_reward(["final", "--port", "0"])
 """
 
 

@@ -5,8 +5,8 @@ import logging
 import os
 import re
 import sys
-from argparse import Namespace
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from argparse import ArgumentParser, Namespace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,7 +15,7 @@ from urllib.parse import unquote
 from hydra._internal.utils import get_args_parser  # of @hydra.main; there is no public one
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
@@ -23,23 +23,21 @@ from lightning_rlhf.core.errors import ConfigError, unknown_key
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import HIDDEN, redacted
-from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.stage import STAGES
 
-COMMANDS = {
-    "chat": "lightning_rlhf.cli.chat:chat",
-    "compare": "lightning_rlhf.cli.commands:compare",
-    "dashboard": "lightning_rlhf.cli.commands:dashboard",
-    "diminishing": "lightning_rlhf.cli.commands:diminishing",
-    "export": "lightning_rlhf.cli.export:export_model",
-    "replay": "lightning_rlhf.cli.replay:replay",
-    "report": "lightning_rlhf.cli.commands:report",
-    "serve-reward": "lightning_rlhf.cli.export:serve_reward",
+COMMANDS: dict[str, str] = {
+    **{name: f"{name}:{name}" for name in ("chat", "replay")},
+    **{name: f"commands:{name}" for name in ("compare", "dashboard", "diminishing", "report")},
+    "export": "commands:export_model",
+    "serve-reward": "commands:serve_reward",
 }
-"""First word of a command that composes no configuration -> the function that runs the rest."""
+"""First word of a command that composes no configuration -> the function of this
+package that runs the rest."""
 WITHOUT_RUN = {"check": "only", "plan": "plan"}
 """First word of a command that checks a stage or plans its memory, without training -> value of
 `preflight` that does the same."""
+Options = Mapping[str, Mapping[str, Any]]
+"""Argument or option of a command -> keywords of argparse's `add_argument`."""
 PLUGINS = {
     "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
     "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
@@ -47,21 +45,12 @@ PLUGINS = {
     "hydra/sweeper=optuna": "optuna",
 }
 """Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
-GROUPS = ("model", "data", "reward", "trainer", "logger", "callbacks", "advantage")
-"""Groups of conf/ from which one file each is chosen."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
-OWN_FILE = (
-    "--config-dir FOLDER --config-name NAME, where FOLDER/NAME.yaml begins with "
-    "`defaults: [config, _self_]`"
-)
-"""Advice on how to add a user's own configuration."""
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
 OBJECTS = ("callbacks", "logger", "trainer")
 """Sections with objects of the user's own, whose errors may show what they are given."""
-VARIABLE = re.compile(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)")
-"""Pattern of an interpolation that names an environment variable."""
 SHORTEST = 4
 """Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
 addresses alone."""
@@ -69,10 +58,21 @@ addresses alone."""
 
 def program_name() -> str:
     """Return the name of the command: python train.py or lightning-rlhf."""
-    name = Path(sys.argv[0]).name
-    if name == "__main__.py":
-        return "python -m lightning_rlhf"
-    return f"python {name}" if name.endswith(".py") else name
+    name = Path(sys.argv[0]).name.replace("__main__.py", "-m lightning_rlhf")
+    return name if name == "lightning-rlhf" else f"python {name}"
+
+
+def parse_command(
+    name: str, words: Sequence[str], options: Options, text: str, epilog: str = ""
+) -> Namespace:
+    """Return the arguments of a command that composes no configuration.
+
+    text: what the command does. epilog: what follows the list of options in its help.
+    """
+    parser = ArgumentParser(f"lightning-rlhf {name}", None, text, epilog)
+    for option, keywords in options.items():
+        parser.add_argument(option, **keywords)
+    return parser.parse_intermixed_args(words)
 
 
 def parse_arguments(words: Sequence[str]) -> Namespace:
@@ -84,24 +84,15 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
     """
 
     def refuse(message: str) -> NoReturn:
-        raise ConfigError(f"{message}; allowed: KEY=VALUE without -, or an option of --hydra-help")
+        told = without_secrets(message, words)
+        raise ConfigError(f"{told}; allowed: KEY=VALUE without -, or an option of --hydra-help")
 
     parser = get_args_parser()
-    parser.error = lambda message: refuse(without_secrets(message, words))  # type: ignore
-    # --info has an optional value, and the parser would take an override for it.
-    arguments = [
-        "--info=all" if word in ("--info", "-i") and "=" in after else word
-        for word, after in zip(words, [*words[1:], ""], strict=False)
-    ]
-    given, unknown = parser.parse_known_intermixed_args(arguments)
+    parser.error = refuse  # type: ignore[method-assign]
+    given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
-        refuse(f"{without_address(unknown[0])} is no option")
+        refuse(f"{unknown[0]} is no option")
     return given
-
-
-def options_last(words: Sequence[str], given: Namespace) -> list[str]:
-    """Return the arguments of a command with its overrides first, as Hydra's parser needs them."""
-    return [*given.overrides, *(word for word in words if word not in given.overrides)]
 
 
 def parse_overrides(words: Iterable[str]) -> list[Override]:
@@ -121,52 +112,38 @@ def stage_of(override: Override, stages: Collection[str]) -> str | None:
     return section if section in stages else None
 
 
-def completed_stages(given: Namespace) -> list[str]:
-    """Return the completions of `stage=` if the shell asks for them; Hydra knows no choices."""
-    asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
-    if not given.shell_completion or not asked.startswith("stage="):
-        return []
-    return sorted(f"stage={name}" for name in STAGES)
-
-
 def check_command(words: Sequence[str], given: Namespace) -> None:
     """Raise ConfigError for a mistyped command, or for a sweep or a recipe that cannot be run.
 
     That is one whose checks or plan alone are wanted, as its stages start from what earlier ones
-    have trained; one that lacks a package or a program; one whose names, which are written down,
-    would have a secret; or one in several processes, each of which would run all its jobs. Prints a
-    warning where a launcher or a sweeper is chosen for no sweep.
+    have trained; one that lacks a package; one whose names, which are written down, would have a
+    secret; or one in several processes, each of which would run all its jobs. Prints a warning
+    where a launcher or a sweeper is chosen for no sweep.
 
     words: the command line; given: what it holds.
     """
-    for word in words[:1]:
-        close = difflib.get_close_matches(word, [*COMMANDS, *WITHOUT_RUN], n=1, cutoff=0.7)
-        if close and "=" not in word:
-            raise ConfigError(f"{word} is no command; did you mean {close[0]}?")
+    close = difflib.get_close_matches((*words, "")[0], [*COMMANDS, *WITHOUT_RUN], n=1, cutoff=0.7)
+    if close and "=" not in words[0]:
+        raise ConfigError(f"{words[0]} is no command; did you mean {close[0]}?")
+    keys = {key_of(word) for word in given.overrides}
     secret = [shown for word in given.overrides if (shown := without_address(word)) != word]
-    is_written = any(key_of(word) == "hydra.output_subdir" for word in given.overrides)
-    if secret and (given.multirun or is_written):
+    if secret and (given.multirun or "hydra.output_subdir" in keys):
         raise ConfigError(
-            f"{'a sweep' if given.multirun else 'hydra.output_subdir'} writes down what it is "
-            f"given, and {secret[0]} has a user, a password or a query; allowed: an address "
-            "without, and the name of an environment variable with the token in reward.token_env"
+            f"a sweep, and hydra.output_subdir, writes down what it is given, and {secret[0]} has "
+            "a user, a password or a query; allowed: an address without, and the name of an "
+            "environment variable with the token in reward.token_env"
         )
-    is_recipe = any(key_of(word) == "recipe" for word in given.overrides)
-    for command, mode in WITHOUT_RUN.items():
-        if f"preflight={mode}" in given.overrides and (given.multirun or is_recipe):
-            raise ConfigError(
-                f"{'recipe=NAME' if is_recipe else '-m'} runs several stages or jobs, and a "
-                f"{command} is of one; allowed: {command} stage=NAME"
-            )
+    modes = [word for word, mode in WITHOUT_RUN.items() if f"preflight={mode}" in given.overrides]
+    if modes and (given.multirun or "recipe" in keys):
+        raise ConfigError(f"a {modes[0]} is of one stage; allowed: {modes[0]} stage=NAME")
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
-    is_printed = given.cfg or given.info or given.help or given.hydra_help
     for word in given.overrides:
         if word in PLUGINS and find_spec(PLUGINS[word]) is None:
             raise ConfigError(
                 f"{word} needs {PLUGINS[word]}, which is not installed; "
                 "pip install 'lightning-rlhf[sweeps]'"
             )
-        if key_of(word) in ("hydra/launcher", "hydra/sweeper") and not is_sweep and not is_printed:
+        if key_of(word) in ("hydra/launcher", "hydra/sweeper") and not (is_sweep or given.cfg):
             print_line(f"warning: {word} is for sweeps and is not used without -m", "yellow")
     if is_sweep:
         refuse_processes("a sweep")
@@ -184,99 +161,43 @@ def refuse_processes(what: str) -> None:
 def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str]) -> None:
     """Raise ConfigError where an override sets a key that only another of `stages` reads."""
     for override in parse_overrides(words):
-        owner = stage_of(override, stages)
+        owner, key = stage_of(override, stages), override.key_or_group
         if owner not in (None, stage):
-            key = override.key_or_group
-            message = (
-                f"stage={stage} does not read {f'{owner}.{key}' if key in READ_BY else key}; "
-                f"leave out {without_address(override.input_line or key)}, or give it to "
-                f"stage={owner}"
+            own = f" (a stage of your own on it takes {key}@{stage}=NAME)" * (key in READ_BY)
+            raise ConfigError(
+                f"stage={stage} does not read {without_address(key)}; leave out "
+                f"{without_address(override.input_line or key)}, or give it to stage={owner}{own}"
             )
-            if key in READ_BY and not (CONF / "stages" / f"{stage}.yaml").is_file():
-                message += f"; a stage of your own built on {owner} takes {key}@{stage}=NAME"
-            raise ConfigError(message)
 
 
 def composition_error(error: Exception, given: Namespace) -> str:
     """Return in one line, without secrets, why Hydra could not compose the configuration.
 
-    Where nothing is known that helps, it is the first paragraph of the library's message, and the
-    first line of its cause.
+    Where nothing is known that helps, it is the first paragraph of the library's message, or all
+    numbered choices of it, and the first line of its cause.
     """
-    words: list[str] = given.overrides
     cause = error.__cause__
-    reason = None
     if isinstance(error, OverrideParseException):
-        reason = _not_parsed(error.override, words)
+        word, first = error.override, ", ".join(sorted(COMMANDS | WITHOUT_RUN))
+        allowed = f"stage={word}" if word in STAGES else (
+            "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs "
+            f"than letters, digits and ._/-, or as the first word {first}"
+        )  # fmt: skip
+        reason = f"{without_address(word)} is no override; allowed: {allowed}"
     elif isinstance(cause, ConfigKeyError | ConfigAttributeError):
         node: Any = OmegaConf.to_container(cause.parent_node)  # type: ignore[arg-type]
         node.pop("hydra", None)
         key, full = str(cause.key), str(cause.full_key)
         prefix = full.removesuffix(key)
-        hint = f"did you mean {prefix.rstrip('.')}?" if prefix else f"allowed: {OWN_FILE}"
-        reason = f"{full} is not a known key; {hint}"
-        if node:
-            reason = unknown_key(key, node, prefix, node)
+        parent = f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
+        reason = unknown_key(key, node, prefix, node) if node else parent
+    elif isinstance(error, MissingConfigException) and error.options:
+        choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
+        reason = f"{without_address(choice)} is not known; allowed: {', '.join(error.options)}"
     else:
-        reason = _not_chosen(error, given)
-    if reason is None:
-        reason = re.split(r"\n\n|\nSee https:", without_secrets(str(error), words))[0]
-        reason += "" if cause is None else f" {without_secrets(str(cause), words)}".split("\n")[0]
-        reason = reason[:400]
-        reason += "" if isinstance(error, HydraException) else f" ({type(error).__name__})"
+        told = (without_secrets(str(found), given.overrides) for found in (error, cause or ""))
+        reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in told)[:400]
     return " ".join(reason.split())
-
-
-def _not_parsed(override: str, words: Sequence[str]) -> str:
-    """Return why a word is no override, without the secrets of an address in it."""
-    if override in STAGES:
-        return f"{override} is no override; allowed: stage={override}"
-    if address_at(override) is not None:
-        shown = without_address(override)
-        return f"""{shown} is no override; quote it, in both kinds: 'reward.url="http://..."'"""
-    allowed = "KEY=VALUE"
-    if words[:1] == [override]:
-        allowed += f", or as the first word {', '.join(sorted(COMMANDS | WITHOUT_RUN))}"
-    elif "=" in override:
-        key = override.partition("=")[0]
-        allowed += f", and a value with more than letters, digits and ._/- as '{key}=\"VALUE\"'"
-    return f"{override} is no override; allowed: {allowed}"
-
-
-def _not_chosen(error: Exception, given: Namespace) -> str | None:
-    """Return which override chooses no file of conf/, or sweeps without -m; None where none does.
-
-    error: that of Hydra, about a file which is not there, or about an override.
-    """
-    try:
-        typed = parse_overrides(given.overrides)
-    except HydraException:
-        return None
-    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
-        file = str(error.missing_cfg_file)
-        if error.options:
-            named = [str(o.input_line) for o in typed if f"{o.key_or_group}/{o.value()}" == file]
-            shown = without_address([*named, file][0])
-            return f"{shown} is not known; allowed: {', '.join(error.options)}"
-        if given.config_name is not None:
-            return f"--config-name {file}: no folder of configurations has it; allowed: {OWN_FILE}"
-    for override in typed:
-        line, group = str(override.input_line), override.key_or_group
-        is_group = group in GROUPS and override.package is None
-        if is_group and (override.is_delete() or not isinstance(override.value(), str | dict)):
-            return (
-                f"{without_address(line)} is no choice; allowed: {group}=NAME, one name of a file "
-                f"in conf/{group}"
-            )
-        if override.is_sweep_override() and not given.multirun:
-            if address_at(line) is not None:
-                return _not_parsed(line, ())
-            return (
-                f"{line} has a comma, and a single value has none; allowed: KEY=VALUE, "
-                "KEY=[A,B] for a list, 'KEY=\"A,B\"' for text, and -m before all of them to "
-                "sweep over A and B"
-            )
-    return None
 
 
 class VisibleFormatter(logging.Formatter):
@@ -287,9 +208,8 @@ class VisibleFormatter(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        return visible(
-            re.split(r" job='| callbacks\.trial\.", super().format(record))[0].expandtabs()
-        )
+        text = re.split(r" job='| callbacks\.trial\.", super().format(record))[0]
+        return visible(text.expandtabs())
 
 
 def address_at(word: str) -> int | None:
@@ -311,8 +231,7 @@ def without_secrets(text: str, words: Sequence[str] = (), secrets: Collection[st
     secrets: texts that are hidden wherever they occur, besides the tokens in the environment.
     """
     for address in (word[at:] for word in words if (at := address_at(word)) is not None):
-        if address:
-            text = text.replace(address, redacted(address))
+        text = text.replace(address, redacted(address)) if address else text
     text = re.sub(r"(\burl: *['\"]?)([^\s'\"]+)", lambda m: m[1] + redacted(m[2]), text)
     text = re.sub(r"//[^\s'\"]*@", f"//{HIDDEN}@", text)
     text = re.sub(r"(//[^\s?'\"]*)[?][^\s'\"]*", rf"\1?{HIDDEN}", text)
@@ -328,24 +247,23 @@ def secrets_of(*trees: Any) -> set[str]:
     the Trainer are given, and the password and the query of every address; the user and a single
     value of the query only if they are not used elsewhere, as in a path.
     """
-    names, found, weak, rest = [*TOKENS], set[str](), set[str](), f"{os.getcwd().lower()} true none"
-    for tree in trees:
-        text = str(tree)
-        for section, key, value in leaves(tree):
-            names += [value] if key == "token_env" else []
-            names += VARIABLE.findall(value) if section in OBJECTS else []
-            if key == "url" or "://" in value:
-                user, _, password = value.rpartition("@")[0].rpartition("//")[2].partition(":")
-                query = re.split(r"[?#]", value, maxsplit=1)[1:]
-                found |= {password, unquote(password), *query}
-                of_query = {part.partition("=")[2] for part in re.split("[&#]", "".join(query))}
-                weak |= {user, unquote(user), *of_query, *map(unquote, of_query)}
-                text = text.replace(value, "")
-        rest += text.lower()
+    names, found, weak = [*TOKENS], set[str](), set[str]()
+    rest = f"{os.getcwd()} true none {trees}"
+    for section, key, value in (leaf for tree in trees for leaf in leaves(tree)):
+        names += [value] if key == "token_env" else []
+        if section in OBJECTS:
+            names += re.findall(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)", value)
+        if key == "url" or "://" in value:
+            user, _, password = value.rpartition("@")[0].rpartition("//")[2].partition(":")
+            query = re.split(r"[?#]", value, maxsplit=1)[1:]
+            found |= {password, unquote(password), *query}
+            of_query = {part.partition("=")[2] for part in re.split("[&#]", "".join(query))}
+            weak |= {user, unquote(user), *of_query, *map(unquote, of_query)}
+            rest = rest.replace(value, "")
     for value in (os.environ[name] for name in names if name in os.environ):
         # An error may show one line of a text, as of a key in PEM.
         found |= {value, *value.splitlines()}
-    words = {*re.findall(r"\w+", rest)}
+    words = {*re.findall(r"\w+", rest.lower())}
     found |= {text for text in weak if text.lower() not in words}
     return {s.strip() for s in found if len(s.strip()) >= SHORTEST}
 

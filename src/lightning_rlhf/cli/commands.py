@@ -1,67 +1,97 @@
-"""lightning-rlhf report, diminishing, compare and dashboard: pages of runs that are there."""
+"""Commands on what is there: pages of runs, exports of models, serve-reward, a W&B workspace."""
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
-from collections.abc import Sequence
+import os
+import signal
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
+import torch
+from pydantic import Field
 from rich import get_console
 from rich.tree import Tree
 
+from lightning_rlhf.callbacks.files import step_named, step_of
 from lightning_rlhf.callbacks.loggers import AXIS
-from lightning_rlhf.core.config import Stage
-from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.metrics import HEADLINES, KL, METRICS, REWARD, Phase
+from lightning_rlhf.cli.arguments import parse_command
+from lightning_rlhf.core import metrics
+from lightning_rlhf.core.config import DType, Stage
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
+from lightning_rlhf.core.validation import PositiveInt, check_value
+from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.evaluation.compare import compare_runs, write_report
 from lightning_rlhf.evaluation.diminishing import again
-from lightning_rlhf.io.console import print_line
+from lightning_rlhf.evaluation.select import export_of
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
+from lightning_rlhf.io.user_code import code_of_command, nearest_path
+from lightning_rlhf.kernels.patch import rounding_of, same_logits
+from lightning_rlhf.models import build_roles
+from lightning_rlhf.models.checkpoint import MANIFEST, Final, check_weights, config_faults, find
+from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
+from lightning_rlhf.models.loading import load_tokenizer
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rewards.config import token_in
+from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.folders import CONFIG, FINAL, read_config, run_folder
+from lightning_rlhf.runs.parents import trained_as
+from lightning_rlhf.runs.resume import is_stale, saved
+from lightning_rlhf.runs.settings import read_tree
+from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
+from lightning_rlhf.stages import fit
+from lightning_rlhf.stages.model_card import license_of, write_model
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
+    from lightning_rlhf.rewards.server import RewardServer
+
+# Pages.
+
 
 def report(arguments: Sequence[str]) -> None:
     """Write report.html of a run, and print its path."""
-    parser = ArgumentParser(
-        prog="lightning-rlhf report",
-        description="Write report.html, one page with verdict, curves, evaluation, samples and "
-        "configuration, into the folder of a run, as the run itself does at its end; or about all "
-        "stages into the folder above, as a recipe does.",
-    )
-    parser.add_argument("run", help="outputs/<run>/<model>/<stage>, or outputs/<run>/<model>")
-    print_line(f"report: {write_report(Path(parser.parse_args(arguments).run))}")
+    given = parse_command(
+        "report", arguments,
+        {"run": {"help": "outputs/<run>/<model>/<stage>, or outputs/<run>/<model>"}},
+        "Write report.html, one page with verdict, curves, evaluation, samples and configuration, "
+        "into the folder of a run, as the run itself does at its end; or about all stages into the "
+        "folder above, as a recipe does.",
+    )  # fmt: skip
+    print_line(f"report: {write_report(Path(given.run))}")
 
 
 def diminishing(arguments: Sequence[str]) -> None:
     """Write and print the point of diminishing returns of a run."""
-    parser = ArgumentParser(
-        prog="lightning-rlhf diminishing",
-        description="Find the iteration of a run of stage=ppo after which more compute bought next "
-        "to nothing, from its metrics.csv. Writes diminishing.json and diminishing.png into its "
-        "folder, as the run itself does at its end.",
-    )
-    parser.add_argument("run", help="folder of the run, as outputs/<run>/<model>/ppo")
-    again(Path(parser.parse_args(arguments).run))
+    given = parse_command(
+        "diminishing", arguments,
+        {"run": {"help": "folder of the run, as outputs/<run>/<model>/ppo"}},
+        "Find the iteration of a run of stage=ppo after which more compute bought next to nothing, "
+        "from its metrics.csv. Writes diminishing.json and diminishing.png into its folder, as the "
+        "run itself does at its end.",
+    )  # fmt: skip
+    again(Path(given.run))
 
 
 def compare(arguments: Sequence[str]) -> None:
     """Print the tables of several runs, or of a sweep, and write the page."""
-    parser = ArgumentParser(
-        prog="lightning-rlhf compare",
-        description="Compare runs of a stage: means with intervals over seeds, overlaid curves, "
-        "rewards at equal KL, and what differs in configuration. Runs that differ in their seed "
-        "alone are one group.",
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN",
-        help="folder of a run, or one above runs, as that of a sweep",
+    given = parse_command(
+        "compare", arguments,
+        {
+            "runs": {"nargs": "+", "metavar": "RUN",
+                     "help": "folder of a run, or one above runs, as that of a sweep"},
+            "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
+            "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
+        },
+        "Compare runs of a stage: means with intervals over seeds, overlaid curves, rewards at "
+        "equal KL, and what differs in configuration. Runs that differ in their seed alone are one "
+        "group.",
     )  # fmt: skip
-    parser.add_argument("--stage", help="which runs to take, where there are several stages (ppo)")
-    parser.add_argument("--out", default="compare.html", help="the page (%(default)s)")
-    given = parser.parse_args(arguments)
     out = Path(given.out)
     refuse_foreign(out, "page")
     found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
@@ -72,56 +102,291 @@ def compare(arguments: Sequence[str]) -> None:
     print_line(f"comparison: {out}")
 
 
-def dashboard(arguments: Sequence[str]) -> None:
-    """Build a W&B workspace with the metrics of the package, then save or print it."""
-    parser = ArgumentParser(
-        prog="lightning-rlhf dashboard",
-        description="Make a workspace in a W&B project: headline metrics, rollout, update, "
-        "evaluation, time, samples, reward against KL over runs, and parallel coordinates for "
-        "sweeps. It takes the extra dashboard: pip install 'lightning-rlhf[dashboard]'.",
-    )
-    parser.add_argument(
-        "project", metavar="ENTITY/PROJECT", help="where runs with logger=wandb are"
-    )
-    parser.add_argument("--name", default="lightning-rlhf", help="name of the workspace")
-    parser.add_argument(
-        "--sweep", nargs="+", metavar="KEY",
-        help="configuration keys on the parallel coordinates (ppo.kl_coef ppo.lr seed)",
+# Exports.
+
+
+def export_model(arguments: Sequence[str]) -> None:
+    """Export a checkpoint, or merge a model."""
+    given = parse_command(
+        "export", arguments,
+        {
+            "run": {"metavar": "FOLDER", "help": "with --step the folder of the run, as "
+                    "outputs/<run>/<model>/ppo; with --merge a final/ folder or hub id"},
+            "--step": {"type": int, "metavar": "N", "help": "which: an iteration of PPO, or an "
+                       "optimizer step"},
+            "--merge": {"action": "store_true",
+                        "help": "merge the adapter into the weights that it is applied to"},
+            "--dtype": {"choices": get_args(DType), "help": "data type of merged weights "
+                        "(float32)"},
+            "--out": {"metavar": "DIR", "help": "folder to write (final_<step> in the folder of "
+                      "the run; <name>_merged beside final/)"},
+            "--code": {"action": "append", "default": [], "metavar": "FILE.py:NAME", "help": "a "
+                       "stage or sampler of your own that the run used; no other code is run"},
+            "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the "
+                                    "model where the folder's configuration asks for it; without "
+                                    "this such a folder is refused"},
+        },
+        "Write the model of a kept checkpoint of a run as a folder like final/, with its tokenizer "
+        "and manifest; or that of a final/ folder as whole weights, adapters merged.",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="print the panels, save nothing")
-    given = parser.parse_args(arguments)
-    entity, slash, project = given.project.partition("/")
-    if not (entity and slash and project) or "/" in project:
-        raise ConfigError(
-            f"PROJECT is {given.project!r}; allowed: ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT"
+    out = None if given.out is None else Path(given.out)
+    require(given.merge != (given.step is not None), "export", given.step, "either --step N for "
+            "the model of a checkpoint, or --merge for that of a final/ folder")  # fmt: skip
+    require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
+    with code_of_command(given.code):
+        if given.merge:
+            merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
+        else:
+            check_value("--step", given.step, PositiveInt)
+            export_run(Path(given.run), given.step, out, given.trust_remote_code)
+
+
+def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> None:
+    """Write the model of a step of the run in `folder`.
+
+    out: folder to write; None is `final_<step>` in the folder of the run.
+
+    Raises:
+        ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
+        CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
+    """
+    settings = settings_of(folder, trust_remote_code=trust_remote_code)
+    fit.require_trained(settings.definition, "exported")
+    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
+    if step not in kept:
+        steps = ", ".join(map(str, sorted(kept))) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
+    out = folder / f"{FINAL}_{step:06d}" if out is None else out
+    refuse_existing(out)
+    if is_stale(settings):
+        raise CheckpointError(
+            f"{folder} cannot be exported: the models that it was started from are others now"
         )
+    fit.export(settings, export_of(folder, settings, kept[step], step, out))
+
+
+@code_of_command()
+def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
+    """Return the settings of the run in `folder`; earlier stages are looked for beside it.
+
+    trust_remote_code: whether code that models bring may be executed. Other code that the run's
+    configuration names is not: see `code_of_command`.
+    Raises ConfigError where there is no training run, or one with code that may not be executed;
+    CheckpointError where its file is damaged.
+    """
+    file = folder / CONFIG
+    if not file.is_file():
+        raise ConfigError(
+            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a run of stage=ppo, "
+            f"sft or rm, as outputs/<run>/<model>/ppo{nearest_path(str(folder))}"
+        )
+    tree = read_config(file, "export has to know the configuration of the run")
+    if tree.get("stage") not in stage_names(tree) or tree["stage"] not in tree:
+        raise CheckpointError(f"{file} is damaged: it names no stage, or lacks its section")
+    if not trust_remote_code:
+        refuse_code(tree, file)
+    # Nothing is logged, so that no logger asks for a key, and no object of a Trainer is made.
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
     try:
-        workspace = build_workspace(entity, project, given.name, given.sweep or SWEPT)
+        plain = tree["trainer"].keys() & TrainerConfig.__dataclass_fields__
+        trainer = {key: tree["trainer"][key] for key in plain}
+        unread["trainer"] = trainer | {"_target_": "lightning.Trainer"}
+        settings = read_tree(tree | unread)
+    except (ConfigError, LookupError, AttributeError) as error:
+        raise ConfigError(f"{file}: {error}") from error
+    parts = folder.resolve().parts
+    own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
+    if parts[-len(own) :] != own:  # the folder was moved: its parents are where the run found them
+        return settings
+    return replace(settings, outputs=Path(*parts[: -len(own)]))
+
+
+def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
+    """Raise ConfigError where the configuration of a run asks for code that a model brings."""
+    asks = [found[:2] for found in config_faults(tree) if "attn_implementation" in found[0]]
+    sections = [("", tree)]
+    for prefix, section in sections:  # which grows
+        sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
+        if section.get("trust_remote_code", False) is not False:
+            asks.append((f"{prefix}trust_remote_code", section["trust_remote_code"]))
+    for key, value in asks:
+        raise ConfigError(
+            f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
+            "--trust-remote-code alone, which is for folders that you trust"
+        )
+
+
+def checked_final(source: str, *, trusted: bool) -> Final:
+    """Return a model that a stage has written, in a `final/` folder or as a hub id.
+
+    trusted: whether code that comes with the model may run.
+
+    Raises CheckpointError where it is damaged or not of a stage, ConfigError for untrusted code.
+    """
+    final = find(source, "FINAL")
+    check_weights(final.adapter)
+    if final.manifest is None:
+        raise CheckpointError(f"{final.path} has no manifest.json; allowed: the final/ of a run")
+    if not trusted:
+        refuse_code(final.manifest.config, final.path / MANIFEST)
+    return final
+
+
+def refuse_existing(out: Path) -> None:
+    """Raise ConfigError where the folder to write exists."""
+    if os.path.lexists(out):
+        raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
+
+
+@torch.no_grad()
+def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> None:
+    """Write the model of a `final/` folder or hub id as whole weights, without adapters.
+
+    Adapters are merged in float32. A multimodal base is written as its language model.
+
+    out: folder to write; None is `<name>_merged` beside the folder.
+    dtype: data type of the written weights.
+    trusted: True if code that comes with the model may run.
+
+    Raises ConfigError where `out` exists, and CheckpointError where the folder holds no model of a
+    stage, or other weights than the stage wrote.
+    """
+    final = checked_final(source, trusted=trusted)
+    manifest, here = final.manifest, final.path.resolve()
+    assert manifest is not None
+    if out is None:
+        require(os.path.isdir(source), "--out", None, "a folder, for a model of the hub")
+        out = final.path.parent / f"{here.name}_merged"
+    refuse_existing(out)
+    quiet_libraries()
+    trained, template_kwargs = trained_as(final)
+    with Working("loading the model"):
+        roles = merged(final, trained)
+    is_reward = manifest.stage == "rm"
+    role = REWARD if is_reward else POLICY
+    roles.assign(role)
+    tokenizer = load_tokenizer(trained, final.path)
+    if is_reward:
+        roles.heads[REWARD] = build_roles.load_head(final, REWARD, roles.hidden_size)
+    stored = getattr(torch, dtype)
+    for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
+        parameter.copy_(parameter.to(stored))
+    if out.resolve().parent != here.parent:
+        parents = {name: str((here / path).resolve()) for name, path in manifest.parents.items()}
+        manifest = replace(manifest, parents=parents)
+    stage = find_stage(manifest.stage)
+    write_model(
+        out, roles, role, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
+        f"{manifest.stage}, merged", "prompts" if stage is None else stage.data,
+        head=REWARD if is_reward else None,
+        license=license_of(final.path),
+        run=final.path.parent if final.path.name == FINAL else None,
+        below=build_roles.fingerprint(final, "below"),
+        dtype=stored,
+    )  # fmt: skip
+    print_line(f"merged, {dtype}: {out}")
+
+
+def merged(final: Final, trained: ModelConfig) -> Roles:
+    """Return the model of `final` in float32 with its adapters merged into plain weights.
+
+    Quantised weights are those values to which they were rounded in training.
+
+    Raises CheckpointError where its logits are not those in the fingerprint of `final`.
+    """
+    assert final.manifest is not None
+    quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
+    dtype = trained.dtype if quantised else "float32"
+    config = replace(trained, dtype=dtype, kernels="plain", gradient_checkpointing=False)
+    sft: Final | None = final
+    if is_reward := final.manifest.stage == "rm":
+        parent = final.parent(SFT)
+        sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    seed, reward = final.manifest.base_seed, final if is_reward else None
+    model = build_roles.whole_weights(config, sft, reward, seed)
+    roles = Roles(model.requires_grad_(False), "plain")
+    expected = build_roles.fingerprint(final, "self")
+    layers = model.config.get_text_config().num_hidden_layers
+    limit = max(rounding_of(getattr(torch, trained.dtype), layers),
+                build_roles.REROUNDED.get(trained.quantization, 0))  # fmt: skip
+    if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
+        raise CheckpointError(
+            f"{final.path} cannot be merged: with the base weights that are here it gives other "
+            "logits than it gave"
+        )
+    return roles
+
+
+# serve-reward
+
+
+def serve_reward(arguments: Sequence[str]) -> None:
+    """Serve a reward model behind HTTP until Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: an argument is wrong, or the libraries of the server are not installed.
+        CheckpointError: there is no such model.
+    """
+    given = parse_command(
+        "serve-reward", arguments,
+        {
+            "final": {"help": "final/ folder of stage=rm or sequence classifier, or the hub id of "
+                      "one"},
+            "overrides": {"nargs": "*", "default": [], "metavar": "reward.KEY=VALUE",
+                          "help": "as for reward=model, e.g. reward.batch_size=64 "
+                          "reward.chat_template=pair"},
+            "--host": {"default": "127.0.0.1", "help": "address to listen at (%(default)s); "
+                       "0.0.0.0 or :: lets other machines in"},
+            "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
+            "--token-env": {"metavar": "NAME", "help": "environment variable with a token, without "
+                            "which nobody gets scores; reward.token_env is its like in the run "
+                            "that asks"},
+        },
+        "Serve a reward model over HTTP, for stage=ppo reward=http elsewhere. It takes the extra "
+        "serve: pip install 'lightning-rlhf[serve]'.",
+        'POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and '
+        'answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The '
+        "traffic is not encrypted.",
+    )  # fmt: skip
+    server = None
+    # uvicorn raises the signal that ended it once more.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        server = reward_server(given)
+        token = f" reward.token_env={given.token_env}" if given.token_env else ""
+        url = f"'reward.url=\"{server.url}\"'"
+        print(f"reward server: use it with reward=http {url}{token}; Ctrl-C ends it", flush=True)
+        if server.is_open:
+            who = "has the token" if token else "can reach the port: there is no --token-env"
+            print(f"other machines reach {server.host} too: it answers whoever {who}", flush=True)
+        server.run()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    print("stopped", flush=True)
+    if server is not None and server.is_scoring:
+        os._exit(0)  # Python would wait for the thread, which may never return
+
+
+def reward_server(given: Namespace) -> RewardServer:
+    """Return the server of the command line, with its address bound and its model loaded."""
+    try:
+        from lightning_rlhf.rewards.server import RewardServer, listening_socket
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"dashboard needs {error.name}: pip install 'lightning-rlhf[dashboard]'"
+            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
         ) from error
-    if given.dry_run:
-        tree = Tree(f"{entity}/{project}: {given.name}")
-        for section in workspace.sections:
-            branch = tree.add(section.name)
-            for panel in section.panels:
-                branch.add(str(getattr(panel, "title", None) or getattr(panel, "table_name", "")))
-        get_console().print(tree)
-        return
-    import requests
-    import wandb
-
-    try:
-        workspace.save()  # which prints its address
-    except (wandb.errors.Error, requests.RequestException, ValueError) as error:
-        raise ConfigError(
-            f"W&B did not save the workspace in {entity}/{project}: {str(error).rstrip('.')}. Is "
-            "the project there, and did you `wandb login`? --dry-run prints the panels"
-        ) from error
+    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
+    token = None if given.token_env is None else token_in(given.token_env, "--token-env")
+    address = listening_socket(given.host, given.port)
+    quiet_libraries()
+    return RewardServer(text_scorer(given.final, given.overrides), address, token=token)
 
 
-SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
+# A W&B workspace.
+
+SECTIONS: dict[str, tuple[Stage, Sequence[metrics.Phase]]] = {
     "Rollout": ("ppo", ["rollout"]),
     "Update": ("ppo", ["update"]),
     "Evaluation": ("ppo", ["eval"]),
@@ -136,8 +401,50 @@ SECTIONS: dict[str, tuple[Stage, Sequence[Phase]]] = {
 """Title of a section -> the stage and the phases whose metrics it shows."""
 SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 """Configuration keys on the axes of the parallel coordinates, unless others are given."""
-COMPARED = (KL, REWARD)
-"""Metrics that end the parallel coordinates, and x and y of the scatter plot over runs."""
+
+
+def dashboard(arguments: Sequence[str]) -> None:
+    """Build a W&B workspace with the metrics of the package, then save or print it."""
+    given = parse_command(
+        "dashboard", arguments,
+        {
+            "project": {"metavar": "ENTITY/PROJECT", "help": "where runs with logger=wandb are"},
+            "--name": {"default": "lightning-rlhf", "help": "name of the workspace"},
+            "--sweep": {"nargs": "+", "metavar": "KEY", "default": SWEPT, "help": "configuration "
+                        "keys on the parallel coordinates (ppo.kl_coef ppo.lr seed)"},
+            "--dry-run": {"action": "store_true", "help": "print the panels, save nothing"},
+        },
+        "Make a workspace in a W&B project: headline metrics, rollout, update, evaluation, time, "
+        "samples, reward against KL over runs, and parallel coordinates for sweeps. It takes the "
+        "extra dashboard: pip install 'lightning-rlhf[dashboard]'.",
+    )  # fmt: skip
+    entity, _, project = given.project.partition("/")
+    is_project = bool(entity and project) and "/" not in project
+    require(is_project, "PROJECT", given.project, "ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT")
+    try:
+        workspace = build_workspace(entity, project, given.name, given.sweep)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"dashboard needs {error.name}: pip install 'lightning-rlhf[dashboard]'"
+        ) from error
+    if given.dry_run:
+        tree = Tree(f"{given.project}: {given.name}")
+        for section in workspace.sections:
+            branch = tree.add(section.name)
+            for panel in section.panels:
+                branch.add(str(getattr(panel, "title", None) or getattr(panel, "table_name", "")))
+        get_console().print(tree)
+        return
+    import requests
+    import wandb
+
+    try:
+        workspace.save()  # which prints its address
+    except (wandb.errors.Error, requests.RequestException, ValueError) as error:
+        raise ConfigError(
+            f"W&B did not save the workspace in {given.project}: {str(error).rstrip('.')}. Is the "
+            "project there, and did you `wandb login`? --dry-run prints the panels"
+        ) from error
 
 
 def build_workspace(
@@ -156,33 +463,33 @@ def build_workspace(
         prefix, is_family, _ = name.partition("<")
         if is_family:
             return panels.LinePlot(title=name, x=AXIS, metric_regex=f"^{prefix}.*")
-        return panels.LinePlot(title=name, x=AXIS, y=[name], title_y=METRICS[name].unit)
+        return panels.LinePlot(title=name, x=AXIS, y=[name], title_y=metrics.METRICS[name].unit)
 
-    sections = {"Headline": [line(name) for name in HEADLINES]}
-    x, y = (panels.SummaryMetric(metric) for metric in COMPARED)
+    x, y = panels.SummaryMetric(metrics.KL), panels.SummaryMetric(metrics.REWARD)
     axes: list[Any] = [*map(panels.Config, swept), x, y]
-    sections["Runs compared"] = [
-        panels.ScatterPlot(title="reward against KL", x=x, y=y),
-        panels.ParallelCoordinatesPlot(
-            title="runs of a sweep",
-            columns=[panels.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes],
-        ),
-    ]
+    columns = [panels.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes]
+    sections: dict[str, list[Any]] = {
+        "Headline": [line(name) for name in metrics.HEADLINES],
+        "Runs compared": [
+            panels.ScatterPlot(title="reward against KL", x=x, y=y),
+            panels.ParallelCoordinatesPlot(title="runs of a sweep", columns=columns),
+        ],
+    }
+    opened = [*sections]
     for title, (stage, phases) in SECTIONS.items():
         sections[title] = [
             line(name)
-            for name, metric in METRICS.items()
-            if stage in metric.stages and metric.phase in phases and name not in HEADLINES
+            for name, metric in metrics.METRICS.items()
+            if stage in metric.stages and metric.phase in phases and name not in metrics.HEADLINES
         ]
     sections["Samples"] = [panels.WeavePanelSummaryTable(table_name="samples")]
-    opened = ("Headline", "Runs compared")
     return Workspace(
         entity=entity,
         project=project,
         name=name,
         settings=WorkspaceSettings(x_axis=AXIS, smoothing_type="none"),
         sections=[
-            Section(name=title, panels=list(found), is_open=title in opened)
+            Section(name=title, panels=found, is_open=title in opened)
             for title, found in sections.items()
         ],
     )

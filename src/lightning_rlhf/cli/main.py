@@ -5,7 +5,6 @@ import io
 import logging
 import os
 import pkgutil
-import re
 import shlex
 import signal
 import sys
@@ -27,24 +26,8 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_rlhf
 from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
+from lightning_rlhf.cli import arguments
 from lightning_rlhf.cli import recipe as recipes
-from lightning_rlhf.cli.arguments import (
-    COMMANDS,
-    WITHOUT_RUN,
-    check_command,
-    completed_stages,
-    composition_error,
-    options_last,
-    parse_arguments,
-    parse_overrides,
-    program_name,
-    refuse_other_stages,
-    refuse_processes,
-    secrets_of,
-    stage_of,
-    without_address,
-    without_secrets,
-)
 from lightning_rlhf.cli.launch import run_job, run_processes
 from lightning_rlhf.cli.sweep import BASIC, ignore_presets, is_sweeper, mark_failed
 from lightning_rlhf.core.errors import (
@@ -80,55 +63,54 @@ def main() -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
     words = sys.argv[1:]
-    if words and words[0] in WITHOUT_RUN:
-        words = [*words[1:], f"preflight={WITHOUT_RUN[words[0]]}"]
+    first = (words or [""])[0]
+    if first in arguments.WITHOUT_RUN:
+        words = [*words[1:], f"preflight={arguments.WITHOUT_RUN[first]}"]
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
-    if words and words[0] in COMMANDS:
-        # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
-        home = os.path.expanduser("~")  # which stays ~ for a user without one
-        rest = [re.sub(r"^((--[\w-]+=)?)~(?=/|$)", lambda x: x[1] + home, w) for w in words[1:]]
-        try:
+    given = Namespace(overrides=words)
+    try:
+        if first in arguments.COMMANDS:
             # What the folders that it reads name is not run.
             with code_of_command(), full_disk_told():
-                pkgutil.resolve_name(COMMANDS[words[0]])(rest)
-        except RLHFError as error:
-            print_error(without_secrets(str(error)))
-            sys.exit(1)
-        return
-    register_resolvers()
-    ignore_presets()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself, in one line
-    try:
-        given = parse_arguments(words)
-        check_command(words, given)
-        if stages := completed_stages(given):
-            print(*stages, sep="\n")
+                pkgutil.resolve_name(f"lightning_rlhf.cli.{arguments.COMMANDS[first]}")(words[1:])
             return
-        sys.argv[1:] = options_last(words, given)
+        register_resolvers()
+        ignore_presets()
+        os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
+        given = arguments.parse_arguments(words)
+        asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
+        if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
+            print(*(f"stage={name}" for name in STAGES), sep="\n")
+            return
+        arguments.check_command(words, given)
+        # Hydra's parser needs the overrides on one side of the options.
+        sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
         with printed_safely(given):
             compose()
+    except RLHFError as error:
+        print_error(arguments.without_secrets(str(error)))
+        sys.exit(1)
     except Exception as error:
-        is_ours = isinstance(error, RLHFError)
-        if "debug=true" in words and not is_ours:
-            print(visible(without_secrets(traceback.format_exc(), words)), file=sys.stderr)
-        print_error(str(error) if is_ours else composition_error(error, given))
+        if first in arguments.COMMANDS:
+            raise
+        if "debug=true" in words:
+            text = arguments.without_secrets(traceback.format_exc(), words)
+            print(visible(text), file=sys.stderr)
+        print_error(arguments.composition_error(error, given))
         sys.exit(1)
 
 
 @contextlib.contextmanager
 def printed_safely(given: Namespace) -> Iterator[None]:
     """Remove secrets from the configuration that Hydra prints where it runs no job."""
-    if not (given.cfg or given.info or given.help or given.hydra_help):
-        yield
-        return
-    printed = io.StringIO()
+    printed, is_printed = io.StringIO(), given.cfg or given.info or given.help or given.hydra_help
     try:
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(printed) if is_printed else contextlib.nullcontext():
             yield
     finally:
-        print(visible(without_secrets(printed.getvalue(), given.overrides)), end="")
+        print(visible(arguments.without_secrets(printed.getvalue(), given.overrides)), end="")
 
 
 def register_resolvers() -> None:
@@ -143,7 +125,7 @@ def register_resolvers() -> None:
         return None if str(_parent_.train).endswith(ENDINGS) else name
 
     OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)
-    OmegaConf.register_new_resolver("program", program_name, replace=True)
+    OmegaConf.register_new_resolver("program", arguments.program_name, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda p: str(console.RECIPES / p), replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
@@ -151,7 +133,7 @@ def register_resolvers() -> None:
 @hydra.main(version_base="1.3", config_path=str(console.CONF), config_name="config")
 def compose(cfg: DictConfig) -> str | None:
     """Run one job that Hydra composed. Return why a sweep's job failed, else None."""
-    sys.argv[1:] = map(without_address, sys.argv[1:])  # W&B records it
+    sys.argv[1:] = map(arguments.without_address, sys.argv[1:])  # W&B records it
     register_resolvers()  # a launcher may have started this process
     job: Any = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
@@ -165,12 +147,12 @@ def compose(cfg: DictConfig) -> str | None:
     is_apart = from_sweep and job.launcher._target_ != BASIC
     if is_apart and not is_sweeper():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-    secrets = secrets_of(OmegaConf.to_container(cfg))
+    secrets = arguments.secrets_of(OmegaConf.to_container(cfg))
     with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
-        secrets |= secrets_of(OmegaConf.to_container(cfg, resolve=True))
+        secrets |= arguments.secrets_of(OmegaConf.to_container(cfg, resolve=True))
 
     def shown(text: str) -> str:
-        return visible(without_secrets(text, secrets=secrets))
+        return visible(arguments.without_secrets(text, secrets=secrets))
 
     try:
         if is_apart:
@@ -202,30 +184,29 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to resume a stopped run; an empty list where there is nothing to resume."""
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
-    try:
+    with contextlib.suppress(RLHFError):
         settings = read_settings(cfg)
         folder = folder_of(settings)
-        if not (folder / CONFIG).is_file() or (folder / FINAL).is_dir():
-            return []
-    except RLHFError:
-        return []
-    if settings.resume == AUTO:
-        return ["the same command goes on"]
-    if saved := numbered(folder / CHECKPOINTS):
-        return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
-    if is_unbegun(folder):
-        return ["the same command starts it over"]
-    return ["it has no checkpoint yet, resume=auto starts it over"]
+        if (folder / CONFIG).is_file() and not (folder / FINAL).is_dir():
+            if settings.resume == AUTO:
+                return ["the same command goes on"]
+            if saved := numbered(folder / CHECKPOINTS):
+                return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
+            if is_unbegun(folder):
+                return ["the same command starts it over"]
+            return ["it has no checkpoint yet, resume=auto starts it over"]
+    return []
 
 
 def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     """Run the recipe, or the stage; a repeated sweep runs only the jobs that are not finished."""
-    recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
-    stage = OmegaConf.select(cfg, "stage", throw_on_resolution_failure=False)
+    recipe, stage = (
+        OmegaConf.select(cfg, key, throw_on_resolution_failure=False) for key in ("recipe", "stage")
+    )
     if recipe is not None:
         if stage is not None:
             raise ConfigError(f"recipe={recipe} runs its own stages; leave stage= out, or it")
-        refuse_processes("a recipe")
+        arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
         folder = recipes.recipe_folder(recipe)
         found = recipes.read_recipe(folder)
@@ -236,12 +217,12 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
                 recipes.run_program(found, folder, cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
             given = Namespace(overrides=overrides, multirun=False, config_name=None)
-            reason = composition_error(error, given)
+            reason = arguments.composition_error(error, given)
             raise ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if not in_sweep and stage in names:
-        refuse_other_stages(stage, overrides, names)
+        arguments.refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
     from lightning_rlhf.stages import fit  # torch and Lightning take ten seconds of a processor
 
@@ -281,10 +262,10 @@ def next_command(settings: Settings, overrides: Sequence[str]) -> str:
     """Return the command that goes on from a finished stage that hands over a model."""
     words = ["chat", str(folder_of(settings) / FINAL)]
     if settings.stage in NEXT:
-        given = [o for o in parse_overrides(overrides) if o.key_or_group not in ONCE]
-        kept = [str(o.input_line) for o in given if stage_of(o, STAGES) is None]
+        given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
+        kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
         following, data = NEXT[settings.stage]
         words = [*recipes.own_configs(), f"stage={following}", *kept]
         if getattr(settings.data, data).train is None:
             words.append(f"data.{data}.train=FILE.jsonl")
-    return without_secrets(f"{program_name()} {shlex.join(words)}", overrides)
+    return arguments.without_secrets(f"{arguments.program_name()} {shlex.join(words)}", overrides)

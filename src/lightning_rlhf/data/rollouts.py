@@ -64,10 +64,9 @@ def write_table(path: Path, columns: Mapping[str, Any]) -> None:
     """
     make_folder(path.parent)
     table = pa.table(dict(columns))
+    options = {"compression": "zstd", "write_page_checksum": True, "store_schema": False}
     with written_whole(path, table.nbytes) as beside:
-        pq.write_table(
-            table, beside, compression="zstd", write_page_checksum=True, store_schema=False
-        )
+        pq.write_table(table, beside, **options)
 
 
 def recorded_columns(
@@ -88,19 +87,19 @@ def recorded_columns(
     width = experience.mask.shape[1] - mask.shape[1]
     ids = lists(experience.responses, mask)
     texts = {token: show([token]) for token in set(ids.values.to_pylist())}
-    columns: dict[str, Any] = {
+    parts = [pa.array(part.numpy()) for part in experience.component_scores.T]
+    return {
         "index": experience.index.numpy(),
         "prompt": pa.array(prompts, pa.string()),
         "response": pa.array(responses, pa.string()),
         "prompt_tokens": lists(experience.tokens[:, :width], experience.mask[:, :width]),
         "response_tokens": ids,
         "token_texts": pa.array([[texts[token] for token in row] for row in ids.to_pylist()]),
-    }
-    for column, field in PER_TOKEN.items():
-        if column != "values" or has_critic:
-            columns[column] = lists(getattr(experience, field), mask)
-    parts = [pa.array(part.numpy()) for part in experience.component_scores.T]
-    return columns | {
+        **{
+            column: lists(getattr(experience, field), mask)
+            for column, field in PER_TOKEN.items()
+            if column != "values" or has_critic
+        },
         "score": experience.score.numpy(),
         "parts": pa.StructArray.from_arrays(parts, list(components)),
         "ended": experience.ended.numpy(),
@@ -118,8 +117,6 @@ def read_recorded(path: Path) -> list[dict[str, Any]]:
 
     Raises DataError if the file is damaged or holds something else.
     """
-    if not path.is_file():  # a pipe without a writer would be read for ever
-        raise DataError(f"{path} cannot be read as an iteration: it is no file")
     try:
         table = pq.read_table(path, page_checksum_verification=True)
         names = [name for name in TYPES if name != "values" or name in table.column_names]
@@ -127,8 +124,8 @@ def read_recorded(path: Path) -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = table.select(names).cast(types).to_pylist()
         for row, parts in zip(rows, table["parts"].to_pylist(), strict=True):
             row["parts"] = dict(parts)
+        if not rows:
+            raise ValueError("it has no response")
     except (pa.ArrowException, OSError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"{path} cannot be read as an iteration: {first_line(error)}") from error
-    if not rows:
-        raise DataError(f"{path} cannot be read as an iteration: it has no response")
     return rows

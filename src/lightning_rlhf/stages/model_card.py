@@ -22,7 +22,6 @@ from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.checkpoint import (
-    ADAPTER,
     FROM_CONFIG,
     Manifest,
     Verdict,
@@ -64,13 +63,16 @@ def hand_over(
     ending = read_ending(run.folder) if export is None else export.ending
     sft, base = run.parents.get(SFT), settings.model.name_or_path
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
+    outputs, here = settings.outputs.resolve(), folder.resolve()
+    paths = {name: final.path.resolve() for name, final in run.parents.items()}
     manifest = Manifest(
         stage=settings.stage,
         base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
         base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={
-            name: portable(final.path, folder, settings.outputs)
-            for name, final in run.parents.items()
+        parents={  # relative in outputs/, which may be moved
+            name: os.path.relpath(path, here)
+            if path.is_relative_to(outputs) and here.is_relative_to(outputs) else str(path)
+            for name, path in paths.items()
         },
         tokenizer_hash=tokenizer_hash(run.tokenizer),
         chat_template=str(run.tokenizer.chat_template),
@@ -81,7 +83,7 @@ def hand_over(
         versions=versions(),
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
         chosen={} if ending is None else asdict(ending),
-    )
+    )  # fmt: skip
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
     write_model(
         folder, roles, role, run.tokenizer, run.chat, manifest, run_name(settings),
@@ -89,26 +91,10 @@ def hand_over(
         license=license_of(sft.path if sft else None, Path(loaded) if loaded else None),
         run=run.folder if export is None else None,
     )  # fmt: skip
-    file = folder / ADAPTER
-    if file.is_file() and json_object(file)["base_model_name_or_path"] == FROM_CONFIG:
-        print_line(
-            f"{folder} is an adapter on random weights (model.from_config): the stages here make "
-            "them again, other programs cannot; sft.finetune=full writes whole weights"
-        )
     if export is None:
         leave_report(run.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
-
-
-def portable(path: Path, folder: Path, outputs: Path) -> str:
-    """Return the path of a model as the manifest in `folder` names it.
-
-    It is relative to `folder` where both are in `outputs`, which may be moved, else absolute.
-    """
-    path, folder, outputs = path.resolve(), folder.resolve(), outputs.resolve()
-    inside = path.is_relative_to(outputs) and folder.is_relative_to(outputs)
-    return os.path.relpath(path, folder) if inside else str(path)
 
 
 def write_model(
@@ -129,15 +115,12 @@ def write_model(
         generation.pad_token_id = chat.pad_token_id
     is_reward, bias = head == REWARD, 0.0
     if is_reward:
-        tokenizer, bias = (
-            with_padding(tokenizer, chat.end_token_ids),
-            score_bias(roles.heads[REWARD]),
-        )
+        tokenizer = with_padding(tokenizer, chat.end_token_ids)
+        bias = score_bias(roles.heads[REWARD])
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
-    config, hub, chosen = manifest.config, hub_id(manifest.base), manifest.chosen
+    config, hub, is_random = manifest.config, hub_id(manifest.base), manifest.base == FROM_CONFIG
     node = (config.get("data") or {}).get(kind) or {}
-    found = {split: node.get(split) for split in ("train", "val")}
-    sources = {split: source for split, source in found.items() if isinstance(source, str)}
+    sources = {x: node[x] for x in ("train", "val") if isinstance(node.get(x), str)}
     data = ModelCardData(
         base_model=hub,
         library_name="peft" if is_adapter else "transformers",
@@ -146,16 +129,16 @@ def write_model(
         datasets=[source for source in sources.values() if hub_id(source)] or None,
         **license,
     )
-    is_random = manifest.base == FROM_CONFIG
     seed = f"random weights of seed {manifest.base_seed}"
     origin = {
         "base": seed if is_random else hub or Path(manifest.base).name,
         "license of the base": license.get("license", "not stated with its weights"),
         **{f"from: {name}": source for name, source in manifest.parents.items()},
         **{f"{kind}, {s}": x if hub_id(x) else Path(x).name for s, x in sources.items()},
-        **({"step": "{step} of {last_step} (final={final})".format(**chosen)} if chosen else {}),
         "seed": str(config.get("seed")),
     }
+    if manifest.chosen:
+        origin["step"] = "{step} of {last_step} (final={final})".format(**manifest.chosen)
     kept = (config.get("model") or {}).get("quantization") if is_adapter else None
     jinja = Environment(
         loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True,
@@ -171,7 +154,7 @@ def write_model(
         is_reward=is_reward,
         is_adapter=is_adapter,
         is_alone=is_adapter and is_random and SFT not in manifest.parents,
-        quantization=None if kept is None else OPTIONS.get(kept),
+        quantization=OPTIONS.get(str(kept)),
         kwargs="".join(f", {key}={value!r}" for key, value in chat.template_kwargs.items()),
         max_tokens=config.get("data", {}).get("max_response_tokens", 64),
         end=chat.end_token_id,
@@ -185,9 +168,8 @@ def write_model(
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
     """Return a table of the metrics of the evaluation, with 95% intervals; "" without any."""
     result = with_intervals(metrics, None)
-    if run is not None:
-        with suppress(RLHFError):  # the run keeps no readable samples
-            result = with_intervals(metrics, run)
+    with suppress(RLHFError):  # the run keeps no readable samples
+        result = with_intervals(metrics, run)
     rows = []
     for name, found in result.items():
         if name.startswith("eval/"):
@@ -210,12 +192,11 @@ def license_of(*folders: Path | None) -> dict[str, Any]:
     Returns: the keys license, license_name and license_link that are there; {} without any.
     """
     for folder in filter(None, folders):
-        stated = {}
-        with suppress(OSError, ValueError, yaml.YAMLError):
-            stated = metadata_load(folder / "README.md") or {}
-        if not isinstance(stated.get("license"), str) and (folder / "config.json").is_file():
-            stated = json_object(folder / "config.json")
-        if isinstance(stated.get("license"), str):
-            keys = ("license", "license_name", "license_link")
-            return {key: str(stated[key]) for key in keys if key in stated}
+        for read, name in ((metadata_load, "README.md"), (json_object, "config.json")):
+            stated: dict[str, Any] = {}
+            with suppress(OSError, ValueError, yaml.YAMLError, RLHFError):
+                stated = read(folder / name) or {}
+            if isinstance(stated.get("license"), str):
+                keys = ("license", "license_name", "license_link")
+                return {key: str(stated[key]) for key in keys if key in stated}
     return {}
