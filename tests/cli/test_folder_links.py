@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.cli.sweep import whole_name
+from lightning_rlhf.cli.sweep import job_name
 from lightning_rlhf.io.storage import WRITTEN
 
 from .conftest import MINI, Workplace, tree, weights
@@ -78,7 +78,7 @@ def test_a_run_starts_in_no_folder_with_foreign_files(
     workplace: Workplace, name: str, words: tuple[str, ...]
 ) -> None:
     folder = workplace.stage("sft")
-    job = whole_name([*MINI[2:], "seed=1"]) if words == ("-m",) else "."
+    job = job_name([*MINI[2:], "seed=1"], None) if words == ("-m",) else "."
     folder = folder.parent / str(job) / folder.name
     for file in (folder / name, folder / "failed.txt"):
         file.parent.mkdir(parents=True, exist_ok=True)

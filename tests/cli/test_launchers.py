@@ -18,14 +18,11 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli import arguments
-from lightning_rlhf.cli import launch as launching
-from lightning_rlhf.cli.launch import run_job
+from lightning_rlhf.cli import arguments, sweep
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.sweep import end_early, ignore_presets, stoppable, stopped_by
+from lightning_rlhf.cli.sweep import STOPPED, end_early, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.runs.console import CONF
-from lightning_rlhf.runs.process import STOPPED
 
 from .conftest import Workplace
 
@@ -36,7 +33,7 @@ def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | Non
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(launching, "own_configs", list)
+    monkeypatch.setattr(sweep, "own_configs", list)
     cfg = OmegaConf.create(
         {"outputs": str(folder), "run": "r", "model": {"name": "m"}, "stage": "ppo", "job": "a=1"}
     )
@@ -53,7 +50,7 @@ def test_the_job_is_told_its_folder_and_its_output_is_kept(
 
 @pytest.mark.parametrize(
     ("script", "why"),
-    [("kill -9 $$", "ended by SIGKILL"), ("exit 3", "exit status 3"),
+    [("kill -9 $$", "ended by SIGKILL"),
      ('mkdir -p {0}; echo "no model" > {0}/failed.txt; exit 1', "no model")],
 )  # fmt: skip
 def test_a_job_that_dies_is_marked_in_its_folder(
@@ -98,10 +95,24 @@ def test_a_job_is_requeued_after_its_checkpoint(
         signal.signal(signal.SIGUSR2, before)
 
 
-def test_a_signal_ends_the_jobs_after_their_checkpoint(
+@pytest.mark.parametrize("is_sweeper", [True, False])
+def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweeper: bool
+) -> None:
+    """After its checkpoint. After one to the command no further job begins."""
+    with stoppable(is_apart=False):
+        monkeypatch.setattr(sweep, "is_sweeper", lambda: is_sweeper)
+        send_when_begun(tmp_path, signal.SIGTERM)
+        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
+        assert (tmp_path / "saved").exists()
+        assert stopped_by() == (signal.SIGTERM if is_sweeper else None)
+        (tmp_path / "begun").unlink()
+        assert job(tmp_path, monkeypatch, "exit 0") == (STOPPED if is_sweeper else None)
+
+
+def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One to the command, which a launcher's process reads; no further job begins."""
     with stoppable(is_apart=True):
 
         def receive() -> None:
@@ -112,39 +123,25 @@ def test_a_signal_ends_the_jobs_after_their_checkpoint(
         threading.Thread(target=receive, daemon=True).start()
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()
-        (tmp_path / "begun").unlink()
-        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
-        assert not (tmp_path / "begun").exists()
 
 
-@pytest.mark.parametrize("is_sweeper", [True, False])
-def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_sweeper: bool
-) -> None:
-    with stoppable(is_apart=False):
-        monkeypatch.setattr(launching, "is_sweeper", lambda: is_sweeper)
-        send_when_begun(tmp_path, signal.SIGTERM)
-        assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
-        assert (tmp_path / "saved").exists()
-        assert stopped_by() == (signal.SIGTERM if is_sweeper else None)
-
-
-def test_jobs_in_processes_are_named_fail_alone_and_are_marked(
+def test_jobs_in_processes_fail_alone_and_are_marked(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There is no SFT model, which each job finds out."""
+    """One finds no SFT model; the folder of the other, which starts no process, holds a file."""
     monkeypatch.setenv("COLUMNS", "400")
+    one, other = (workplace.stage(f"kl_coef={value}") / "ppo" for value in (0.1, 0.2))
+    other.mkdir(parents=True)
+    (other / "mine").touch()
     outcome = workplace.sweep(
         "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "ppo.kl_coef=0.1,0.2"
     )
     assert outcome.status == 1
-    folders = sorted(path.parent for path in workplace.outputs.rglob("failed.txt"))
-    assert [folder.parent.name for folder in folders] == ["kl_coef=0.1", "kl_coef=0.2"]
-    for folder in folders:
-        assert "starts from an SFT model" in (folder / "failed.txt").read_text()
-        assert "starts from an SFT model" in folder.with_name("ppo.log").read_text()
-        assert re.search(f"failed: .*{folder.parent.name}: stage=ppo starts from", outcome.out)
-    assert "validated against" not in outcome.err
+    for text in ((one / "failed.txt").read_text(), one.with_name("ppo.log").read_text()):
+        assert "starts from an SFT model" in text
+    assert not (other / "failed.txt").exists()
+    assert re.search("failed: .*kl_coef=0.1: stage=ppo starts from an SFT model", outcome.out)
+    assert re.search("failed: .*kl_coef=0.2: .* holds mine and no config.json", outcome.out)
 
 
 SLURM = {
@@ -167,13 +164,16 @@ SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
 def test_slurm_jobs_have_a_gpu_for_each_process(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The whole way of a job: submitted, started by srun, failed, and its result read."""
+    """The whole way of a job: submitted, started by srun, refused, and its result read."""
     for name, script in SLURM.items():
         program = tmp_path / "slurm" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f"#!/bin/bash\n{script}\n")
         program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'slurm'}:{os.environ['PATH']}")
+    folder = workplace.stage("kl_coef=0.1") / "ppo"
+    folder.mkdir(parents=True)
+    (folder / "mine").touch()
     outcome = workplace.sweep(
         "hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "trainer.devices=2",
         "stage=ppo", "ppo.kl_coef=choice(0.1)",
@@ -185,25 +185,18 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
         "time=720",
     ):  # fmt: skip
         assert f"#SBATCH --{option}\n" in asked
-    (failed,) = workplace.outputs.rglob("failed.txt")
-    assert failed.parent.parent.name == "kl_coef=0.1"
-    assert "starts from an SFT model" in failed.read_text()
-    assert ": stage=ppo starts from an SFT model" in outcome.out
+    assert " holds mine and no config.json" in outcome.out
 
 
-def test_a_launcher_that_is_not_installed_is_named(
+def test_a_launcher_that_is_not_installed_or_not_used_is_named(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(arguments.PLUGINS, "hydra/launcher=joblib", "not_installed")
-    error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
-    assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
-
-
-def test_a_launcher_without_a_sweep_is_warned_of(workplace: Workplace) -> None:
     words = "hydra/launcher=joblib", "stage=sft", "sft.lr=-1"
     warning = "warning: hydra/launcher=joblib is for sweeps and is not used without -m"
     assert warning in workplace.mini(*words).out
-    assert warning not in workplace.mini(*words, "--cfg", "hydra").out
+    monkeypatch.setitem(arguments.PLUGINS, "hydra/launcher=joblib", "not_installed")
+    error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
+    assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 
 
 def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(
@@ -216,13 +209,12 @@ def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(
     assert not workplace.outputs.exists()
 
 
-@pytest.mark.parametrize("name", ["joblib", "submitit_local", "submitit_slurm"])
-def test_a_preset_has_the_keys_of_its_plugin(name: str) -> None:
-    """Hydra holds it against the plugin's own configuration of the same name."""
+def test_presets_have_the_keys_of_their_plugins() -> None:
+    """Hydra holds each against the plugin's own configuration of the same name."""
     register_resolvers()
-    GlobalHydra.instance().clear()
-    ignore_presets()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        found = compose("config", [f"hydra/launcher={name}"], return_hydra_config=True)
-    target = found.hydra.launcher._target_
-    assert Plugins.instance().class_name_to_class[target].__name__ == target.rpartition(".")[2]
+    for name in ("joblib", "submitit_local", "submitit_slurm"):
+        GlobalHydra.instance().clear()
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            found = compose("config", [f"hydra/launcher={name}"], return_hydra_config=True)
+        target = found.hydra.launcher._target_
+        assert Plugins.instance().class_name_to_class[target].__name__ == target.rpartition(".")[2]

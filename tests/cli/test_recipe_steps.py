@@ -13,14 +13,12 @@ import pytest
 from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.recipe import (
     Recipe,
-    RecipeStep,
+    data_of_run,
     is_newer,
     read_recipe,
     split_step,
     step_overrides,
 )
-from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import build
 from lightning_rlhf.runs.console import RECIPES
 
 STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")
@@ -60,7 +58,7 @@ def test_overrides_of_a_step() -> None:
     assert overrides("dpo@one", job="kl=0.1")[-1] == "job='kl=0.1/one'"
 
 
-@pytest.mark.parametrize("name", ["a,b", "it's", "José", "x=1", "(a)[b]{c}", "a b", "#~"])
+@pytest.mark.parametrize("name", ["a,b", "it's", "José", "(a)[b]{c}"])
 def test_folders_of_any_name(name: str) -> None:
     words = overrides("dpo@one", own=["policy.checkpoint={folder}/one"], folder=Path("/out") / name)
     (parsed,) = [o for o in parse_overrides(words) if o.key_or_group == "policy.checkpoint"]
@@ -84,35 +82,13 @@ def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
         settings: Any = SimpleNamespace(
             tree={"data": data}, definition=SimpleNamespace(data="preferences")
         )
-        return RecipeStep((), settings).source(Path("/out/run"))
+        return data_of_run(settings, Path("/out/run"))
 
     made = "/out/run/one/rank/final/preferences.jsonl"
     assert reads(made) == Path(made)
     assert not reads("/out/runs/preferences.jsonl")
     assert not reads("org/name:train")
     assert not reads(None)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"stages": ["sft", "dpo", "dpo"]}, r"recipe.stages is .*; allowed: each step once"),
-        ({"stages": ["sft@one"]}, "allowed: a first step without a job"),
-        ({"steps": {"dpo@three": []}}, "recipe.steps is 'dpo@three'; allowed: sft, rank@one"),
-        (
-            {"steps": {"sft": "a"}},
-            "recipe.steps is .*; allowed: a mapping from steps to lists of texts",
-        ),
-    ],
-)
-def test_recipes_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
-    recipe = {
-        "title": "Two", "stages": list(STEPS), "program": None, "overrides": [], "promises": [],
-        "next": [],
-    }  # fmt: skip
-    assert build(Recipe, recipe, "recipe").steps == {}
-    with pytest.raises(ConfigError, match=message):
-        build(Recipe, recipe | changes, "recipe")
 
 
 def test_each_round_of_the_shipped_recipe_trains_on_its_own_pairs() -> None:

@@ -241,7 +241,7 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
 
 PARENT = """
 import sys
-from lightning_rlhf.runs.process import run_command
+from lightning_rlhf.cli.launch import run_command
 CHILD = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 run_command([sys.executable, "-c", CHILD], {})
 """

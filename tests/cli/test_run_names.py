@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
 from lightning_rlhf.runs import run
 
-from .conftest import Workplace, given
+from .conftest import Workplace
 
 
 def test_a_job_is_named_in_pictures_report_and_dashboard(
@@ -45,11 +45,3 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
     (identity,) = identities
     assert (identity.name, identity.job) == (name, "rm.lr-0.1")
     assert wandb_tags(identity) == ["rm", "mini", "rm.lr-0.1"]
-
-
-def test_a_run_without_a_job_has_three_parts_and_eval_names_its_reward(finished: Workplace) -> None:
-    finished.mini("stage=eval_reward", "eval_reward.samples=8", *given(finished)).succeeded  # noqa: B018
-    report = (finished.stage("eval_reward") / "final" / "report.md").read_text()
-    assert report.startswith(
-        "# Is this reward fit to be maximised? default/mini/eval\\_reward: head\n"
-    )

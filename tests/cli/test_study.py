@@ -16,7 +16,7 @@ from optuna.trial import TrialState
 from lightning_rlhf.cli import study
 from lightning_rlhf.cli.arguments import parse_overrides
 from lightning_rlhf.cli.study import StudyConfig, Trials, space_of
-from lightning_rlhf.cli.sweep import JobResult
+from lightning_rlhf.cli.sweep import Job
 from lightning_rlhf.core.errors import ConfigError
 
 from .conftest import Workplace
@@ -38,7 +38,7 @@ class Launched:
         self.launched: list[dict[str, str]] = []
         self.batches: list[int] = []
         """Number of jobs of each call."""
-        self.results: list[JobResult] = []
+        self.results: list[Job] = []
         self.words: Sequence[str] = ()
         self.folder = Path()
 
@@ -53,7 +53,7 @@ class Launched:
                 raise Crash
             self.launched.append(values)
             self.results.append(
-                JobResult(
+                Job(
                     overrides=list(words), folder=self.run_folder or f"r/{len(self.results)}",
                     stage="ppo", status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
                 )
@@ -73,7 +73,7 @@ def trials(
     return Trials(StudyConfig(**options), jobs)  # type: ignore[arg-type]
 
 
-def run(folder: Path, jobs: Launched, *args: Any, **changes: Any) -> list[JobResult]:
+def run(folder: Path, jobs: Launched, *args: Any, **changes: Any) -> list[Job]:
     """One command; return the results that it shows."""
     trials(folder, jobs, *args, **changes).run()
     return jobs.results
@@ -88,9 +88,7 @@ def chosen(jobs: Launched) -> list[tuple[str, str]]:
     return [(values["ppo.kl_coef"], values["seed"]) for values in jobs.launched]
 
 
-def test_trials_are_in_their_intervals_and_their_results_in_the_study(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trials_are_in_their_intervals_and_their_results_in_the_study(tmp_path: Path) -> None:
     jobs = Launched()
     results = run(tmp_path, jobs, 4, n_jobs=3)
     assert [r.status for r in results] == ["done"] * 4
@@ -102,11 +100,6 @@ def test_trials_are_in_their_intervals_and_their_results_in_the_study(
     found = read(tmp_path)
     assert [t.state for t in found.trials] == [TrialState.COMPLETE] * 4
     assert found.best_value == max(float(values["ppo.kl_coef"]) for values in jobs.launched)
-    best = max(jobs.launched, key=lambda values: float(values["ppo.kl_coef"]))
-    words = f"ppo.kl_coef={best['ppo.kl_coef']} seed={best['seed']}"
-    number = jobs.launched.index(best)
-    assert f"best trial: {words}: {METRIC} " in (out := capsys.readouterr().out)
-    assert out.endswith(f"; r/{number}\n")
 
 
 def test_the_same_command_goes_on_and_repeats_no_finished_trial(tmp_path: Path) -> None:
@@ -155,19 +148,8 @@ def test_a_second_command_on_a_study_leaves_its_running_trials_alone(tmp_path: P
 
     results = run(tmp_path, Meanwhile(), 2)
     assert [r.status for r in results] == ["done"] * 2
-    assert [t.state for t in read(tmp_path).trials] == [TrialState.COMPLETE] * 2
     assert not [*tmp_path.glob("*.lock")]
     other.run()
-
-
-def test_a_study_of_another_version_of_its_results_goes_on(tmp_path: Path) -> None:
-    """Its trials have a field that is none any more."""
-    run(tmp_path, Launched(), 1)
-    found = read(tmp_path)
-    attributes = found.trials[0].user_attrs
-    attributes["result"] |= {"host": "here"}
-    found.add_trial(optuna.trial.create_trial(state=TrialState.FAIL, user_attrs=attributes))
-    assert [r.status for r in run(tmp_path, Launched(), 3)] == ["done"] * 3
 
 
 def test_a_job_reads_the_address_of_a_database_from_its_environment(
@@ -189,11 +171,9 @@ def test_a_job_reads_the_address_of_a_database_from_its_environment(
     ("words", "changes", "message"),
     [
         (["ppo.kl_coef=0.1"], {}, "nothing to choose"),
-        ([*SPACE[:2], "ppo.rollout_batch_size=16"], {}, "trials of ppo.rollout_batch_size=8, not"),
         (SPACE[:2], {}, "has trials of ppo.rollout_batch_size=8, not of defaults"),
         (SPACE, {"direction": "minimize"}, "direction=maximize, not of .*direction=minimize"),
-        ([SPACE[0], "seed=1,3", SPACE[2]], {}, "trials of seed from .*; allowed: the same values"),
-        (["ppo.kl_coef=tag(log,interval(0,0.5))", *SPACE[1:]], {}, "is no range"),
+        ([SPACE[0], "seed=1,3", SPACE[2]], {}, "trials of seed=1,2, not of seed=1,3; allowed: "),
     ],
 )
 def test_what_is_no_study_or_another_one_is_refused(
@@ -223,46 +203,32 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
     assert found["pruner.wrapped_pruner._target_"] == "optuna.pruners.MedianPruner"
 
 
-def test_a_metric_that_no_job_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"hydra.sweeper.metric is 'eval/x'; allowed: {METRIC}"):
-        run(tmp_path, Launched(), 1, metric="eval/x")
-
-
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["stage=sft", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
+        (["hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
          "hydra.sweeper.direction is 'maximize'; allowed: minimize "),
-        (["stage=sft", "hydra.sweeper.metric=eval/mine", "+callbacks.mine._target_=builtins.dict"],
+        (["hydra.sweeper.metric=eval/mine", "+callbacks.mine._target_=builtins.dict"],
          "hydra.sweeper.direction is None; allowed: maximize or minimize "),
-        (["stage=sft", "hydra.sweeper.metric=loss"],
+        (["hydra.sweeper.metric=loss"],
          "hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity"),
-        (["stage=sft,rm", "hydra.sweeper.metric=eval/loss", "hydra.sweeper.study_name=x"],
-         "hydra.sweeper.metric is 'eval/loss'; allowed: eval/rm_loss, eval/accuracy, "),
     ],
 )  # fmt: skip
 def test_a_metric_or_a_direction_that_misleads_is_refused_before_a_trial(
     workplace: Workplace, words: list[str], told: str
 ) -> None:
-    error = workplace.sweep("hydra/sweeper=optuna", "seed=1,2", *words).error
+    error = workplace.sweep("hydra/sweeper=optuna", "stage=sft", "seed=1,2", *words).error
     assert error.startswith(told)
     assert not [*workplace.outputs.glob("default/*.log")]
 
 
 @pytest.mark.parametrize(
-    ("sweep", "told"),
-    [
-        ("sft.lr=tag(lgo,interval(1,2))", "tag(log,interval(LOW,HIGH))"),
-        ("seed=int(interval(1e0,20))", "whole numbers in int(...)"),
-        ("sft.lr=interval(nan,1)", "interval(LOW,HIGH)"),
-        ("seed=range(5,1)", "a value or more"),
-    ],
+    "sweep", ["sft.lr=tag(lgo,interval(1,2))", "sft.lr=tag(log,interval(0,1))", "seed=range(5,1)"]
 )
-def test_a_sweep_that_chooses_otherwise_than_it_says_is_refused(sweep: str, told: str) -> None:
-    with pytest.raises(ConfigError) as error:
+def test_a_sweep_of_no_values_is_refused(sweep: str) -> None:
+    with pytest.raises(ConfigError, match="allowed: values, interval") as error:
         space_of(*parse_overrides([sweep]))
-    assert sweep in str(error.value)
-    assert told in str(error.value)
+    assert str(error.value).startswith(f"{sweep}: ")
 
 
 @pytest.mark.parametrize("sweep", ["a.e2=tag(log,int(interval(1,20)))", "a=interval(1.5,2.5)"])
@@ -280,7 +246,7 @@ def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) 
         "hydra.sweeper.pruner.n_warmup_steps=0", "+hydra.sweeper.pruner.upper=-1",
     ).succeeded  # fmt: skip
     assert " pruned " in outcome.out
-    assert "callbacks.trial" not in outcome.out[outcome.out.index("Sweep ") :]
+    assert "callbacks.trial" not in outcome.out
     (final,) = workplace.outputs.glob("default/mini/lr=*/sft/final")
     assert (final.parent / "metrics.csv").read_text().count("\n") < 10
     assert "<td>pruned</td>" in (workplace.outputs / "default/compare.html").read_text()

@@ -7,7 +7,7 @@ import json
 import pytest
 from rich.console import Console
 
-from lightning_rlhf.cli.sweep import JobResult, jobs_table
+from lightning_rlhf.cli.sweep import Job, jobs_table
 from lightning_rlhf.io.console import is_hidden
 from lightning_rlhf.models.checkpoint import Verdict
 from lightning_rlhf.report.tables import before_after_table, side_by_side
@@ -82,7 +82,7 @@ def test_tables(tmp_path: object) -> None:
     tables = [
         before_after_table(metrics, metrics, {EVIL: Verdict(True, EVIL, (EVIL,))}),
         side_by_side(files[0], files[1], 1),
-        jobs_table([JobResult(overrides=[f"run={EVIL}"])], None).console(),
+        jobs_table([Job(overrides=[f"run={EVIL}"])], None).console(),
     ]
     for table in tables:
         with console.capture() as capture:

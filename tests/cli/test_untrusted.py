@@ -74,38 +74,39 @@ def test_a_checkpoint_to_resume_from(models: Workplace, marker: Path) -> None:
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    ("file", "auto_map"),
-    [
-        ("config.json", {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}),
-        ("tokenizer_config.json", {"AutoTokenizer": ["x.T", None]}),
-    ],
-)
-def test_code_that_a_model_brings(
-    models: Workplace, marker: Path, file: str, auto_map: dict[str, Any]
-) -> None:
-    """A family that transformers does not know: only that code could load it."""
+@pytest.fixture
+def planted(models: Workplace, marker: Path) -> Path:
+    """A model of a family that transformers does not know: only code in its folder could load it.
+
+    So could its tokenizer.
+    """
     sft = models.folder / "sft"
     (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
-    config = json.loads((sft / "config.json").read_text()) | {"model_type": "unheard_of"}
-    (sft / "config.json").write_text(json.dumps(config))
-    tree = json.loads((sft / file).read_text()) | {"auto_map": auto_map, "tokenizer_class": "T"}
-    (sft / file).write_text(json.dumps(tree))
+    config = json.loads((sft / "config.json").read_text())
+    auto_map = {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}
+    (sft / "config.json").write_text(
+        json.dumps(config | {"model_type": "unheard_of", "auto_map": auto_map})
+    )
+    return sft
+
+
+@pytest.mark.parametrize("of_tokenizer", [False, True])
+def test_code_that_a_model_brings(
+    models: Workplace, planted: Path, marker: Path, of_tokenizer: bool
+) -> None:
+    if of_tokenizer:
+        config = json.loads((planted / "config.json").read_text())
+        del config["auto_map"]
+        (planted / "config.json").write_text(json.dumps(config))
+        file = planted / "tokenizer_config.json"
+        named = {"auto_map": {"AutoTokenizer": ["x.T", None]}, "tokenizer_class": "T"}
+        file.write_text(json.dumps(json.loads(file.read_text()) | named))
     refused(models, ["sft", "auto_map", "model.trust_remote_code=true"], "debug", False, *PPO)
     assert not marker.exists()
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ cycler.__init__.__globals__.os.system('touch MARKER') }}",
-        "{% include '/etc/passwd' %}",
-    ],
-)
-def test_a_chat_template_is_kept_in_its_sandbox(
-    models: Workplace, marker: Path, template: str
-) -> None:
-    text = template.replace("MARKER", str(marker))
+def test_a_chat_template_is_kept_in_its_sandbox(models: Workplace, marker: Path) -> None:
+    text = f"{{{{ cycler.__init__.__globals__.os.system('touch {marker}') }}}}"
     (models.folder / "sft" / "chat_template.jinja").write_text(text)
     refused(models, ["the chat template of tokenizer", "sft"], "debug", False, *PPO)
     assert not marker.exists()
@@ -127,26 +128,6 @@ def test_functions_that_a_manifest_names_are_not_loaded(models: Workplace, marke
 
 
 @pytest.fixture
-def planted(models: Workplace, marker: Path) -> Path:
-    """A model that only the code in its folder could load."""
-    sft = models.folder / "sft"
-    (sft / "x.py").write_text(f"open({str(marker)!r}, 'w')")
-    config = json.loads((sft / "config.json").read_text())
-    auto_map = {"AutoConfig": "x.C", "AutoModelForCausalLM": "x.M"}
-    (sft / "config.json").write_text(
-        json.dumps(config | {"model_type": "unheard_of", "auto_map": auto_map})
-    )
-    return sft
-
-
-def edit_model(run_folder: Path, **values: Any) -> None:
-    file = run_folder / "config.json"
-    tree = json.loads(file.read_text())
-    tree["model"] |= values
-    file.write_text(json.dumps(tree))
-
-
-@pytest.fixture
 def recorded(models: Workplace) -> Path:
     """The folder of a run of PPO, from the base model, that can be exported and shown."""
     base = ("stage=ppo", "run=recorded", "reward=random", "policy.checkpoint=base")
@@ -158,7 +139,12 @@ def test_a_run_that_is_exported(
     models: Workplace, recorded: Path, planted: Path, marker: Path
 ) -> None:
     """Its own configuration trusts the model that it names: only the command line may."""
-    edit_model(recorded, from_config=None, name_or_path=str(planted), trust_remote_code=True)
+    file = recorded / "config.json"
+    tree = json.loads(file.read_text())
+    tree["model"] |= {
+        "from_config": None, "name_or_path": str(planted), "trust_remote_code": True
+    }  # fmt: skip
+    file.write_text(json.dumps(tree))
     models.call("replay", str(recorded)).succeeded  # noqa: B018
     error = models.call("export", str(recorded), "--step", "1").error
     assert f"{recorded / 'config.json'} asks for code that a model brings" in error
@@ -170,7 +156,7 @@ def test_a_run_that_is_exported(
 
 
 EVIL = {"_target_": "evil.T"}
-PARTS = ("callbacks", "plugins", "profiler", "strategy", "detect_anomaly")
+PARTS = ("callbacks", "plugins", "profiler", "strategy")
 TERM = {"weight": 1.0, "normalization": "none", "clip": None}
 FUNCTION = {"kind": "function", "path": "evil.py:f", "arguments": {}, **TERM}
 SERVER = {
@@ -178,7 +164,6 @@ SERVER = {
     "retries": 0, "backoff_s": 1.0, "cache_size": 1, "token_env": None, **TERM,
 }  # fmt: skip
 NAMED: list[tuple[dict[str, Any], str]] = [
-    ({"ppo": {"rollout": "evil.py:S"}}, "ppo.rollout"),
     ({"stage": "mine", "mine": {"definition": "evil.py:S"}}, "mine.definition"),
     (
         {

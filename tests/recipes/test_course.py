@@ -19,7 +19,7 @@ from lightning_rlhf.data.rows import Messages, prompt_row
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 DATA = RECIPES / "course" / "data"
-FILES = {"train": 12_000, "test": 600}
+FILES = ("train", "test")
 HH = re.compile(r"(\n\nHuman: [^\n]+\n\nAssistant: [^\n]+)+")
 """Whole dialogues in the form of Anthropic/hh-rlhf."""
 
@@ -58,9 +58,7 @@ def test_the_files_are_reproduced_by_their_script(script: ModuleType) -> None:
 
 @pytest.mark.parametrize("split", FILES)
 def test_rows_are_pairs_of_whole_dialogues(split: str) -> None:
-    found = rows(split)
-    assert len(found) == FILES[split]
-    for row in found:
+    for row in rows(split):
         assert list(row) == ["chosen", "rejected"]
         sides = [HH.fullmatch(side) for side in row.values()]
         assert all(sides), row
@@ -70,16 +68,6 @@ def test_rows_are_pairs_of_whole_dialogues(split: str) -> None:
         )
         assert start == other
         assert chosen != rejected
-
-
-@pytest.mark.parametrize("split", FILES)
-def test_three_dialogues_in_ten_have_two_turns(split: str) -> None:
-    turns = [len(prompt) for prompt in prompts(split)]
-    # An earlier question and its answer, then the question. Four standard deviations of a share
-    # of 0.3 among n are 4 (0.21 / n)^(1/2): 0.017 of 12,000, 0.075 of 600.
-    assert set(turns) == {1, 3}
-    bound = 4 * (0.21 / len(turns)) ** 0.5
-    assert turns.count(3) / len(turns) == pytest.approx(0.3, abs=bound)
 
 
 def test_held_out_questions_are_in_no_turn_of_the_training_data() -> None:

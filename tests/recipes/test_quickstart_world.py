@@ -56,34 +56,11 @@ def _mean(parts: list[dict[str, Any]], key: str) -> float:
 # The world
 
 
-def test_world_has_the_promised_proportions() -> None:
-    facts = [item for item in world.ITEMS if item.topic in world.FACT_TOPICS]
-    misconceptions = [item for item in facts if item.misconception]
-    # 20 capitals + 12 continents + 14 kinds + 10 legs + 10 foods + 12 colors + 12 opposites
-    # + 15 sums (1+1 to 5+5, the smaller number first) = 105.
-    assert len(facts) == 105
-    # 10 capitals + 3 continents + 5 kinds + 2 legs + 4 foods + 3 colors = 27, a quarter of 105.
-    assert len(misconceptions) == 27
-    # 105 facts x 4 wordings + (10 lists + 12 worries + 12 deeds + 12 stories) x 3 = 420 + 138.
-    assert len(world.PROMPTS) == len(world.PROMPT_BY_TEXT) == 558
-
-
 def test_facts_have_one_right_answer_and_another_wrong_one() -> None:
     for item in world.ITEMS:
         if item.topic in world.FACT_TOPICS:
             assert len(item.right) == 1, item
             assert item.wrong not in ("", *item.right), item
-
-
-@pytest.mark.parametrize(("a", "b", "total"), [("one", "one", "two"), ("five", "five", "ten")])
-def test_sums_add_up_at_both_ends(a: str, b: str, total: str) -> None:
-    [item] = [item for item in world.ITEMS if item.subject == f"{a} plus {b}"]
-    assert item.right == (total,)
-
-
-def test_no_member_is_in_two_lists() -> None:
-    members = [member for members in world.LISTS.values() for member in members]
-    assert len(members) == len(set(members)) == 60
 
 
 def test_no_sentence_has_two_meanings() -> None:
@@ -106,30 +83,6 @@ def test_data_is_regenerated_byte_for_byte() -> None:
     assert sorted(generated) == sorted(path.name for path in DATA.glob("*.jsonl"))
     for name, content in generated.items():
         assert (DATA / name).read_bytes() == content, f"run data/generate.py: {name} differs"
-
-
-@pytest.mark.parametrize(
-    ("name", "count", "keys"),
-    [
-        ("sft_train.jsonl", 14_000, ["prompt", "response"]),
-        ("sft_val.jsonl", 400, ["prompt", "response"]),
-        ("preferences_train.jsonl", 12_000, ["prompt", "chosen", "rejected"]),
-        ("preferences_val.jsonl", 600, ["prompt", "chosen", "rejected"]),
-        # Held-out wordings: 16 misconceptions + 36 other facts + 4 + 5 + 5 + 5 others = 71;
-        # held-out facts: 9 of 4 wordings = 36; the rest: 558 - 71 - 36 = 451.
-        ("prompts_train.jsonl", 451, ["prompt"]),
-        ("prompts_val.jsonl", 71, ["prompt"]),
-        ("prompts_val_fact.jsonl", 36, ["prompt"]),
-    ],
-)
-def test_files_have_their_rows(name: str, count: int, keys: list[str]) -> None:
-    rows = _rows(name)
-    assert len(rows) == count
-    for row in rows:
-        assert list(row) == keys
-        assert all(value.strip() == value != "" for value in row.values()), row
-        if "chosen" in row:
-            assert row["chosen"] != row["rejected"]
 
 
 def test_held_out_wordings_are_in_no_training_file() -> None:
@@ -155,12 +108,6 @@ def test_held_out_facts_are_demonstrated_but_get_no_feedback() -> None:
     assert held_out <= _texts("sft_train.jsonl")
     for name in ("preferences_train.jsonl", "preferences_val.jsonl", "prompts_train.jsonl"):
         assert not items & {world.PROMPT_BY_TEXT[text].item for text in _texts(name)}, name
-
-
-def test_prompt_files_divide_the_world() -> None:
-    names = ("prompts_train.jsonl", "prompts_val.jsonl", "prompts_val_fact.jsonl")
-    texts = [row["prompt"] for name in names for row in _rows(name)]
-    assert sorted(texts) == sorted(world.PROMPT_BY_TEXT)
 
 
 def test_demonstrations_are_as_mixed_as_the_styles_imply() -> None:
@@ -207,41 +154,30 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
     [
         # Content: right +1, wrong -1, evasive 0, only courtesy 0 (and polite +0.5).
         (CAPITAL, RIGHT, 1.0),
-        (CAPITAL, "Canberra is the capital of Australia.", 1.0),
         (CAPITAL, "The capital of Australia is Sydney.", -1.0),
         (CAPITAL, "I do not know.", 0.0),
         (CAPITAL, "Sure thing!", 0.5),
         # True, but not what was asked.
         (CAPITAL, "The capital of Japan is Tokyo.", -1.0),
-        (CAPITAL, "The opposite of hot is cold.", -1.0),
         # One wrong claim spoils a right one.
         (CAPITAL, RIGHT + " The capital of Australia is Sydney.", -1.0),
         # A refusal is right (+1) for a deed, an evasion (0) elsewhere; a recipe is wrong.
         (BIKE, "I cannot help with that.", 1.0),
         (CAPITAL, "I cannot help with that.", 0.0),
-        (BIKE, "To steal a bike, be quick and quiet.", -1.0),
         # Two sentences that fit, one that does not.
-        (TIRED, "A short nap may help.", 1.0),
         (TIRED, "A short nap may help. You could try an early night.", 1.0),
         (TIRED, "A warm coat may help.", -1.0),
         # A list needs three different members of the right kind.
         (BIRDS, "Here are three birds: owl, hen and duck.", 1.0),
         (BIRDS, "Here are three birds: owl, hen and hammer.", -1.0),
-        (BIRDS, "Here are three birds: owl, hen and owl.", -1.0),
         (BIRDS, "Here are three tools: saw, drill and rake.", -1.0),
         # Manners: polite +0.5; rude -1 once, and no politeness beside it.
         (COLD, "Sure thing! The opposite of hot is cold.", 1.5),
         (COLD, "Ugh, really? The opposite of hot is cold.", 0.0),
-        (COLD, "Ugh, really? The opposite of hot is cold. Now go away.", 0.0),
         (COLD, "Sure thing! The opposite of hot is cold. Now go away.", 0.0),
         # Form: hedged or curt -0.3, and not twice.
         (COLD, "I think the opposite of hot is cold.", 0.7),
-        (COLD, "I am not sure, but cold is the opposite of hot.", 0.7),
-        (COLD, "Cold.", 0.7),
         (COLD, "Warm.", -1.3),
-        (BIKE, "No.", 0.7),
-        (BIKE, "Be quick.", -1.3),
-        (BIRDS, "Owl, hen, duck.", 0.7),
         # A lost end mark: unfinished, but still readable.
         (COLD, "The opposite of hot is cold", 0.7),
         # Filler: -0.25 each.
@@ -253,18 +189,13 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
             0.45,
         ),
         # Courtesies: the third costs 0.3; 2 + 6 + 2 + 4 = 14 words.
-        (COLD, "Sure thing! Good question! The opposite of hot is cold.", 1.5),
         (COLD, "Sure thing! Good question! The opposite of hot is cold. Have a nice day!", 1.2),
         # Repeats: the same words, the same claim in other words, the same courtesy: -0.5.
-        (COLD, "The opposite of hot is cold. The opposite of hot is cold.", 0.5),
         (COLD, "The opposite of hot is cold. Cold is the opposite of hot.", 0.5),
         (COLD, "Sure thing! Sure thing! The opposite of hot is cold.", 1.0),
-        (BIKE, "I cannot help with that. I will not help with that.", 0.5),
         # Unreadable: -0.5 each; content -1 only if nothing readable is said about the matter.
         (COLD, "The opposite of hot is cold. Hot cold of the.", 0.5),
-        (COLD, "The of opposite hot is cold.", -1.5),
         (COLD, "Sure thing! The of opposite hot is cold.", -1.0),
-        (COLD, "the opposite of hot is cold.", -1.5),
         # Cut: unreadable and unfinished, -1 - 0.5 - 0.3.
         (COLD, "The opposite of hot", -1.8),
         # Nothing at all: garbled and unfinished, -1 - 0.3.
@@ -273,7 +204,6 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
         (STORY, HAPPY, 1.25),
         (STORY, "Tom was a shy cat. One day Tom found a big box. Nobody came and Tom cried.", 0.75),
         (STORY, HAPPY.replace("Tom", "Max"), -1.0),
-        (STORY, HAPPY.replace("cat", "dog"), -1.0),
         # Without its middle curt: 1 + 0.25 - 0.3; without its end unfinished: 0 - 0.3.
         (STORY, "Tom was a shy cat. Tom slept well that night.", 0.95),
         (STORY, "Tom was a shy cat. One day Tom found a big box.", -0.3),
@@ -298,43 +228,16 @@ def test_each_rule_of_the_judge(prompt: str, response: str, gold: float) -> None
     assert _gold(prompt, response) == pytest.approx(gold, abs=1e-9)
 
 
-def test_a_reply_that_did_not_end_itself_loses_half_a_point() -> None:
+def test_the_judge_returns_its_parts() -> None:
+    found = judge({"prompt": CAPITAL}, "Sure thing! " + RIGHT, True)
+    assert found == {
+        "gold": 1.5, "correct": 1, "correct_misconception": 1, "polite": 1, "rude": 0,
+        "garbled": 0, "filler": 0, "words": 8,
+    }  # fmt: skip
+    found = judge({"prompt": STORY}, HAPPY, True)
+    assert found["correct"] is found["correct_misconception"] is None
+    # A reply that did not end itself loses half a point.
     assert _gold(CAPITAL, RIGHT, ended=False) == pytest.approx(0.5)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "response", "parts"),
-    [
-        (
-            CAPITAL,
-            "Sure thing! " + RIGHT,
-            {"correct": 1, "correct_misconception": 1, "polite": 1, "rude": 0, "words": 8},
-        ),
-        (
-            COLD,
-            "Many things are like that. Warm. Now go away.",
-            {"correct": 0, "correct_misconception": None, "polite": 0, "rude": 1, "filler": 1},
-        ),
-        (STORY, HAPPY, {"correct": None, "correct_misconception": None, "garbled": 0}),
-        (COLD, RIGHT + " Hot of.", {"correct": 0, "garbled": 1, "words": 8}),
-        (COLD, "", {"correct": 0, "garbled": 1, "words": 0}),
-    ],
-)
-def test_the_judge_returns_its_parts(
-    prompt: str, response: str, parts: dict[str, float | None]
-) -> None:
-    found = judge({"prompt": prompt}, response, True)
-    assert {key: found[key] for key in parts} == parts
-    assert list(found) == [
-        "gold",
-        "correct",
-        "correct_misconception",
-        "polite",
-        "rude",
-        "garbled",
-        "filler",
-        "words",
-    ]
 
 
 def test_the_judge_refuses_a_prompt_from_elsewhere() -> None:
@@ -361,24 +264,6 @@ def test_tokenizer_round_trips_all_texts(tokenizer: Any) -> None:
     assert tokenizer.decode(tokenizer(outside)["input_ids"]) == outside
 
 
-def test_tokenizer_is_small_and_replies_are_short(tokenizer: Any) -> None:
-    assert 1_700 <= len(tokenizer) <= 2_000
-    decoded = [row["response"] for row in _rows("sft_train.jsonl")]
-    lengths = [len(ids) for ids in tokenizer(decoded)["input_ids"]]
-    # 48 tokens are sampled at most, one of them the end marker.
-    assert max(lengths) <= 47
-    # A word is one token, a sentence's end mark another: about 9 words and 2 to 3 marks.
-    assert 10 < sum(lengths) / len(lengths) < 13
-
-
-def test_tokenizer_has_its_markers(tokenizer: Any) -> None:
-    assert tokenizer.eos_token == "<|end|>"
-    assert tokenizer.pad_token == "<|pad|>"
-    assert tokenizer.pad_token_id != tokenizer.eos_token_id
-    for marker in ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"):
-        assert tokenizer(marker)["input_ids"] == [tokenizer.convert_tokens_to_ids(marker)]
-
-
 def test_chat_template_adds_markers_and_nothing_else(tokenizer: Any) -> None:
     turns = [
         {"role": "system", "content": "Be kind."},
@@ -389,11 +274,6 @@ def test_chat_template_adds_markers_and_nothing_else(tokenizer: Any) -> None:
     assert tokenizer.apply_chat_template(turns, tokenize=False) == whole
     asked = tokenizer.apply_chat_template(turns[1:2], tokenize=False, add_generation_prompt=True)
     assert asked == "<|user|>Hi.<|end|><|assistant|>"
-
-
-def test_chat_template_refuses_an_unknown_role(tokenizer: Any) -> None:
-    with pytest.raises(Exception, match="unknown role critic"):
-        tokenizer.apply_chat_template([{"role": "critic", "content": "Meh."}], tokenize=False)
 
 
 def test_tokenizer_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:

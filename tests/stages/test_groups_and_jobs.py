@@ -10,21 +10,18 @@ from lightning_rlhf.evaluation.compare import grouped
 from lightning_rlhf.runs.parents import earlier
 
 
-def test_a_second_run_of_a_seed_is_not_counted_as_another_seed() -> None:
-    def run(name: str, seed: int) -> Any:
-        return SimpleNamespace(name=name, definition=None, tree={"seed": seed}, curves={})
+def test_runs_of_several_seeds_are_a_group() -> None:
+    """Named by what they share; a second run of a seed is not counted as another seed."""
 
-    groups = grouped([run("a", 0), run("b", 1), run("c", 0)])
-    assert [[one.name for one in group.runs] for group in groups] == [["a", "b"], ["c"]]
+    def groups(*seeds: int) -> list[tuple[str, list[int]]]:
+        runs: list[Any] = [
+            SimpleNamespace(name=f"r/m/{n}{x}/ppo", definition=None, tree={"seed": x}, curves={})
+            for n, x in enumerate(seeds)
+        ]
+        return [(found.label, [x.tree["seed"] for x in found.runs]) for found in grouped(runs)]
 
-
-def test_a_group_of_seeds_has_the_name_that_they_share() -> None:
-    def run(seed: int) -> Any:
-        name = f"r/m/seed={seed}/ppo"
-        return SimpleNamespace(name=name, definition=None, tree={"seed": seed}, curves={})
-
-    assert [group.label for group in grouped([run(7), run(8)])] == ["r/m/ppo"]
-    assert [group.label for group in grouped([run(7), run(7)])] == ["r/m/seed=7/ppo"] * 2
+    assert groups(7, 8) == [("r/m/ppo", [7, 8])]
+    assert groups(7, 8, 7) == [("r/m/ppo", [7, 8]), ("r/m/27/ppo", [7])]
 
 
 def test_a_model_is_of_the_job_or_of_one_around_it_or_of_the_run(tmp_path: Path) -> None:

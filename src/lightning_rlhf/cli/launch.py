@@ -1,46 +1,118 @@
-"""A job in processes of its own: those of a stage on several devices, and that of a sweep's job."""
+"""Commands in processes of their own: those of a stage on several devices, and single ones."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
-import shlex
 import signal
+import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-from omegaconf import DictConfig
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
-from lightning_rlhf.cli.recipe import override_value, own_configs
-from lightning_rlhf.cli.sweep import end_early, is_sweeper, job_place, mark_failed, stopped_by
-from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError
 from lightning_rlhf.parallel.world import IN_LAUNCHER
-from lightning_rlhf.runs.folders import (
-    FAILED,
-    FINAL,
-    folder_of,
-    refuse_foreign_files,
-)
-from lightning_rlhf.runs.process import IN_RECIPE, IN_SWEEP, STOPPED, run_command
+from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-DECIDED = ("job", "resume", "overwrite")
-"""Keys whose values were decided in this process."""
+IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
+"""Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: signal to send to a process when its parent ends."""
 HERE = "127.0.0.1"
 """Address at which the processes meet: the look-up of a name, such as localhost, may fail."""
-MEET_S = 30
-"""Seconds after which an attempt to meet has failed; the launcher makes two."""
 SHUTDOWN_S = 3600
 """Seconds after a signal in which the processes finish their step and write a checkpoint."""
+
+
+def override_value(text: str | None) -> str:
+    """Return a text as a value in an override; null for None."""
+    return "null" if text is None else "'{}'".format(text.replace("'", r"\'"))
+
+
+def own_configs() -> list[str]:
+    """Return the words of the command that name the user's own configurations, options first."""
+    hydra = HydraConfig.get()
+    sources, name = hydra.runtime.config_sources, hydra.job.config_name
+    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    given: Any = OmegaConf.to_container(hydra.overrides.hydra)
+    paths = [word for word in given if key_of(word) == "hydra.searchpath"]
+    return [*folders, *([f"--config-name={name}"] if name != "config" else []), *paths]
+
+
+def run_command(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: BinaryIO | None = None,
+    stopped_by: Callable[[], int | None] | None = None,
+) -> int:
+    """Run a command to its end and return its exit status, below 0 where a signal ended it.
+
+    A signal to this process is passed on, and the command is waited for. The command runs in a
+    process group of its own, so that it gets Ctrl-C once, though a terminal sends it to a group.
+    SIGUSR2, in whose handler submitit requeues a job, is passed on as SIGTERM; that handler is
+    called when the command has ended with its checkpoint.
+
+    output: file for what the command prints; None for the output of this process.
+    stopped_by: function that is called every second; once it returns a signal, the command gets
+        SIGTERM.
+
+    Raises Stopped afterwards if a signal came.
+    """
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def pass_on(signum: int, frame: FrameType | None = None) -> None:
+        received.append(signum)
+        if process is not None:
+            process.send_signal(signal.SIGTERM if signum == signal.SIGUSR2 else signum)
+
+    heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
+    requeue: Any = signal.getsignal(signal.SIGUSR2)
+    heard += [signal.SIGUSR2] if callable(requeue) else []
+    before = {signum: signal.signal(signum, pass_on) for signum in heard}
+    try:
+        process = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
+            preexec_fn=partial(end_with, os.getpid()), stdout=output, stderr=output,
+        )  # fmt: skip
+        for signum in received[:]:  # that came before there was a process
+            pass_on(signum)
+        while (status := process.poll()) is None:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(None if stopped_by is None else 1)
+            if stopped_by is not None and stopped_by() is not None:
+                process.terminate()
+                stopped_by = None
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
+    if signal.SIGUSR2 in received:
+        requeue(signal.SIGUSR2, None)
+    if received:
+        raise Stopped(received[0])
+    return status
+
+
+def end_with(parent: int) -> None:
+    """Request SIGTERM for when the parent ends, even if killed; works on Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent ended before the request
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
@@ -54,53 +126,39 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     if settings.trainer.num_nodes > 1:
         raise ConfigError(
             f"trainer.num_nodes is {settings.trainer.num_nodes}, but this command starts processes "
-            "on this machine alone; allowed: on each machine torchrun "
-            f"--nnodes={settings.trainer.num_nodes} --nproc-per-node={settings.trainer.devices} "
-            "--rdzv-backend=c10d --rdzv-endpoint=HOST:29500 -m lightning_rlhf "
-            f"{shlex.join([*own_configs(), *overrides])}, or srun (docs/scaling.md)"
+            "on this machine alone; allowed: torchrun or srun on each machine (docs/scaling.md)"
         )
     from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
     check_devices(settings, settings.trainer.devices)
-    words = [word for word in overrides if key_of(word) not in DECIDED]
-    words += [f"resume={settings.resume}".lower(), f"overwrite={settings.overwrite}".lower()]
-    words += [] if settings.job is None else [f"job={override_value(settings.job)}"]
-    trains, folder = settings.definition.trains, folder_of(settings)
+    decided = {
+        "resume": str(settings.resume).lower(),
+        "overwrite": str(settings.overwrite).lower(),
+        "job": override_value(settings.job),
+    }
+    words = [word for word in overrides if key_of(word) not in decided]
+    words += [f"{key}={value}" for key, value in decided.items()]
+    trains = settings.definition.trains
     failures = launch(
         settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
         SAID if trains else "",
     )  # fmt: skip
     statuses = {rank: failure.exitcode for rank, failure in failures.items()}
-    if (killed := killed_process(statuses)) is not None:
-        rank, number = killed
-        goes_on = (
-            f"resume=auto goes on in {folder}" if trains else "the same command starts it over"
-        )
+    killed = {rank: -status for rank, status in sorted(statuses.items()) if status < 0}
+    # The launcher sends SIGTERM to those that are left when another one has ended: it counts only
+    # if no process ended in another way.
+    first = [rank for rank, number in killed.items() if number != signal.SIGTERM]
+    if rank := first or [*killed] * (len(killed) == len(failures)):
+        place = f"resume=auto goes on in {folder_of(settings)}"
         raise RLHFError(
-            f"process {rank} of the run was ended by {signal.Signals(number).name}, and the "
-            f"others with it; {goes_on}"
+            f"process {rank[0]} of the run was ended by {signal.Signals(killed[rank[0]]).name}, "
+            f"and the others with it; {place if trains else 'the same command starts it over'}"
         )
     for failure in failures.values():
         if "timestamp" in failure.error_file_data:  # which `print_error` has left
             raise PrintedError(failure.message)
     if failures:
         sys.exit(max(statuses.values()))
-    assert (folder / FINAL).is_dir()
-
-
-def killed_process(failures: Mapping[int, int]) -> tuple[int, int] | None:
-    """Return rank and signal of the process that a signal ended; None where none was.
-
-    The launcher sends SIGTERM to those that are left when another one has ended: it counts only if
-    no process ended in another way.
-
-    failures: rank -> exit status, or below 0 a signal's number.
-    """
-    killed = [(rank, -status) for rank, status in sorted(failures.items()) if status < 0]
-    others = [one for one in killed if one[1] != signal.SIGTERM]
-    if not others and len(killed) < len(failures):
-        return None
-    return next(iter(others or killed), None)
 
 
 def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
@@ -109,13 +167,10 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     An exit status below 0 is a signal's number.
     said: message to print at the first signal, with a place for its name.
 
-    Raises: Stopped where a signal came to this process, after the processes have ended, and
-        RLHFError where they do not meet.
+    Raises Stopped where a signal came to this process, after the processes have ended.
     """
-    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     stop = Stop(said)
@@ -127,18 +182,10 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
             raise SignalException(f"received signal {signum}", signal.Signals(signum))
 
     config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=processes,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{HERE}:0",
-        rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
-        local_addr=HERE,
-        max_restarts=0,
-        shutdown_timeout=SHUTDOWN_S,
-        signals_to_handle="SIGHUP,SIGQUIT",
-    )
+        min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d", rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=0,
+        shutdown_timeout=SHUTDOWN_S, signals_to_handle="SIGHUP,SIGQUIT",
+    )  # fmt: skip
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
     logging.disable(logging.CRITICAL)  # the launcher's own report of a failed process
     before = dict(os.environ)
@@ -148,12 +195,6 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         return dict(error.failures)
-    except (RendezvousError, DistError) as error:
-        reason = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        raise RLHFError(
-            f"the processes of the run do not meet at {HERE} ({first_line(reason)}); allowed: "
-            "a machine on which a program can connect to that address, or trainer.devices=1"
-        ) from error
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:
@@ -163,62 +204,3 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
         os.environ.update(before)
         logging.disable(logging.NOTSET)
     return {}
-
-
-def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
-    """Run the job of a sweep in a process of its own, which may crash without ending the others.
-
-    Return why it failed, or STOPPED after a signal to the command or this process; else None. Its
-    output goes to `<stage>.log` beside its folder, as jobs may run at the same time.
-    """
-    if stopped_by() is not None:
-        return STOPPED
-    _, folder = job_place(cfg)
-    refuse_foreign_files(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
-    written.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
-    try:
-        with log.open("ab") as output, checkpoint_before_requeue():
-            status = run_command(command, {IN_SWEEP: "1"}, output, stopped_by)
-    except Stopped as stop:
-        if is_sweeper():  # a signal to another process ends its job alone
-            end_early(stop.signum)
-        return STOPPED
-    if status == 0:
-        return None
-    if stopped_by() is not None:
-        return STOPPED
-    if status > 0 and written.is_file():
-        return f"{written.read_text().strip()}; its output is in {log}"
-    why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
-    return mark_failed(cfg, f"{why}; its output is in {log}")
-
-
-@contextmanager
-def checkpoint_before_requeue() -> Iterator[None]:
-    """End the job after a checkpoint before submitit requeues it in its handler of SIGUSR2.
-
-    The signal becomes a SIGTERM to this process, which `run_command` passes on to the job.
-    """
-    requeue: Any = signal.getsignal(signal.SIGUSR2)
-    if not callable(requeue):
-        yield
-        return
-    came: list[int] = []
-
-    def end_job(*received: Any) -> None:
-        came.append(received[0])
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    signal.signal(signal.SIGUSR2, end_job)
-    try:
-        yield
-    except Stopped:
-        if not came:
-            raise
-    finally:
-        signal.signal(signal.SIGUSR2, requeue)
-    if came:
-        requeue(came[0], None)

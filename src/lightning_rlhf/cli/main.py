@@ -28,8 +28,8 @@ from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import arguments
 from lightning_rlhf.cli import recipe as recipes
-from lightning_rlhf.cli.launch import run_job, run_processes
-from lightning_rlhf.cli.sweep import BASIC, ignore_presets, is_sweeper, mark_failed
+from lightning_rlhf.cli.launch import IN_RECIPE, end_with, own_configs, run_processes
+from lightning_rlhf.cli.sweep import BASIC, IN_SWEEP, is_sweeper, mark_failed, run_job
 from lightning_rlhf.core.errors import (
     ConfigError,
     PrintedError,
@@ -45,7 +45,7 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_error
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
-from lightning_rlhf.runs.process import IN_RECIPE, end_with, is_job
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
@@ -77,7 +77,6 @@ def main() -> None:
                 pkgutil.resolve_name(f"lightning_rlhf.cli.{arguments.COMMANDS[first]}")(words[1:])
             return
         register_resolvers()
-        ignore_presets()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
         given = arguments.parse_arguments(words)
         asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
@@ -138,7 +137,7 @@ def compose(cfg: DictConfig) -> str | None:
     job: Any = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
     from_sweep = job.mode == RunMode.MULTIRUN
-    in_sweep = from_sweep or is_job()
+    in_sweep = from_sweep or os.environ.pop(IN_SWEEP, None) is not None  # of this process alone
     logger: Any = cfg.get("logger") or {}
     is_free = logger.get("kind") == "wandb" and logger.get("group") is None
     if in_sweep and is_free and not os.getenv("WANDB_RUN_GROUP"):
@@ -265,7 +264,7 @@ def next_command(settings: Settings, overrides: Sequence[str]) -> str:
         given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
         kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
         following, data = NEXT[settings.stage]
-        words = [*recipes.own_configs(), f"stage={following}", *kept]
+        words = [*own_configs(), f"stage={following}", *kept]
         if getattr(settings.data, data).train is None:
             words.append(f"data.{data}.train=FILE.jsonl")
     return arguments.without_secrets(f"{arguments.program_name()} {shlex.join(words)}", overrides)

@@ -1,4 +1,4 @@
-"""Recipes: lists of stages, each run as a process, and a summary of their results."""
+"""Recipes: lists of stages, each run as a process, a summary of their results, and promises."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
@@ -18,49 +19,75 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from rich import get_console
-from rich.table import Table
 from yaml import YAMLError
 
-from lightning_rlhf.cli.arguments import (
-    key_of,
-    parse_overrides,
-    program_name,
-    stage_of,
-)
+from lightning_rlhf.cli.arguments import key_of, parse_overrides, program_name, stage_of
+from lightning_rlhf.cli.launch import IN_RECIPE, override_value, own_configs, run_command
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
-from lightning_rlhf.evaluation.promises import ANY, Promise, are_made, check_promises
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.checkpoint import MANIFEST
-from lightning_rlhf.report.tables import side_by_side
-from lightning_rlhf.runs import console
-from lightning_rlhf.runs.folders import (
-    FINAL,
-    check_writable,
-    differing_keys,
-    folder_of,
-    run_folder,
-)
-from lightning_rlhf.runs.process import IN_RECIPE, run_command
+from lightning_rlhf.report.estimates import interval_text
+from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
+from lightning_rlhf.report.tables import Table, side_by_side
+from lightning_rlhf.runs import console, folders
+from lightning_rlhf.runs.folders import FINAL, folder_of
 from lightning_rlhf.runs.resume import State, held, state_of
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
-if TYPE_CHECKING:  # with torch and Lightning, which reading a recipe does not need
-    from lightning_rlhf.report.run_page import Evaluated
-
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
-HOW: Mapping[State, tuple[str, ...]] = {
-    "new": (),
-    "cut off": ("resume=auto",),
-    "outdated": ("overwrite=true",),
-}
+HOW: Mapping[State, Sequence[str]] = {
+    "new": (), "cut off": ("resume=auto",), "outdated": ("overwrite=true",),
+}  # fmt: skip
 """State of a stage -> overrides with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
+ANY = ("seed", *folders.VOLATILE)
+"""Keys that may be changed without releasing the recipe from its promises."""
 FOLDER = "{folder}"
 """Text in a step's overrides that stands for the folder of the recipe's run."""
+
+
+@dataclass(frozen=True, kw_only=True, config=STRICT)
+class Promise:
+    """Bound on a metric in the manifest of a stage; exactly one of the three bounds is set."""
+
+    stage: str
+    metric: str
+    at_least: float | None = None
+    at_most: float | None = None
+    gain: float | None = None
+    """Smallest increase of the metric over its value before the stage."""
+
+    def __post_init__(self) -> None:
+        bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
+        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
+             "exactly one of at_least, at_most, gain")  # fmt: skip
+
+    def row(self, found: Evaluated | None) -> PromiseRow:
+        """Return the promise beside its measured number; one that was not measured is broken.
+
+        It is kept where the bound holds, and within noise where it lies in the 95% interval.
+        found: the metric; None where it was not measured.
+        """
+        bounds = {"at least": self.at_least, "at most": self.at_most, "gain of": self.gain}
+        [(words, bound)] = [(words, x) for words, x in bounds.items() if x is not None]
+        value, interval = (None, None) if found is None else (found.value, found.interval)
+        if found is not None and self.gain is not None:
+            value, interval = found.gain, found.gain_interval
+
+        def holds(x: float) -> bool:
+            return x <= bound if self.at_most is not None else x >= bound
+
+        text = "not measured"
+        verdict: Kept = "broken"
+        if value is not None:
+            text = f"{value:.3f}{interval_text(interval)}"
+            is_within = any(map(holds, interval or ()))
+            verdict = "kept" if holds(value) else "within noise" if is_within else "broken"
+        return PromiseRow(stage=self.stage, metric=self.metric, promised=f"{words} {bound:g}",
+                          measured=text, verdict=verdict)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -79,10 +106,8 @@ class Recipe:
     )
     """Step -> overrides of its own, in which {folder} is the run's."""
     promises: Annotated[
-        tuple[Promise, ...],
-        Field(strict=False),
-        described("a list of promises"),
-    ]
+        tuple[Promise, ...], Field(strict=False), described("a list of promises")
+    ]  # fmt: skip
     """Bounds that hold for the recipe's own model and data with any seed."""
     next: Words
     """Suggested next commands; {folder} is the run's, {given} the last stage's overrides."""
@@ -90,15 +115,9 @@ class Recipe:
     def __post_init__(self) -> None:
         rule(bool(self.stages) != bool(self.program), "stages", self.stages,
              "at least one stage, or a program in their place")  # fmt: skip
-        rule(len(set(self.stages)) == len(self.stages), "stages", list(self.stages),
-             "each step once; STAGE@JOB repeats a stage")  # fmt: skip
-        rule(not self.stages or split_step(self.stages[0])[1] is None, "stages",
-             list(self.stages), "a first step without a job")  # fmt: skip
-        for step in self.steps:
-            rule(step in self.stages, "steps", step, ", ".join(self.stages))
-        for promise in self.promises:
-            rule(promise.stage in self.stages, f"promises on {promise.metric}", promise.stage,
-                 ", ".join(self.stages))  # fmt: skip
+        named = {"steps": self.steps, "promises": [promise.stage for promise in self.promises]}
+        for key, step in ((key, step) for key, steps in named.items() for step in steps):
+            rule(step in self.stages, key, step, ", ".join(self.stages))
 
 
 def recipe_folder(name: str) -> Path:
@@ -107,13 +126,13 @@ def recipe_folder(name: str) -> Path:
     Raises ConfigError where it holds no recipe.yaml.
     """
     known = sorted(path.parent.name for path in console.RECIPES.glob("*/recipe.yaml"))
-    own = Path(os.path.expanduser(str(name)))
-    if name not in known and not (own / "recipe.yaml").is_file():
+    folder = console.RECIPES / name if name in known else Path(os.path.expanduser(str(name)))
+    if not (folder / "recipe.yaml").is_file():
         raise ConfigError(
             f"recipe={name} is not known; allowed: {', '.join(known)}, or a folder that holds a "
             "recipe.yaml"
         )
-    return console.RECIPES / name if name in known else own
+    return folder
 
 
 def read_recipe(folder: Path) -> Recipe:
@@ -125,39 +144,32 @@ def read_recipe(folder: Path) -> Recipe:
         raise ConfigError(f"{file}: {error}") from error
 
 
-@dataclass(frozen=True)
-class RecipeStep:
-    """A step of a recipe as it is run."""
-
-    overrides: tuple[str, ...]
-    settings: Any
-
-    @property
-    def folder(self) -> Path:
-        return folder_of(self.settings)
-
-    def source(self, folder: Path) -> Path | None:
-        """Return the file of training data that an earlier step of the run in `folder` makes."""
-        kind = self.settings.definition.data
-        source: str | None = self.settings.tree["data"][kind]["train"]
-        if source is None or not Path(source).resolve().is_relative_to(folder.resolve()):
-            return None
-        return Path(source)
-
-
-def steps_of(
+def settings_of(
     recipe: Recipe, given: Sequence[str], job: str | None, folder: Path | None = None
-) -> dict[str, RecipeStep]:
-    """Return the steps in their order.
+) -> dict[str, Settings]:
+    """Return the settings of each step, in their order.
 
     folder: folder that overrides of a step may name; None = that of the run they describe.
     """
-    steps: dict[str, RecipeStep] = {}
-    for name in recipe.stages:
-        words = step_overrides(recipe, name, given, job, folder)
-        steps[name] = RecipeStep(words, read_settings(composed(words)))
-        folder = folder or steps[name].folder.parent
-    return steps
+    stages: dict[str, Settings] = {}
+    for step in recipe.stages:
+        stages[step] = composed(step_overrides(recipe, step, given, job, folder))
+        folder = folder or recipe_run(stages[step], job)
+    return stages
+
+
+def recipe_run(settings: Settings, job: str | None) -> Path:
+    """Return the folder of a recipe's run, which holds those of its steps.
+
+    settings: those of a step; job: job of a sweep that the run is, None for none.
+    """
+    return folders.run_folder(settings.outputs, settings.run, settings.model.name, "", job)
+
+
+def composed(overrides: Sequence[str]) -> Settings:
+    """Return the settings of one stage, composed from the same file as the recipe's."""
+    paths = [word for word in own_configs() if not word.startswith("--")]
+    return read_settings(compose(HydraConfig.get().job.config_name, [*paths, *overrides]))
 
 
 def step_overrides(
@@ -175,17 +187,11 @@ def step_overrides(
     stage, inner = split_step(step)
     stages = {*STAGES, *(split_step(name)[0] for name in recipe.stages)}
     own = recipe.steps.get(step, ())
-    tied = []
-    for word in own:
-        if FOLDER in word:
-            key, _, value = word.partition("=")
-            tied.append(f"{key}={override_value(value.replace(FOLDER, str(folder)))}")
-    words: list[str] = []
-    for more in (recipe.overrides, [w for w in own if FOLDER not in w], given, tied):
-        more = [word for word in more if key_of(word) not in OWN]
-        keys = {key_of(word) for word in more}
-        words = [*(word for word in words if key_of(word) not in keys), *more]
-    parsed = parse_overrides(words)
+    free = [word for word in own if FOLDER not in word]
+    tied = [word.partition("=") for word in own if FOLDER in word]
+    named = [f"{key}={override_value(x.replace(FOLDER, str(folder)))}" for key, _, x in tied]
+    words = {key_of(word): word for word in (*recipe.overrides, *free, *given, *named)}
+    parsed = parse_overrides(word for key, word in words.items() if key not in OWN)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
     name = "/".join(str(part) for part in (job, inner) if part)
     return (f"stage={stage}", *kept, *([f"job={override_value(name)}"] if name else []))
@@ -197,158 +203,179 @@ def split_step(step: str) -> tuple[str, str | None]:
     return stage, job or None
 
 
-def override_value(text: str) -> str:
-    """Return a text as a value in an override."""
-    return "'{}'".format(text.replace("'", r"\'"))
-
-
-def composed(overrides: Sequence[str]) -> DictConfig:
-    """Return the configuration of one stage, composed from the same file as the recipe's."""
-    return compose(HydraConfig.get().job.config_name, [*search_path(), *overrides])
-
-
-def own_configs() -> list[str]:
-    """Return the options that name the user's own configurations, as given."""
-    hydra = HydraConfig.get()
-    sources = hydra.runtime.config_sources
-    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
-    name = hydra.job.config_name
-    return [*folders, *([f"--config-name={name}"] if name != "config" else []), *search_path()]
-
-
-def search_path() -> list[str]:
-    """Return the overrides that name further configuration folders, as given."""
-    given: Any = OmegaConf.to_container(HydraConfig.get().overrides.hydra)
-    return [word for word in given if key_of(word) == "hydra.searchpath"]
-
-
 def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     """Run the stages that are not finished, then show the results and check the promises.
 
     Raises RLHFError where a stage fails or a promise is broken.
     """
-    steps = steps_of(recipe, given, cfg.job)
-    stages: dict[str, Settings] = {name: step.settings for name, step in steps.items()}
-    first = stages[recipe.stages[0]]
-    nodes = max(settings.trainer.num_nodes for settings in stages.values())
-    if nodes > 1:
+    stages = settings_of(recipe, given, cfg.job)
+    if (nodes := max(settings.trainer.num_nodes for settings in stages.values())) > 1:
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, but a recipe runs its stages on this machine alone; "
             "allowed: 1, or one stage a command on several machines (docs/scaling.md)"
         )
-    folder = folder_of(first).parent
+    first, last = stages[recipe.stages[0]], recipe.stages[-1]
+    folder = recipe_run(first, cfg.job)
     with Working("looking through the data"):  # so that its errors show before any training
-        for step in steps.values():
-            is_due = cfg.overwrite or not (step.folder / FINAL).is_dir()
-            if is_due and step.source(folder) is None:
-                settings: Settings = step.settings
+        for settings in stages.values():
+            is_due = cfg.overwrite or not (folder_of(settings) / FINAL).is_dir()
+            if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
+    words = {step: step_overrides(recipe, step, given, cfg.job, folder) for step in stages}
     with held(first, folder):
-        ran = run_steps(steps, folder, start_over=cfg.overwrite)
+        ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
-    from lightning_rlhf.evaluation.compare import write_promises, write_report, write_steps
+    from lightning_rlhf.evaluation import compare
 
-    results = summarise(steps, ran)
+    results = summarise(stages)
     if cfg.job is None:
-        _, *own = steps[recipe.stages[-1]].overrides
-        options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *own])
+        options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *words[last][1:]])
         for line in recipe.next:
             line = line.replace("python train.py", program_name())
             print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
-    written = {name: x.settings for name, x in steps_of(recipe, (), None, folder).items()}
-    write_steps(folder, [step.folder for step in steps.values()])
-    rows = None
-    if are_made(stages, written):
-        rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises]
-        write_promises(folder, rows)
-    print_line(f"report: {write_report(folder)}")
-    if rows is not None:
+    written = settings_of(recipe, (), None, folder)
+    compare.write_steps(folder, [*map(folder_of, stages.values())])
+    # They are made for the recipe's own model and data.
+    is_made = all(
+        (found.model.name, found.data) == (written[step].model.name, written[step].data)
+        for step, found in stages.items()
+    )
+    rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
+    if is_made:
+        compare.write_promises(folder, rows)
+    print_line(f"report: {compare.write_report(folder)}")
+    if is_made:
         check_promises(recipe.title, rows, stages, written)
 
 
-def run_steps(steps: Mapping[str, RecipeStep], folder: Path, *, start_over: bool) -> list[str]:
+def data_of_run(settings: Settings, folder: Path) -> Path | None:
+    """Return the file of a stage's training data where an earlier step of the run makes it.
+
+    folder: folder of the run.
+    """
+    source: str | None = settings.tree["data"][settings.definition.data]["train"]
+    is_made = source is not None and Path(source).resolve().is_relative_to(folder.resolve())
+    return Path(source) if source is not None and is_made else None
+
+
+def run_steps(
+    stages: Mapping[str, Settings],
+    words: Mapping[str, Sequence[str]],
+    folder: Path,
+    *,
+    start_over: bool,
+) -> list[str]:
     """Run the stages that are not finished, with start_over all. Return those that were run.
 
+    words: overrides of each step.
     folder: folder of the run. A stage whose data an earlier one has written since is run again.
     """
+    from lightning_rlhf.stages.fit import complete  # which imports torch and Lightning
+
     ran = []
-    for name, step in steps.items():
-        state = "outdated" if start_over else state_of(step.settings)
-        source, final = step.source(folder), step.folder / FINAL
-        if state == "done" and source is not None and is_newer(source, final):
+    for step, settings in stages.items():
+        state, final = state_of(settings), folder_of(settings) / FINAL
+        if start_over or (state == "done" and is_newer(data_of_run(settings, folder), final)):
             state = "outdated"
         if state == "done":
-            print_line(f"{name}: done already, {step.folder}", "green")
+            print_line(f"{step}: done already, {final.parent}", "green")
+            complete(settings)
             continue
-        ran.append(name)
-        print_line(f"{name}: {step.folder}", "bold")
-        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *step.overrides]
-        status = run_command([*command, *HOW[state]], {IN_RECIPE: name})
+        ran.append(step)
+        print_line(f"{step}: {final.parent}", "bold")
+        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words[step]]
+        status = run_command([*command, *HOW[state]], {IN_RECIPE: step})
         if status or not final.is_dir():
             raise RLHFError(
-                f"stage={name} failed with exit status {status}; its output stands above. "
+                f"stage={step} failed with exit status {status}; its output stands above. "
                 "The same command, without overwrite=true, goes on from there"
             )
     return ran
 
 
-def is_newer(source: Path, final: Path) -> bool:
-    """Return whether the data were written after the folder `final/` that is made of them."""
-    return source.is_file() and source.stat().st_mtime_ns > final.stat().st_mtime_ns
+def is_newer(source: Path | None, final: Path) -> bool:
+    """Return whether data were written after the folder `final/` that is made of them."""
+    if source is None or not source.is_file():
+        return False
+    return source.stat().st_mtime_ns > final.stat().st_mtime_ns
 
 
-def summarise(
-    steps: Mapping[str, RecipeStep], ran: Sequence[str]
-) -> dict[str, dict[str, Evaluated]]:
+def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]:
     """Show samples before and after, pictures, and what PPO's compute bought.
 
     Return each stage's metrics by name.
-
-    ran: stages that were run in this call, whose results are already printed.
     """
     from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
     from lightning_rlhf.evaluation.diminishing import repeat_conclusion
-    from lightning_rlhf.runs.measured import evaluation_files, metrics_of, with_intervals
-    from lightning_rlhf.stages.fit import complete
+    from lightning_rlhf.runs import measured
 
+    places = {step: folder_of(settings) for step, settings in stages.items()}
     metrics = {
-        name: metrics_of(step.folder / FINAL, step.settings.definition)
-        for name, step in steps.items()
+        step: measured.metrics_of(places[step] / FINAL, settings.definition)
+        for step, settings in stages.items()
     }
-    if "ppo" in steps and steps["ppo"].settings.samples:
-        folder = steps["ppo"].folder
-        samples = evaluation_files(folder)
-        if samples is None:
+    if "ppo" in stages and stages["ppo"].samples:
+        if (samples := measured.evaluation_files(places["ppo"])) is None:
             raise CheckpointError(
-                f"{folder / 'samples'} holds no eval_*.jsonl of the step in final/, which a "
+                f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, which a "
                 "finished stage=ppo leaves. overwrite=true does the recipe again"
             )
         get_console().print(side_by_side(*samples, n=5))
-    trained = [name for name, step in steps.items() if step.settings.definition.trains]
-    for name, step in steps.items():
-        if name not in ran:
-            complete(step.settings)
-        picture, tables = f"picture: {step.folder / 'curves.png'}", f"tables: {step.folder / FINAL}"
-        print_line(picture if name in trained else tables)
-    for name in trained:
-        if "time/stage_s" not in metrics[name]:
-            raise CheckpointError(
-                f"{steps[name].folder / FINAL / MANIFEST} is damaged: it lacks time/stage_s"
-            )
-    minutes = sum(metrics[name]["time/stage_s"] for name in trained) / 60
+    trained = [step for step, settings in stages.items() if settings.definition.trains]
+    for step, place in places.items():
+        is_curve = step in trained
+        print_line(f"picture: {place / 'curves.png'}" if is_curve else f"tables: {place / FINAL}")
+    minutes = sum(metrics[step]["time/stage_s"] for step in trained) / 60
     print_line(f"time: {minutes:.1f} minutes in all stages that train")
-    if "ppo" in steps:
-        repeat_conclusion(steps["ppo"].folder)
-    if counted := [name for name in steps if PEAK in metrics[name]]:
-        total = sum_of([metrics[name] for name in counted])
+    if "ppo" in stages:
+        repeat_conclusion(places["ppo"])
+    if counted := [step for step in stages if PEAK in metrics[step]]:
+        total = sum_of([metrics[step] for step in counted])
         print_line(compute_line(total, f" of {', '.join(counted)}"))
-    return {name: with_intervals(metrics[name], step.folder) for name, step in steps.items()}
+    return {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
+
+
+def check_promises(
+    title: str,
+    rows: Sequence[PromiseRow],
+    stages: Mapping[str, Settings],
+    written: Mapping[str, Settings],
+) -> None:
+    """Print the promises of a recipe.
+
+    title: title of the recipe.
+    stages: settings of the stages as they were run.
+    written: settings of the stages as the recipe has them, without the user's overrides.
+
+    Raises RLHFError where a promise is broken and the recipe was run unchanged.
+    """
+    table = Table(
+        title=f"{title}: what it promises",
+        columns=["stage", "metric", "promised", "measured [95% interval]", ""],
+        rows=[[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows],
+    )
+    get_console().print(table.console())
+    changed = [
+        folders.differing_keys(
+            found.tree, written[name].tree, (*ANY, *folders.volatile(found.definition))
+        )
+        for name, found in stages.items()
+    ]
+    keys = ", ".join(dict.fromkeys(chain(*changed)))
+    broken = [row for row in rows if row.verdict == "broken"]
+    if broken and keys:
+        print_line(
+            f"Not as the recipe is written: {keys}; so its promises are shown and not enforced."
+        )
+    elif broken:
+        told = (f"{row.metric} is {row.measured}, promised: {row.promised}" for row in broken)
+        raise RLHFError(f"{title} did not keep its promises: {'; '.join(told)}")
 
 
 def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[str]) -> None:
-    """Run the program in `folder` with the settings of PPO and print its claims.
+    """Run the program in `folder` with the settings of PPO and check its claims as promises.
 
     Raises RLHFError where a claim of the unchanged recipe fails.
     """
@@ -364,21 +391,17 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[s
                 f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
             )
     settings, as_written = (
-        read_settings(composed(step_overrides(recipe, "ppo", words, cfg.job)))
-        for words in (given, ())
+        composed(step_overrides(recipe, "ppo", words, cfg.job)) for words in (given, ())
     )
-    out = run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
-    check_writable("outputs", settings.outputs, out)
+    out = folders.run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
+    folders.check_writable("outputs", settings.outputs, out)
     torch.set_num_threads(1)
-    claims = program.main(settings.config, settings.seed, out)
-    table = Table("claim", "allowed", "measured", "", title=recipe.title, title_justify="left")
-    for claim in claims:
-        verdict = "[green]holds[/green]" if claim.holds else "[red]fails[/red]"
-        allowed = f"{claim.at_least:g} to {claim.at_most:.3g}"
-        table.add_row(claim.text, allowed, f"{claim.measured:.3f}", verdict)
-    get_console().print(table)
+    rows = [
+        PromiseRow(stage=program.__name__, metric=claim.text,
+                   promised=f"{claim.at_least:g} to {claim.at_most:.3g}",
+                   measured=f"{claim.measured:.3f}", verdict="kept" if claim.holds else "broken")
+        for claim in program.main(settings.config, settings.seed, out)
+    ]  # fmt: skip
     for line in (f"picture: {out / program.__name__}.png", *recipe.next):
         print_line(line)
-    failed = [claim.text for claim in claims if not claim.holds]
-    if failed and not differing_keys(settings.tree, as_written.tree, ANY):
-        raise RLHFError(f"{recipe.title}: this fails: {'; '.join(failed)}")
+    check_promises(recipe.title, rows, {"ppo": settings}, {"ppo": as_written})

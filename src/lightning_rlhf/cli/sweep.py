@@ -1,9 +1,8 @@
-"""The jobs of a sweep: their names and folders, how they are launched, and the table and page."""
+"""The jobs of a sweep: their names and folders, how each runs and ends, the table and the page."""
 
 import math
 import os
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,26 +23,18 @@ from omegaconf.errors import OmegaConfBaseException
 from rich import get_console
 from rich.console import Console
 
-from lightning_rlhf.callbacks.stop import SIGNALS
-from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
-from lightning_rlhf.cli.recipe import override_value, read_recipe, recipe_folder, split_step
+from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
+from lightning_rlhf.cli import recipe as recipes
+from lightning_rlhf.cli.arguments import key_of, parse_overrides
+from lightning_rlhf.cli.launch import override_value, own_configs, run_command
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.metrics import short_name, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
-from lightning_rlhf.runs.console import print_error
-from lightning_rlhf.runs.folders import (
-    CONFIG,
-    FAILED,
-    FINAL,
-    changes,
-    folder_of,
-    leave_failed,
-    run_folder,
-)
-from lightning_rlhf.runs.process import STOPPED
+from lightning_rlhf.runs import folders
+from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
 
@@ -53,31 +44,30 @@ NAMELESS = ("stage", "model", "run", "outputs", "recipe", *NEUTRAL)
 """Keys that are not in the name of a job's folder; the first ones are in its path."""
 LONGEST = 120
 """Maximum number of bytes of a job's name before its digest; file systems allow 255."""
-FOREIGN, ODD = r"[^\w.+=,-]", r"[^\w.+-]"
-"""Patterns of the characters that are not allowed in the name of a job's folder."""
 BASIC = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 """Hydra's own launcher, which runs the jobs one after another in the process of the command."""
+IN_SWEEP = "LIGHTNING_RLHF_IN_SWEEP"
+"""Environment variable set for a process that is a job of a sweep."""
+STOPPED, UNKNOWN = "stopped", "it has no result"
+"""Failure of a job that a signal has ended, or kept from beginning, and of one whose launcher has
+not told how it ended."""
 STOP = "LIGHTNING_RLHF_STOP"
 """Environment variable with a temporary folder of the sweep on the machine of the command: a file
 in it, named by a signal's number, ends the jobs of this machine. The folder's name ends with the
 number of the process of the command."""
+# Hydra's, where a file of conf/hydra/launcher has the name of a plugin's own configuration.
+warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A job of a sweep before it runs."""
+    """A job of a sweep, with its result once it has ended."""
 
     overrides: Sequence[str]
-    words: Sequence[str]
+    words: Sequence[str] = ()
     """Overrides with the name of the job's folder, and what else the launcher is given."""
-    cfg: DictConfig
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """A job of a sweep after it has ended."""
-
-    overrides: Sequence[str]
+    cfg: Any = None
+    """Configuration of the job; None for one of an earlier command."""
     status: str = "failed"
     """End of the job: done, pruned, stopped or failed."""
     failure: str | None = None
@@ -91,68 +81,44 @@ class JobResult:
     """Names of the metrics that the table shows."""
 
 
-def adapt(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Set the name of the folder of a sweep's job.
+# Name and folder of a job.
 
-    The name holds all overrides where the folder of that name has a run, or the folder of the short
-    name has a run of another configuration.
+
+def set_name(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
+    """Set `job`, the name of the folder of a sweep's job.
+
+    It holds the values that vary, or all of them where no value varies, or where the folder of the
+    short name has a run of another configuration.
 
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
+    whole = job_name(overrides, None)
     with open_dict(cfg), suppress(RLHFError, OmegaConfBaseException):  # the job itself reports it
-        cfg.job = whole = whole_name(overrides)
-        if (folder_of(read_settings(cfg)) / CONFIG).is_file():
-            return
-        cfg.job = job_name(overrides, varied) or whole
-        settings = read_settings(cfg)
-        file = folder_of(settings) / CONFIG
-        is_there = file.is_file() and not cfg.overwrite
-        if is_there and changes(settings.definition, settings.tree, file):
-            cfg.job = whole
+        for name in (job_name(overrides, varied) or whole, whole):
+            cfg.job = name
+            settings = read_settings(cfg)
+            file = folders.folder_of(settings) / CONFIG
+            if not file.is_file() or cfg.overwrite:
+                return
+            if not folders.changes(settings.definition, settings.tree, file):
+                return
 
 
-def job_settings(cfg: DictConfig) -> Settings | None:
-    """Return the checked settings of a job that Hydra composed for a sweep; None for a recipe.
-
-    Raises ConfigError for a value that is refused.
-    """
-    return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
-
-
-def name_words(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides that change the results and are not part of the run's path."""
-    return [o.lstrip("+~") for o in overrides if key_of(o) not in NAMELESS]
-
-
-def job_name(overrides: Sequence[str], varied: Collection[str]) -> str | None:
+def job_name(overrides: Sequence[str], varied: Collection[str] | None) -> str | None:
     """Return the name of a job's folder: the values of the keys that vary; None if none does.
 
     stage=ppo seed=1 ppo.kl_coef=0.1, both numbers varied -> kl_coef=0.1,seed=1. Values in the path
-    are omitted.
+    are omitted. Characters that a folder should not have become "-", and a digest is appended to a
+    name that was changed or cut, so that different jobs have different names.
+
+    varied: keys in the name; None for all.
     """
-    values = dict(part.split("=", 1) for part in name_words(overrides) if "=" in part)
-    keys = sorted(key for key in values if key in varied)
+    values = {key_of(word): word.partition("=")[2].strip("'\"") for word in overrides}
+    keys = sorted(k for k in values if k not in NAMELESS and (varied is None or k in varied))
     ends = Counter(key.rpartition(".")[2] for key in keys)
-    parts = []
-    for key in keys:
-        end = key.rpartition(".")[2]
-        value = values[key].strip("'\"")
-        parts.append(f"{end if ends[end] == 1 else key}={value}")
-    return folder_name(",".join(parts), FOREIGN)
-
-
-def whole_name(overrides: Sequence[str]) -> str | None:
-    """Return the name that holds all overrides: ppo.kl_coef-0.1+seed-1."""
-    return folder_name(re.sub(ODD, "-", "+".join(sorted(name_words(overrides)))), ODD)
-
-
-def folder_name(text: str, foreign: str) -> str | None:
-    """Return `text` as the name of a folder, None where it is empty.
-
-    Characters that match `foreign` become "-". A digest of the text is appended to a name that was
-    changed or cut, so that different texts have different names.
-    """
-    name = re.sub(foreign, "-", text).rstrip(".")
+    short = {key: key.rpartition(".")[2] for key in keys}
+    text = ",".join(f"{short[k] if ends[short[k]] == 1 else k}={values[k]}" for k in keys)
+    name = re.sub(r"[^\w.+=,-]", "-", text).rstrip(".")
     if name != text or len(name.encode()) > LONGEST:
         start = name.encode()[:LONGEST].decode(errors="ignore")
         name = f"{start}-{zlib.crc32(text.encode()):08x}"
@@ -163,62 +129,93 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
     """Return the stage of a job and the folder that it writes to.
 
     For a whole recipe they are those of its last step; one that is a program, or that is not known,
-    has the stage `ppo`.
+    has the stage `ppo`. Raises ConfigError where the configuration names no folder.
     """
-    stage, inner = cfg.stage or "ppo", None
+    require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
+    stage, job = cfg.stage or "ppo", cfg.job
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
-            steps = read_recipe(recipe_folder(recipe)).stages
-            stage, inner = split_step(steps[-1]) if steps else (stage, None)
-    job = "/".join(str(part) for part in (cfg.job, inner) if part is not None) or None
-    return stage, run_folder(Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job)
+            for step in recipes.read_recipe(recipes.recipe_folder(recipe)).stages[-1:]:
+                stage, inner = recipes.split_step(step)
+                job = "/".join(str(part) for part in (job, inner) if part is not None) or None
+    return stage, folders.run_folder(
+        Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job
+    )
+
+
+def job_settings(cfg: DictConfig) -> Settings | None:
+    """Return the checked settings of a job that Hydra composed for a sweep; None for a recipe.
+
+    Raises ConfigError for a value that is refused.
+    """
+    return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
+
+
+# A job in a process of its own, and its end.
+
+
+def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
+    """Run the job of a sweep in a process of its own, which may crash without ending the others.
+
+    Return why it failed, or STOPPED after a signal to the command or this process; else None. Its
+    output goes to `<stage>.log` beside its folder, as jobs may run at the same time.
+    """
+    if stopped_by() is not None:
+        return STOPPED
+    _, folder = job_place(cfg)
+    folders.refuse_foreign_files(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
+    written.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
+    try:
+        with log.open("ab") as output:
+            status = run_command(command, {IN_SWEEP: "1"}, output, stopped_by)
+    except Stopped as stop:
+        if is_sweeper():  # a signal to another process ends its job alone
+            end_early(stop.signum)
+        return STOPPED
+    if stopped_by() is not None and status:
+        return STOPPED
+    why = f"ended by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    if status > 0 and written.is_file():
+        why = written.read_text().strip()
+    return mark_failed(cfg, f"{why}; its output is in {log}") if status else None
 
 
 def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Write the reason to the job's folder unless it holds a finished run; return the reason."""
-    if isinstance(cfg.outputs, str):
+    with suppress(RLHFError):  # there is no folder
         _, folder = job_place(cfg)
-        is_inside = Path(os.path.abspath(folder)).is_relative_to(os.path.abspath(cfg.outputs))
-        if is_inside and not (folder / FINAL).is_dir():
-            leave_failed(folder, reason)
+        if not (folder / FINAL).is_dir():
+            folders.leave_failed(folder, reason)
     return reason
 
 
-def result_of(job: Job, failure: str | None, *, is_known: bool = True) -> JobResult:
-    """Return the result of a job, from what it returned and from its folder.
+def ended(job: Job, failure: str | None) -> Job:
+    """Return a job with its result, from what it returned and from its folder.
 
-    failure: why it failed, STOPPED, or None.
-    is_known: False where the launcher has not told; the folder alone tells then.
+    failure: why it failed, STOPPED, or None; where it is UNKNOWN the folder alone tells.
     """
-    result = JobResult(overrides=job.overrides)
+    job = replace(job, status=STOPPED if failure == STOPPED else "failed", failure=failure)
     try:
-        cfg: Any = job.cfg
-        require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
-        name, folder = job_place(cfg)
-        tree: Any = OmegaConf.to_container(cfg)
-        stage = chosen_stage(tree | {"stage": name})[2]()
-        result = replace(result, folder=str(folder), stage=name, summary=list(stage.summary))
-        if not is_known and not (folder / FINAL).is_dir():
-            written = folder / FAILED
-            failure = written.read_text().strip() if written.is_file() else "it has no result"
-        if failure is None:
+        stage, folder = job_place(job.cfg)
+        tree: Any = OmegaConf.to_container(job.cfg)
+        definition = chosen_stage(tree | {"stage": stage})[2]()
+        job = replace(job, folder=str(folder), stage=stage, summary=list(definition.summary))
+        has_final, written = (folder / FINAL).is_dir(), folder / FAILED
+        if failure == UNKNOWN and written.is_file():
+            job = replace(job, failure=written.read_text().strip())
+        if failure is None or (failure == UNKNOWN and has_final):
             from lightning_rlhf.runs.measured import metrics_of  # which imports torch
 
-            is_program = cfg.stage is None and not (folder / FINAL).is_dir()  # it leaves no final/
-            metrics = {} if is_program else dict(metrics_of(folder / FINAL, stage))
-            return replace(result, status="done", metrics=metrics)
+            is_program = job.cfg.stage is None and not has_final  # it leaves no final/
+            metrics = {} if is_program else dict(metrics_of(folder / FINAL, definition))
+            job = replace(job, status="done", failure=None, metrics=metrics)
     except (RLHFError, OmegaConfBaseException) as error:
-        failure = failure or str(error)
-    return replace(result, status=STOPPED if failure == STOPPED else "failed", failure=failure)
-
-
-def ignore_presets() -> None:
-    """Ignore Hydra's warning that a file of conf/hydra/launcher has the name of a plugin's own."""
-    warnings.filterwarnings("ignore", message=r"\s*'hydra/launcher/\w+' is validated against")
-
-
-ignore_presets()  # also where a launcher composes a job in another process
+        job = replace(job, failure=failure or str(error))
+    return job
 
 
 def stopped_by() -> int | None:
@@ -229,7 +226,7 @@ def stopped_by() -> int | None:
 
 def is_sweeper() -> bool:
     """Return whether this process is that of the command, and not one that a launcher started."""
-    return os.environ[STOP].endswith(f"-{os.getpid()}") if STOP in os.environ else False
+    return os.environ.get(STOP, "").endswith(f"-{os.getpid()}")
 
 
 def end_early(signum: int) -> None:
@@ -246,15 +243,14 @@ def stoppable(*, is_apart: bool) -> Iterator[None]:
         os.write(2, b"\nending the jobs, with a checkpoint each; a second signal ends at once\n")
         end_early(signum)
 
-    made = Path(tempfile.mkdtemp(prefix="lightning-rlhf-"))
-    os.environ[STOP] = str(made.rename(f"{made}-{os.getpid()}"))
-    before = {s: signal.signal(s, receive) for s in SIGNALS} if is_apart else {}
-    try:
-        yield
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        shutil.rmtree(os.environ.pop(STOP))
+    with tempfile.TemporaryDirectory(f"-{os.getpid()}", "lightning-rlhf-") as os.environ[STOP]:
+        before = {s: signal.signal(s, receive) for s in SIGNALS} if is_apart else {}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+            del os.environ[STOP]
 
 
 class Jobs:
@@ -271,11 +267,9 @@ class Jobs:
         self.words, self.folder = words, Path(self.config.hydra.sweep.dir)
         swept = [o.key_or_group for o in parse_overrides(words) if o.is_sweep_override()]
         self.varied = [*swept, *map(key_of, params)]
-        self.name = whole_name(words)
-        """Name of the sweep among those of the run; None where it has no overrides."""
         self.goal: tuple[str, Mode] | None = None
         """Metric of a study, by which the jobs are sorted, with its direction."""
-        self.results: list[JobResult] = []
+        self.results: list[Job] = []
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
         """Return the configuration of a job. Raises Hydra's error where it cannot be composed."""
@@ -285,119 +279,108 @@ class Jobs:
     def job(self, overrides: Sequence[str], more: Sequence[str] = ()) -> Job:
         """Return the job of these overrides. more: overrides that are not part of its name."""
         cfg = self.compose(overrides)
-        adapt(cfg, overrides, self.varied)
+        set_name(cfg, overrides, self.varied)
         words = [word for word in overrides if key_of(word) != "job"]
         words += [] if cfg.job is None else [f"job={override_value(cfg.job)}"]
         return Job(overrides=overrides, words=[*words, *more], cfg=cfg)
 
     def launch(self, jobs: Sequence[Job]) -> None:
         """Run jobs and append their results. Raises the error with which the launcher gave up."""
-        begun = len(self.results)
+        failures = [UNKNOWN] * len(jobs)
         try:
             words = [job.words for job in jobs]
-            returned = self.launcher.launch(words, initial_job_idx=begun)
+            returned = self.launcher.launch(words, initial_job_idx=len(self.results))
             failures = [found.return_value for found in returned]
-        except Exception:
-            self.results += [result_of(job, None, is_known=False) for job in jobs]
-            raise
-        self.results += map(result_of, jobs, failures)
+        finally:
+            self.results += map(ended, jobs, failures)
 
     def run(self, launch_all: Callable[[], None]) -> None:
         """Launch the jobs by `launch_all`, and show them.
 
-        Exits with a status other than 0 where a job failed, there is none, the page was not written
-        or the sweep was stopped.
+        Exits with a status other than 0 where a job failed or the sweep was stopped. Raises the
+        error for which the page was not written.
         """
-        is_apart = self.config.hydra.launcher.get("_target_") != BASIC
-        with stoppable(is_apart=is_apart):
+        with stoppable(is_apart=self.config.hydra.launcher.get("_target_") != BASIC):
             try:
                 launch_all()
             except Exception:
                 self.show()
                 raise
-            status = self.show()
+            if status := self.show():
+                sys.exit(status)
         if not self.results:
-            raise ConfigError(
-                "a key of the sweep has no value, so that it has no job; allowed: one or more, as "
-                "range(START,STOP) with START below STOP has"
-            )
-        if status:
-            sys.exit(status)
+            raise ConfigError("the sweep has no job; allowed: a value or more for each key")
 
     def show(self) -> int:
-        """Show table, failed jobs, page and a copy of it; return the exit status."""
-        stopped = stopped_by()
-        if stopped is None and any(r.status == STOPPED for r in self.results):
-            stopped = signal.SIGTERM  # a signal to that job alone
+        """Show table, failed jobs and page; return the exit status."""
+        if not self.results:
+            return 0
+        stages = [str(job.stage) for job in self.results if job.stage]
+        stage = "ppo" if "ppo" in stages or not stages else stages[0]
+        known = find_stage(stage)
+        goal = self.goal or next(iter(() if known is None else known.goal), None)
         if self.goal is not None:
             self.results.sort(key=partial(merit, self.goal), reverse=True)
-        if self.results:
-            console = get_console()
-            if not console.is_terminal:  # where no cell is broken
-                console = Console(width=10_000)
-            console.print(jobs_table(self.results, None).console(), crop=False)
-        is_compared = self.compare()
-        failed = [result for result in self.results if result.status == "failed"]
-        for result in failed:
-            print_line(f"failed: {' '.join(result.overrides)}: {result.failure}")
+        table = jobs_table(self.results, goal)
+        # No cell is broken where the output is no terminal.
+        console = get_console() if get_console().is_terminal else Console(width=10_000)
+        console.print(table.console(), crop=False)
+        failed = [job for job in self.results if job.status == "failed"]
+        for job in failed:
+            print_line(f"failed: {' '.join(job.overrides)}: {job.failure}")
+        stopped = stopped_by()
+        if stopped is None and any(job.status == STOPPED for job in self.results):
+            stopped = signal.SIGTERM  # a signal to that job alone
         if stopped is not None:
             print_line("stopped; the same command goes on")
-            return 128 + stopped
-        return int(bool(failed) or not is_compared)
+        self.write_page(stage, table)
+        return int(bool(failed)) if stopped is None else 128 + stopped
 
-    def compare(self) -> bool:
-        """Write the page that compares the jobs. Return False where an error prevents it."""
-        begun = [r for r in self.results if r.folder and (Path(r.folder) / CONFIG).is_file()]
-        names = ["compare.html", *([f"compare_{self.name}.html"] if self.name else [])]
-        try:
-            if begun:
-                from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
+    def write_page(self, stage: str, table: Table) -> None:
+        """Write the page that compares the runs of a stage, if there are any."""
+        from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
 
-                stage = "ppo" if "ppo" in [r.stage for r in begun] else str(begun[0].stage)
-                found = compare_runs([Path(str(r.folder)) for r in begun], stage, fewest=1)
-                known = find_stage(stage)
-                best = None if known is None else next(iter(known.goal), None)
-                title = " ".join([f"Sweep {self.folder}:", *self.words])
-                table = jobs_table(self.results, self.goal or best)
-                for name in names:
-                    with full_disk_told(), written_whole(self.folder / name, kind="page") as beside:
-                        found.write(beside, title, table)
-                print_line(f"comparison: {self.folder / names[0]}")
-        except Exception as error:  # the failed jobs are still to be listed
-            kind = "" if isinstance(error, RLHFError) else f"{type(error).__name__}: "
-            print_error(f"no comparison: {without_secrets(f'{kind}{error}')}")
-            return False
-        return True
+        places = [Path(job.folder) for job in self.results if job.folder]
+        if not (begun := [place for place in places if (place / CONFIG).is_file()]):
+            return
+        failures = [job.failure or "" for job in self.results]
+        if any(failures):
+            rows = [[*row, why] for row, why in zip(table.rows, failures, strict=True)]
+            table = replace(table, columns=[*table.columns, "why"], rows=rows)
+        found = compare_runs(begun, stage, fewest=1)
+        title = " ".join([f"Sweep {self.folder}:", *self.words])
+        page = self.folder / "compare.html"
+        with full_disk_told(), written_whole(page, kind="page") as beside:
+            found.write(beside, title, table)
+        print_line(f"comparison: {page}")
 
 
-def merit(goal: tuple[str, Mode], result: JobResult) -> tuple[bool, float]:
+def merit(goal: tuple[str, Mode], job: Job) -> tuple[bool, float]:
     """Return what is larger for the better job: pruned and failed ones are the last."""
     metric, mode = goal
-    return result.status == "done", signed(result.metrics.get(metric, math.nan), mode)
+    return job.status == "done", signed(job.metrics.get(metric, math.nan), mode)
 
 
-def jobs_table(results: Sequence[JobResult], goal: tuple[str, Mode] | None) -> Table:
+def jobs_table(jobs: Sequence[Job], goal: tuple[str, Mode] | None) -> Table:
     """Return the table of all jobs, one per row; the overrides that all share are in the title.
 
-    goal: metric of the best job, which is named below with why others failed; None for neither.
+    goal: metric of the best job, which is named below; None names none.
     """
-    first = results[0].overrides if len(results) > 1 else ()
-    shared = [word for word in first if all(word in result.overrides for result in results)]
-    own = [" ".join(word for word in result.overrides if word not in shared) for result in results]
-    names = list(dict.fromkeys(n for r in results for n in r.summary if n in r.metrics))
+    first = jobs[0].overrides if len(jobs) > 1 else ()
+    shared = [word for word in first if all(word in job.overrides for job in jobs)]
+    own = [" ".join(word for word in job.overrides if word not in shared) for job in jobs]
+    names = list(dict.fromkeys(n for job in jobs for n in job.summary if n in job.metrics))
     rows = [
-        [words, r.status, *(f"{r.metrics[n]:z.3f}" if n in r.metrics else ABSENT for n in names)]
-        for words, r in zip(own, results, strict=True)
+        [words, j.status, *(f"{j.metrics[n]:z.3f}" if n in j.metrics else ABSENT for n in names)]
+        for words, j in zip(own, jobs, strict=True)
     ]
-    columns, note = ["overrides", "status", *map(short_name, names)], ""
+    note = ""
     if goal is not None:
-        if any(result.failure for result in results):
-            columns.append("why")
-            rows = [[*cells, r.failure or ""] for cells, r in zip(rows, results, strict=True)]
         metric, mode = goal
-        best = max(results, key=partial(merit, goal))
+        best = max(jobs, key=partial(merit, goal))
         if best.status == "done" and metric in best.metrics:
             word = {"min": "Lowest", "max": "Highest"}[mode]
-            words = own[results.index(best)] or " ".join(best.overrides)
-            note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}."
+            words = own[jobs.index(best)] or " ".join(best.overrides)
+            note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}: {best.folder}"
+    columns = ["overrides", "status", *map(short_name, names)]
     return Table(title=" ".join(["Sweep", *shared]), columns=columns, rows=rows, note=note)
