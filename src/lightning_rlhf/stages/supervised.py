@@ -19,6 +19,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.records import Record
 from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data.batches import (
+    Schedule,
     StageData,
     collate_demonstrations,
     collate_preferences,
@@ -91,11 +92,14 @@ class Supervised(Stage):
             val=val.examples,
             columns=(),
             collate=partial(COLLATE[self.data], pad_id=run.chat.pad_token_id),
-            batch_size=config.batch_size,
             val_batch_size=config.microbatch_size,
-            batches=batches,
-            seed=settings.seed,
-            pool_batches=settings.data.pool_batches,
+            schedule=Schedule(
+                lengths=[example.length for example in train.examples],
+                batch_size=config.batch_size,
+                batches=batches,
+                seed=settings.seed,
+                pool_batches=settings.data.pool_batches,
+            ),
         )
         return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
 
