@@ -81,8 +81,6 @@ class Phases(L.Callback):
         forget_peak()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from lightning_rlhf.models.loading import scale_bytes
-        from lightning_rlhf.stages.memory_plan import by_role, learned
         from lightning_rlhf.stages.memory_plan import by_role, bytes_of
 
         for role, parameters in by_role(pl_module).items():

@@ -3,71 +3,37 @@
 from __future__ import annotations
 
 import math
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import fields
 from typing import Any, get_args
 
 import pytest
-from pydantic import ValidationError
 
 from lightning_rlhf.core import config as names
 from lightning_rlhf.core.config import GROUPED
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.validation import build as from_section
 
-from .configs import PPO, STAGE, STAGES, ppo_config
+from .configs import STAGES, ppo_config
 
-WHOLE = "a whole number and >= 1"
+WHOLE, COUNT = "a whole number and >= 1", "a whole number and >= 1 and <= 1000000"
 ABOVE_0, AT_LEAST_0, INSIDE = "a number and > 0", "a number and >= 0", "a number and > 0 and < 1"
-TEXTS = "a list of texts, none of them empty"
 BOUNDS: list[tuple[str, str, Any, str]] = [
-    ("sft", "lr", 0, ABOVE_0), ("sft", "adam_beta2", 0, INSIDE), ("sft", "adam_beta2", 1.0, INSIDE),
-    ("sft", "adam_eps", 0.0, ABOVE_0), ("sft", "weight_decay", -0.1, AT_LEAST_0),
-    ("sft", "max_grad_norm", 0, ABOVE_0), ("sft", "lr_schedule", "saw", "constant, linear, cosine"),
-    ("sft", "warmup_fraction", 1, "a number and >= 0 and < 1"),
-    ("sft", "microbatch_size", 0, WHOLE),
-    ("sft", "val_every", 1.5, WHOLE), ("sft", "checkpoint_every", -3, WHOLE),
-    ("sft", "checkpoint_minutes", 0, f"{ABOVE_0}, or null"), ("sft", "checkpoints_kept", 0, WHOLE),
-    ("sft", "ema_decay", 1, f"{INSIDE}, or null"), ("sft", "finetune", "half", "lora, full"),
-    ("sft", "epochs", 0, "a number and > 0 and <= 1000000"), ("sft", "batch_size", 4.0, WHOLE),
-    ("rm", "heads", 0, WHOLE), ("rm", "margin_coef", -0.1, AT_LEAST_0),
+    ("sft", "adam_beta2", 0, INSIDE), ("sft", "warmup_fraction", 1, "a number and >= 0 and < 1"),
+    ("sft", "microbatch_size", 0, COUNT), ("sft", "val_every", 1.5, WHOLE),
+    ("sft", "epochs", 0, "a number and > 0 and <= 1000000"),
     ("rm", "label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
-    ("rm", "center_coef", -0.1, AT_LEAST_0),
-    ("rm", "calibration_samples", 1, "a whole number and >= 2"),
-    ("rm", "temperature", 1e-300, "a number and >= 1e-06"),
-    *[("ppo", key, 0, WHOLE) for key in (
-        "iterations", "rollout_batch_size", "samples_per_prompt", "max_response_tokens",
-        "ppo_epochs", "minibatch_size", "ptx_batch_size", "val_samples_per_prompt",
-        "samples_every")],
-    *[("ppo", key, 0, ABOVE_0) for key in ("kl_target", "kl_horizon", "value_lr_factor")],
-    *[("ppo", key, 0, f"{ABOVE_0}, or null") for key in (
-        "score_clip", "clip_range_high", "clip_range_vf", "target_kl", "kl_warning")],
-    *[("ppo", key, -1e-9, AT_LEAST_0) for key in (
-        "length_penalty", "missing_eos_penalty", "kl_coef", "kl_coef_end", "ent_coef", "ptx_coef",
-        "vf_coef")],
+    ("rm", "calibration_samples", 1, "a whole number and >= 2 and <= 1000000"),
     ("ppo", "temperature", 0, "a number and >= 1e-06"),
-    ("ppo", "generation_batch_size", 0, f"{WHOLE}, or null"),
-    ("ppo", "critic_warmup", -1, "a whole number and >= 0"),
-    ("ppo", "clip_range", 0, INSIDE), ("ppo", "clip_range", 1, INSIDE),
-    ("ppo", "dual_clip", 1, "a number and > 1, or null"),
-    ("ppo", "max_ratio", 1, "a number and > 1, or null"),
-    *[("ppo", key, 1 + 1e-9, "a number and >= 0 and <= 1") for key in ("gamma", "gae_lambda")],
+    ("ppo", "score_clip", 0, f"{ABOVE_0}, or null"), ("ppo", "kl_coef", -1e-9, AT_LEAST_0),
+    ("ppo", "clip_range", 1, INSIDE), ("ppo", "dual_clip", 1, "a number and > 1, or null"),
+    ("ppo", "gamma", 1 + 1e-9, "a number and >= 0 and <= 1"),
     ("ppo", "whiten_rewards", "yes", "true, false"),
     # A text alone would be read letter by letter, and stop every response at an E.
-    ("ppo", "stop_strings", "END", TEXTS),
+    ("ppo", "stop_strings", "END", "a list of texts, none of them empty"),
+    ("ppo", "rollout", "no", "native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+    ("ppo", "kl_estimator", "k4", "k1, k2, k3, abs, mse, full"),
+    ("ppo", "advantage", None, "gae, rloo, grpo, dr_grpo, reinforce++"),
 ]  # fmt: skip
-CHOICES: dict[str, str] = {
-    "rollout": "native, hf, 'path/to/file.py:Class' or 'package.module:Class'",
-    "score_normalization": "none, running, running_scale",
-    "missing_eos": "none, subtract, replace",
-    "kl_estimator": "k1, k2, k3, abs, mse, full",
-    "kl_in": "reward, loss",
-    "kl_control": "fixed, linear, adaptive",
-    "advantage": "gae, rloo, grpo, dr_grpo, reinforce++",
-    "whiten_advantages": "none, batch, minibatch",
-    "loss_reduction": "token_mean, sequence_mean, constant",
-    "critic": "head, adapter, model",
-    "critic_init": "zero, reward",
-}
 
 
 def refusal(stage: str = "ppo", **changes: Any) -> str:
@@ -80,18 +46,6 @@ def refusal(stage: str = "ppo", **changes: Any) -> str:
 @pytest.mark.parametrize(("stage", "key", "found", "allowed"), BOUNDS)
 def test_out_of_bounds(stage: str, key: str, found: Any, allowed: str) -> None:
     assert refusal(stage, **{key: found}) == f"{stage}.{key} is {found!r}; allowed: {allowed}"
-
-
-@pytest.mark.parametrize(("key", "allowed"), CHOICES.items())
-def test_no_such_choice(key: str, allowed: str) -> None:
-    for found in ("sometimes", None):
-        assert refusal(**{key: found}) == f"ppo.{key} is {found!r}; allowed: {allowed}"
-
-
-def test_the_tables_above_cover_every_field_of_ppo() -> None:
-    covered = {key for stage, key, *_ in BOUNDS if stage == "ppo"} | set(CHOICES)
-    assert covered == set(PPO) - set(STAGE)
-    assert set(GROUPED) < set(get_args(names.Advantage))
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -109,41 +63,22 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
                 assert refusal(stage, **{key: found}).startswith(start)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_configuration_is_frozen_and_named_only(stage: str) -> None:
-    config, valid = STAGES[stage]
-    with pytest.raises(FrozenInstanceError):
-        from_section(config, valid, stage).lr = 1.0
-    with pytest.raises(ValidationError):
-        config(*valid.values())
-
-
 @pytest.mark.parametrize(
     "changes",
     [
-        *[{key: 0} for key in ("length_penalty", "missing_eos_penalty", "kl_coef", "ent_coef",
-                               "vf_coef", "critic_warmup", "gamma", "gae_lambda")],
-        *[{key: 1} for key in ("gamma", "gae_lambda", "iterations", "lr")],
-        *[{key: None} for key in ("score_clip", "clip_range_high", "dual_clip", "clip_range_vf",
-                                  "target_kl", "max_ratio", "kl_warning")],
-        *[{key: 1 + 1e-6} for key in ("dual_clip", "max_ratio", "clip_range_high")],
-        {"clip_range": 1 - 1e-6}, {"stop_strings": ("END", "\n\n")},
-        {"critic_warmup": 9},  # of 10 iterations
+        *[{key: 0} for key in ("length_penalty", "kl_coef", "vf_coef", "gamma", "gae_lambda")],
+        {"gamma": 1, "gae_lambda": 1, "iterations": 1},
+        {"clip_range": 1 - 1e-6, "stop_strings": ("END", "\n\n"), "critic_warmup": 9},
         {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1},
         {"rollout_batch_size": 8, "samples_per_prompt": 8},
-        *[{key: c} for key, choices in CHOICES.items() if key not in ("advantage", "rollout")
-          for c in choices.split(", ")],
         *[{"advantage": name, "samples_per_prompt": 2} for name in GROUPED],
         *[{"kl_in": "loss", "kl_estimator": k} for k in ("k2", "k3", "abs", "mse", "full")],
         {"kl_control": "adaptive", "kl_coef": 1e-6},
         {"kl_control": "linear", "kl_coef": 0, "kl_coef_end": 0.1},
     ],
-)  # fmt: skip
+)
 def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
-    # Where a choice asks for something of another key, that is given.
-    wanted = {"kl_estimator": "k3"} if changes.get("kl_in") == "loss" else {}
-    wanted |= {"critic": "adapter"} if changes.get("critic_init") == "reward" else {}
-    config = ppo_config(**wanted | changes)
+    config = ppo_config(**changes)
     for key, value in changes.items():
         assert getattr(config, key) == value
 
@@ -152,7 +87,6 @@ def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
     ("stage", "small", "smaller", "large", "larger", "divisors"),
     [
         ("sft", "microbatch_size", 4, "batch_size", 10, "1, 2, 5, 10"),
-        ("rm", "microbatch_size", 4, "batch_size", 2, "1, 2"),
         ("ppo", "minibatch_size", 24, "rollout_batch_size", 64, "1, 2, 4, 8, 16, 32, 64"),
         ("ppo", "microbatch_size", 3, "minibatch_size", 4, "1, 2, 4"),
         ("ppo", "samples_per_prompt", 3, "rollout_batch_size", 8, "1, 2, 4, 8"),
@@ -162,8 +96,7 @@ def test_sizes_that_do_not_divide(
     stage: str, small: str, smaller: int, large: str, larger: int, divisors: str
 ) -> None:
     assert refusal(stage, **{small: smaller, large: larger}) == (
-        f"{stage}.{large} is {larger}, which {stage}.{small} = {smaller} does not divide; "
-        f"allowed for {stage}.{small}: {divisors}"
+        f"{stage}.{small} is {smaller}; allowed: {divisors}, which divide {large} = {larger}"
     )
 
 
@@ -198,7 +131,6 @@ def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reaso
 
 def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
     assert ppo_config(stop_strings=["END", "\n"]).stop_strings == ("END", "\n")
-    assert refusal(stop_strings=("END", "")) == f"ppo.stop_strings is ''; allowed: {TEXTS}"
 
 
 def test_numbers_that_follow_from_others() -> None:

@@ -86,13 +86,13 @@ def stage_data(**changes: Any) -> StageData:
         "val": EXAMPLES[:5],
         "columns": COLUMNS,
         "collate": partial(collate_prompts, pad_id=0),
-        "batch_size": 4,
         "val_batch_size": 2,
-        "batches": BATCHES,
-        "seed": 3,
-        "pool_batches": 2,
     }
-    return StageData(**(values | changes))
+    order = {"batches": BATCHES, "seed": 3, "pool_batches": 2}
+    order |= {key: changes.pop(key) for key in (*order,) if key in changes}
+    values |= changes
+    lengths = [example.length for example in values["train"]]
+    return StageData(**values, schedule=schedule(lengths, 4, **order))
 
 
 def fit(

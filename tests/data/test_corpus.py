@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.formats import Kind, serving
+from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Prompt
 
@@ -174,8 +174,7 @@ def files(folder: Path) -> Iterator[tuple[str, Path, Any]]:
     columns = {name: [row[name] for row in cells] for name in cells[0]}
     table = {"messages": [chat("NA", "007"), None], "prompt": [None, "1e5"],
              "response": [None, "NA"], "n": [1, None]}  # fmt: skip
-    twice = '{"prompt": "a", "prompt": "b", "response": "c"}'
-    broken = ['{"prompt": "a", "resp', twice, "9" * 5000, '{"prompt": "d", "response": "e"}']
+    broken = ['{"prompt": "a", "resp', "5", "9" * 5000, '{"prompt": "d", "response": "e"}']
     pairs = "prompt,chosen,rejected,margin\na,b,c,1.5\na,b,d,\na,b,e,NA\n"
     contents: dict[str, bytes] = {
         "lines.jsonl": ("\ufeff" + lines).encode(),
@@ -207,7 +206,7 @@ def read_all(folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, file, format in files(folder):
         for kind in get_args(Kind):
-            if format not in ("auto", *serving(kind)):
+            if not formats_of(format, kind):
                 continue
             key = f"{name}, {kind}"
             try:

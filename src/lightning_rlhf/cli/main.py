@@ -45,7 +45,6 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_error
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names

@@ -26,7 +26,6 @@ from lightning_rlhf.core.validation import (
 )
 
 Schedule = Literal["constant", "linear", "cosine"]
-Finetune = Literal["lora", "full"]
 Stage = str
 """Name of a stage."""
 DType = Literal["float32", "bfloat16"]
@@ -40,16 +39,11 @@ FinalStep = Annotated[
 Normalization = Literal["none", "stored", "running"]
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
 
-ScoreNormalization = Literal["none", "running", "running_scale"]
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
-KLPlace = Literal["reward", "loss"]
-KLControl = Literal["fixed", "linear", "adaptive"]
 Advantage = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++"]
-Whitening = Literal["none", "batch", "minibatch"]
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 CriticKind = Literal["head", "adapter", "model"]
-CriticInit = Literal["zero", "reward"]
 
 GROUPED = ("rloo", "grpo", "dr_grpo")
 """Estimators that compare the responses to one prompt."""
@@ -132,7 +126,7 @@ class StageConfig:
 class SupervisedConfig(StageConfig):
     """Settings common to the stages that read examples with their labels."""
 
-    finetune: Finetune
+    finetune: Literal["lora", "full"]
     epochs: Annotated[float, Field(gt=0, le=MOST)]
     batch_size: Count
 
@@ -289,7 +283,7 @@ class PPOConfig(StageConfig):
     rollout: SamplerName
     generation_batch_size: Count | None
     # shaping of scores into rewards
-    score_normalization: ScoreNormalization
+    score_normalization: Literal["none", "running", "running_scale"]
     score_clip: PositiveFloat | None
     length_penalty: NonNegativeFloat
     missing_eos: MissingEOS
@@ -297,9 +291,9 @@ class PPOConfig(StageConfig):
     whiten_rewards: bool
     # the penalty for leaving the reference
     kl_estimator: KLEstimator
-    kl_in: KLPlace
+    kl_in: Literal["reward", "loss"]
     kl_coef: NonNegativeFloat
-    kl_control: KLControl
+    kl_control: Literal["fixed", "linear", "adaptive"]
     kl_coef_end: NonNegativeFloat
     kl_target: PositiveFloat
     kl_horizon: PositiveFloat
@@ -307,7 +301,7 @@ class PPOConfig(StageConfig):
     advantage: Advantage
     gamma: Fraction
     gae_lambda: Fraction
-    whiten_advantages: Whitening
+    whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
     clip_range: Annotated[float, Field(gt=0, lt=1)]
     clip_range_high: PositiveFloat | None
@@ -318,7 +312,7 @@ class PPOConfig(StageConfig):
     ptx_batch_size: Count
     # the critic
     critic: CriticKind
-    critic_init: CriticInit
+    critic_init: Literal["zero", "reward"]
     critic_warmup: NonNegativeInt
     clip_range_vf: PositiveFloat | None
     vf_coef: NonNegativeFloat

@@ -3,6 +3,7 @@
 Errors of a training carry facts, from which `stages.fit` derives the advice.
 """
 
+import copyreg
 import difflib
 import re
 import reprlib
@@ -12,19 +13,13 @@ from typing import Any
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 300
+quoted = _REPR.repr
+"""Function that returns the `repr` of a value, with at most about 300 characters of each text."""
 
 
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun in the singular or plural: "1 pair", "2 pairs"."""
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
-
-
-def quoted(value: Any) -> str:
-    """Return the `repr` of a value, with at most about 300 characters of each text."""
-    try:
-        return _REPR.repr(value)
-    except Exception:  # an integer of more than 4300 digits, or a foreign object's own error
-        return f"a {type(value).__name__} that cannot be shown"
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def percent(share: float, decimals: int = 1) -> str:
@@ -41,15 +36,8 @@ class RLHFError(Exception):
     """Base of every error that the command line prints as one message, without a traceback."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let another process make the same error, whatever the arguments of its class are."""
-        return rebuilt, (type(self), self.args, vars(self))
-
-
-def rebuilt(kind: type[RLHFError], args: tuple[Any, ...], state: dict[str, Any]) -> RLHFError:
-    """Return an error of another process, without a call of its class's `__init__`."""
-    error = kind.__new__(kind, *args)
-    vars(error).update(state)
-    return error
+        """Let another process make the same error, without a call of its class's `__init__`."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
 
 class ConfigError(RLHFError):
@@ -86,9 +74,10 @@ class DivergedError(TrainingError):
 class LogitsError(DivergedError):
     """The logits of a model are NaN or infinite, so that nothing can be sampled from it."""
 
-    def __init__(self, where: str | None = None) -> None:
+    def __init__(self, where: str = "") -> None:
+        """where: description of the model or the iteration; may be empty."""
         found = "the model's logits are NaN or infinite, and nothing can be sampled from it"
-        super().__init__(found if where is None else f"{where}: {found}")
+        super().__init__(f"{where}: {found}" if where else found)
 
 
 class PolicyLogitsError(LogitsError):
@@ -97,18 +86,20 @@ class PolicyLogitsError(LogitsError):
     def __init__(self, where: str, *, iterations: int, nonfinite: int) -> None:
         """Make the error from its facts.
 
-        where: iteration or evaluation in which responses were sampled.
-
         iterations: number of finished iterations.
         nonfinite: number of updates just before that were not made, because not finite.
         """
         super().__init__(where)
-        self.iterations = iterations
-        self.nonfinite = nonfinite
+        self.iterations, self.nonfinite = iterations, nonfinite
 
 
 class NotFiniteError(TrainingError):
     """Several updates in a row have a loss or a gradient that is NaN or infinite."""
+
+    rewards_overflow = False
+    """True if the rewards of PPO are so large that their squares are not finite."""
+    batch: str | None = None
+    """Sentence on the file that holds the batch of the last update, and on its rows."""
 
     def __init__(
         self, stage: str, *, in_a_row: int, loss: float, grad_norm: float, made: int
@@ -123,12 +114,7 @@ class NotFiniteError(TrainingError):
             f"gradient that is not finite (the last: {loss:g}, and a norm of {grad_norm:g}) and "
             f"{'was' if in_a_row == 1 else 'were'} not made"
         )
-        self.stage = stage
-        self.made = made
-        self.rewards_overflow = False
-        """True if the rewards of PPO are so large that their squares are not finite."""
-        self.batch: str | None = None
-        """Sentence on the file that holds the batch of the last update, and on its rows."""
+        self.stage, self.made = stage, made
 
 
 class PreflightError(RLHFError):
@@ -146,8 +132,8 @@ class SamplerError(RLHFError):
 class ProcessEndedError(RLHFError):
     """Another process of the run has ended, so that this one cannot go on."""
 
-    def __init__(self) -> None:
-        super().__init__("another process of the run has ended, and this one ends too")
+    def __str__(self) -> str:
+        return "another process of the run has ended, and this one ends too"
 
 
 class PrintedError(RLHFError):
@@ -163,8 +149,7 @@ def own_keys(text: str, stage: str, keys: Collection[str]) -> str:
 
     keys: keys of the stage's section. Other words, as the file ppo.jsonl, stay as they are.
     """
-    words = re.compile(r"(?<![\w./-])ppo\.(?=(\w+))")
-    return words.sub(lambda found: f"{stage}." if found[1] in keys else found[0], text)
+    return re.sub(rf"(?<![\w./-])ppo\.(?=({'|'.join(keys)})\b)", f"{stage}.", text)
 
 
 @contextmanager
@@ -173,9 +158,8 @@ def naming_own_keys(stage: str, keys: Collection[str]) -> Iterator[None]:
     try:
         yield
     except RLHFError as error:
-        error.args = tuple(
-            own_keys(x, stage, keys) if isinstance(x, str) else x for x in error.args
-        )
+        named = (own_keys(x, stage, keys) if isinstance(x, str) else x for x in error.args)
+        error.args = tuple(named)
         raise
 
 
@@ -187,9 +171,8 @@ def require(holds: bool, key: str, found: Any, allowed: str) -> None:
 
 def refusal(key: str, found: Any, allowed: str) -> str:
     """Return the message about a value that is refused; a long text is shortened."""
-    is_long = isinstance(found, str) and len(found) > 200
-    shown = f"{found[:40]}… ({len(found)} characters)" if is_long else found
-    return f"{key} is {shown!r}; allowed: {allowed}"
+    shown = quoted(found) if isinstance(found, str) else repr(found)
+    return f"{key} is {shown}; allowed: {allowed}"
 
 
 def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any, Any]) -> str:

@@ -59,9 +59,15 @@ class Record:
 
         Rows of fewer columns are padded on the right with 0 or False.
         """
+
+        def whole(tensors: Sequence[Tensor]) -> Tensor:
+            if tensors[0].dim() > 1:
+                width = max(x.shape[1] for x in tensors)
+                tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
+            return torch.cat([*tensors])
+
         names = [f.name for f in fields(parts[0]) if getattr(parts[0], f.name) is not None]
-        columns = {name: [getattr(part, name) for part in parts] for name in names}
-        return replace(parts[0], **{name: _rows(tensors) for name, tensors in columns.items()})
+        return replace(parts[0], **{n: whole([getattr(x, n) for x in parts]) for n in names})
 
     def detach(self) -> Self:
         """Return the same record without gradients."""
@@ -70,14 +76,6 @@ class Record:
     def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
         present = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{n: function(x) for n, x in present.items() if x is not None})
-
-
-def _rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all parts, padded on the right to the widest."""
-    if parts[0].dim() > 1:
-        width = max(part.shape[1] for part in parts)
-        parts = [F.pad(part, (0, width - part.shape[1])) for part in parts]
-    return torch.cat([*parts])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +109,9 @@ class Preferences(Record):
     def stacked(self) -> tuple[Int[Tensor, "2B W"], Bool[Tensor, "2B W"]]:
         """Return tokens and mask of both sides as one batch, the chosen rows first."""
         width = max(self.chosen.shape[1], self.rejected.shape[1])
-        sides = (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
+        sides = (self.chosen, self.rejected), (self.chosen_mask, self.rejected_mask)
         tokens, mask = (
-            torch.cat([F.pad(side[i], (0, width - side[i].shape[1])) for side in sides])
-            for i in range(2)
+            torch.cat([F.pad(x, (0, width - x.shape[1])) for x in side]) for side in sides
         )
         return tokens, mask
 
@@ -130,8 +127,8 @@ class Prompts(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampledResponses(Record):
-    """Responses as a sampler returns them."""
+class Responses(Record):
+    """Prompts with a response each."""
 
     tokens: Int[Tensor, "B P+T"]
     """Left-padded prompt, then right-padded response; any id on padding."""
@@ -141,12 +138,6 @@ class SampledResponses(Record):
     """True on response tokens, the end token included."""
     ended: Bool[Tensor, " B"]
     """True where the response reached an end token or a stop string before its maximum length."""
-    logprobs: Float[Tensor, "B T"] | None
-    """Log-probability of each response token under the distribution that it was drawn from, nats;
-    0 on padding. None where the sampler does not know it."""
-    values: Float[Tensor, "B T"] | None
-    """V(s_t) of a critic that the sampler evaluated while sampling; 0 on padding. None without one.
-    """
     index: Int[Tensor, " B"]
     """Row of the prompt in its data set."""
 
@@ -154,6 +145,18 @@ class SampledResponses(Record):
     def responses(self) -> Int[Tensor, "B T"]:
         """Response tokens; any id on padding."""
         return self.tokens[:, -self.response_mask.shape[1] :]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampledResponses(Responses):
+    """Responses as a sampler returns them."""
+
+    logprobs: Float[Tensor, "B T"] | None
+    """Log-probability of each response token under the distribution that it was drawn from, nats;
+    0 on padding. None where the sampler does not know it."""
+    values: Float[Tensor, "B T"] | None
+    """V(s_t) of a critic that the sampler evaluated while sampling; 0 on padding. None without one.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,12 +209,9 @@ class Scores(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Experience(Record):
+class Experience(Responses):
     """A rollout with everything PPO's update needs; a pure function of (Rollout, Scores)."""
 
-    tokens: Int[Tensor, "B P+T"]
-    mask: Bool[Tensor, "B P+T"]
-    response_mask: Bool[Tensor, "B T"]
     old_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
     old_values: Float[Tensor, "B T"]
@@ -232,21 +232,9 @@ class Experience(Record):
     """Number that each component of the reward gave the whole response."""
     score: Float[Tensor, " B"]
     """Weighted sum of the components, before any shaping."""
-    ended: Bool[Tensor, " B"]
-    index: Int[Tensor, " B"]
-
-    @property
-    def responses(self) -> Int[Tensor, "B T"]:
-        """Response tokens; any id on padding."""
-        return self.tokens[:, -self.response_mask.shape[1] :]
-
-
-@dataclass(frozen=True, kw_only=True)
-class CountedExperience(Experience):
-    """An experience whose lengths the processor knows: shapes follow without asking the device."""
-
-    counts: Int[Tensor, "B 2"]
-    """Number of tokens and of response tokens of each row; always on the CPU."""
+    counts: Int[Tensor, "B 2"] | None = None
+    """Number of tokens and of response tokens of each row, always on the CPU, so that shapes follow
+    without asking the device; None until `with_lengths`."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the same record on `device`, but for `counts`."""
@@ -254,25 +242,20 @@ class CountedExperience(Experience):
 
 
 def with_lengths(experience: Experience) -> Experience:
-    """Return the experience with its lengths, which are read from its device at once.
-
-    A record of a class of the user's own is returned as it is.
-    """
-    if type(experience) is not Experience:
-        return experience
-    return CountedExperience(**vars(experience), counts=row_lengths(experience).cpu())
+    """Return the experience with its `counts`, which are read from its device at once."""
+    return replace(experience, counts=row_lengths(experience).cpu())
 
 
-def row_lengths(batch: SampledResponses | Experience) -> Int[Tensor, "B 2"]:
+def row_lengths(batch: Responses) -> Int[Tensor, "B 2"]:
     """Return the number of tokens and of response tokens of each row, on the CPU where known."""
-    if isinstance(batch, CountedExperience):
+    if isinstance(batch, Experience) and batch.counts is not None:
         return batch.counts
     return torch.stack([batch.mask.sum(dim=1), batch.response_mask.sum(dim=1)], dim=1)
 
 
-def known_mask(batch: SampledResponses | Experience) -> Bool[Tensor, "B T"]:
+def known_mask(batch: Responses) -> Bool[Tensor, "B T"]:
     """Return the mask of the response tokens, on the CPU where the lengths are known."""
-    if not isinstance(batch, CountedExperience):
+    if not isinstance(batch, Experience) or batch.counts is None:
         return batch.response_mask
     return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
 

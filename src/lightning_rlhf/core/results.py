@@ -6,6 +6,7 @@ entry, under `RESULT`, is the record. The other steps return the record itself.
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -30,13 +31,13 @@ class IterationSeconds:
     """Seconds of each phase of an iteration of PPO; 0 where one was not run."""
 
     rollout: float
-    """Seconds of sampling and annotating responses."""
+    """Sampling and annotating responses."""
     score: float
-    """Seconds of scoring the responses by reward and reference."""
+    """Scoring the responses by reward and reference."""
     update: float
-    """Seconds of all optimizer steps."""
+    """All optimizer steps."""
     other: float
-    """Seconds between the end of the previous iteration and the start of this one."""
+    """From the end of the previous iteration to the start of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,16 +136,23 @@ class PairScores(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RewardStep(Step, PairScores):
-    """Result of `training_step` of a reward model; the scores are from before the update."""
+class PairStep(Step, PairScores):
+    """Result of `training_step` on pairs; the scores are from before the update."""
+
+    loss_name: ClassVar[str]
+    """Name of the metric that is the mean of `losses`."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
         """Return the headline metrics of the step by name, means over its pairs."""
-        return {
-            "update/rm_loss": self.losses.mean(),
-            "update/accuracy": self.ranked_right.mean(),
-        }
+        return {self.loss_name: self.losses.mean(), "update/accuracy": self.ranked_right.mean()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardStep(PairStep):
+    """Result of `training_step` of a reward model."""
+
+    loss_name = "update/rm_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,13 +179,7 @@ class DPOScores(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOStep(Step, DPOScores):
-    """Result of `training_step` of direct preference optimization, from before the update."""
+class DPOStep(PairStep, DPOScores):
+    """Result of `training_step` of direct preference optimization."""
 
-    @property
-    def headline(self) -> dict[str, Float[Tensor, ""]]:
-        """Return the headline metrics of the step by name, means over its pairs."""
-        return {
-            "update/dpo_loss": self.losses.mean(),
-            "update/accuracy": self.ranked_right.mean(),
-        }
+    loss_name = "update/dpo_loss"

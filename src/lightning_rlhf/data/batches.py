@@ -7,7 +7,7 @@ import hashlib
 import json
 import marshal
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property
 from operator import attrgetter
@@ -51,11 +51,8 @@ class Schedule(Sampler[list[int]]):
         lengths: tokens of each example. batches: number of batches in the whole run. seed: >= 0.
         pool_batches: number of consecutive batches in a pool, >= 1.
         """
-        self.lengths = np.asarray(lengths)
-        self.batch_size = batch_size
-        self.batches = batches
-        self.seed = seed
-        self.pool_batches = pool_batches
+        self.lengths, self.batch_size, self.batches = np.asarray(lengths), batch_size, batches
+        self.seed, self.pool_batches = seed, pool_batches
         self.start = 0
         """Index of the first batch to yield: 0, or the one after the last that was trained on."""
         self._latest: tuple[int, NDArray[np.int64]] | None = None
@@ -116,40 +113,22 @@ class StageData(LightningDataModule):
         val: Sequence[Any],
         columns: Sequence[Mapping[str, Any]],
         collate: Callable[[list[Any]], Record],
-        batch_size: int,
         val_batch_size: int,
-        batches: int,
-        seed: int,
-        pool_batches: int,
+        schedule: Schedule,
     ) -> None:
-        """Store the examples and set up the schedule of the training batches.
+        """Store the examples and the schedule of the training batches.
 
         train, val: examples with their `length` in tokens. columns: rows with the values that
         rewards and judges read besides the tokens. collate: function from a list of examples to a
-        batch. batches, seed, pool_batches: of the training batches, see Schedule.
+        batch.
         """
         super().__init__()
-        self.train = train
-        self.val = val
-        self.columns = columns
-        self.collate = collate
-        self.val_batch_size = val_batch_size
-        self.schedule = Schedule(
-            lengths=[example.length for example in train],
-            batch_size=batch_size,
-            batches=batches,
-            seed=seed,
-            pool_batches=pool_batches,
-        )
+        self.train, self.val, self.columns = train, val, columns
+        self.collate, self.val_batch_size, self.schedule = collate, val_batch_size, schedule
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training batches from `schedule.start` on."""
-        return DataLoader(
-            self.train,  # type: ignore[arg-type]
-            batch_sampler=self.schedule,
-            collate_fn=self.collate,
-            generator=torch.Generator(),
-        )
+        return self._loader(self.train, batch_sampler=self.schedule)
 
     def val_dataloader(self) -> DataLoader[Any]:
         """Return the loader of all validation examples, longest first.
@@ -157,12 +136,11 @@ class StageData(LightningDataModule):
         In this order a lack of memory shows at the first batch.
         """
         ordered = sorted(self.val, key=lambda example: -example.length)
-        return DataLoader(
-            ordered,  # type: ignore[arg-type]
-            batch_size=self.val_batch_size,
-            collate_fn=self.collate,
-            generator=torch.Generator(),
-        )
+        return self._loader(ordered, batch_size=self.val_batch_size)
+
+    def _loader(self, examples: Any, **options: Any) -> DataLoader[Any]:
+        own = torch.Generator()
+        return DataLoader(examples, collate_fn=self.collate, generator=own, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches trained on and everything that their order depends on."""
@@ -187,8 +165,7 @@ class StageData(LightningDataModule):
             told = "; ".join(f"{k} was {before.get(k)}, is {self._facts[k]}" for k in changed)
             raise CheckpointError(
                 f"cannot resume: {told}. The batches depend on it; resume with the data, the "
-                "tokenizer, the template and the order that the run started with, or start a "
-                "new run"
+                "tokenizer, the template and the order of the start, or start a new run"
             )
         self.schedule.start = state_dict["batches_trained"]
 
@@ -211,12 +188,9 @@ def digest_examples(examples: Sequence[Any]) -> str:
 
     examples: dataclasses whose fields are numbers and sequences of numbers.
     """
-    found = hashlib.sha256()
-    names = [field.name for field in fields(examples[0])] if examples else []
-    for example in examples:
-        # Format 2 writes types, lengths and values only; later formats also mark shared objects.
-        found.update(marshal.dumps(attrgetter(*names)(example), 2))
-    return found.hexdigest()[:16]
+    values = attrgetter(*(field.name for field in fields(examples[0]))) if examples else None
+    # Format 2 writes types, lengths and values only; later formats also mark shared objects.
+    return _digest(marshal.dumps(values(example), 2) for example in examples if values)
 
 
 def digest_columns(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -225,10 +199,17 @@ def digest_columns(rows: Sequence[Mapping[str, Any]]) -> str:
     A value that JSON cannot represent, such as a date or an image, enters as its `repr` without
     memory addresses.
     """
+
+    def shown(value: Any) -> str:
+        return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
+
+    return _digest(json.dumps(row, default=shown).encode() + b"\n" for row in rows)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
     found = hashlib.sha256()
-    for row in rows:
-        text = json.dumps(row, default=lambda value: re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)))
-        found.update(text.encode() + b"\n")
+    for part in parts:
+        found.update(part)
     return found.hexdigest()[:16]
 
 
@@ -250,13 +231,10 @@ def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Pr
     chosen, chosen_mask = pad([[*e.prompt, *e.chosen] for e in examples], pad_id, "right")
     rejected, rejected_mask = pad([[*e.prompt, *e.rejected] for e in examples], pad_id, "right")
     return Preferences(
-        chosen=chosen,
-        chosen_mask=chosen_mask,
-        rejected=rejected,
-        rejected_mask=rejected_mask,
+        chosen=chosen, chosen_mask=chosen_mask, rejected=rejected, rejected_mask=rejected_mask,
         prompt_tokens=torch.tensor([len(e.prompt) for e in examples]),
         margin=torch.tensor([e.margin for e in examples]),
-    )
+    )  # fmt: skip
 
 
 def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:

@@ -1,6 +1,5 @@
 """Conversion between messages and tokens; the only place that tokenises and decodes text."""
 
-import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
-from lightning_rlhf.core.errors import ConfigError, DataError, require
+from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.rows import Message, Messages
 
 PLAIN_TEMPLATE = (
@@ -32,12 +31,6 @@ The response starts on a line of its own because a word after a newline is token
 alone; after "Assistant: " a model would read a separate space token, which it has seldom seen
 before a word.
 """
-
-_TAKEN = {"self", "messages", *inspect.signature(
-    PreTrainedTokenizerBase.apply_chat_template
-).parameters} - {"tools", "documents", "kwargs"}  # fmt: skip
-"""Names that `data.chat_template_kwargs` may not contain: parameters that `apply_chat_template` is
-given already, or that do not reach the template."""
 
 _SENTINELS = (Message("user", "sentinel question"), Message("assistant", "sentinel answer"))
 """Dialogue that is rendered to find out what the template writes around an assistant's text."""
@@ -64,12 +57,9 @@ class ChatFormat:
             template_kwargs: extra variables for the chat template.
 
         Raises:
-            ConfigError: the template drops or rewrites the text of a turn, no token can end a
-                response, or `template_kwargs` has a reserved name.
+            ConfigError: the template fails, or drops or rewrites the text of a turn, or no token
+                can end a response.
         """
-        for name in template_kwargs:
-            require(name not in _TAKEN, "a name in data.chat_template_kwargs", name,
-                    "one that the chat template itself reads, such as enable_thinking")  # fmt: skip
         if tokenizer.chat_template is None:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer

@@ -14,31 +14,12 @@ from itertools import zip_longest
 from typing import Any, Literal, get_args
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.data.rows import (
-    IDENTICAL,
-    BadRow,
-    Demonstration,
-    Message,
-    Messages,
-    Preference,
-    Prompt,
-    Role,
-    Row,
-    Scored,
-    UnusedRow,
-    checked_prompt,
-    checked_text,
-    dialogue,
-    missing,
-    prompt_row,
-    split_last,
-    text_in,
-    turns_in,
-)
+from lightning_rlhf.data import rows
+from lightning_rlhf.data.rows import BadRow, Demonstration, Message, Preference, Row, text_in
 from lightning_rlhf.io.user_code import FAULTS
 
 Kind = Literal["demonstrations", "preferences", "prompts"]
-Found = Messages | Demonstration | Preference | Scored
+Found = rows.Messages | Demonstration | Preference | rows.Scored
 AUTO = "auto"
 """The format of the rows is found by their columns."""
 NEEDS = {
@@ -61,6 +42,7 @@ TIE = "the two responses have the same score"
 """Reason for leaving out a pair without a preference."""
 _STEER_TURN = re.compile(r"\n*<extra_id_1>(User|Assistant)\n")
 """Start of a turn after the first in a prompt of HelpSteer2."""
+_FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 _SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
     ("gpt", "chatgpt", "bing", "bard", "model"), "assistant"
 )
@@ -70,23 +52,20 @@ _SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
 def number_in(row: Row, field: str) -> float:
     """Return the finite number in a field, also of a text such as "3.5", which a CSV file holds."""
     value = row.get(field)
-    try:
+    with suppress(TypeError, ValueError, OverflowError):
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise BadRow(f"field '{field}' is not a number", f"found {str(value)[:40]!r}")
-    return number
+        if math.isfinite(number):
+            return number
+    raise BadRow(f"field '{field}' is not a number", f"found {str(value)[:40]!r}")
 
 
 def flag_in(row: Row, field: str) -> bool:
     """Return the value of a field that is true or false, 1 or 0, also as text."""
-    known = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
     text = str(row.get(field))
-    if text.lower() not in known:
-        allowed = "allowed: true, false, 1, 0"
-        raise BadRow(f"field '{field}' is no label", f"found {text[:40]!r}; {allowed}")
-    return known[text.lower()]
+    if text.lower() not in _FLAGS:
+        found = f"found {text[:40]!r}; allowed: true, false, 1, 0"
+        raise BadRow(f"field '{field}' is no label", found)
+    return _FLAGS[text.lower()]
 
 
 def native(row: Row, kind: Kind) -> Found:
@@ -97,30 +76,36 @@ def native(row: Row, kind: Kind) -> Found:
     fields = [field for field in order if field in row]
     if not fields or (kind == "preferences" and len(fields) < 2):
         lacking = next(field for field in order if field not in fields)
-        raise missing(lacking, row, NEEDS[kind])
+        raise rows.missing(lacking, row, NEEDS[kind])
     if kind == "preferences":
-        chosen, rejected = (split_last(dialogue(row, side), side) for side in order)
+        chosen, rejected = (rows.split_last(rows.dialogue(row, side), side) for side in order)
         turns = enumerate(zip_longest(chosen.prompt, rejected.prompt), start=1)
         if differing := [number for number, (one, other) in turns if one != other]:
             where = f"turn {differing[0]} is not the same"
             raise BadRow("chosen and rejected differ before the last turn", where)
-        margin = None
+        margin = -1.0
         with suppress(BadRow):
             margin = number_in(row, "margin")
-        strength = None if margin is None or margin < 0 else margin
+        strength = None if margin < 0 else margin
         return Preference(chosen.prompt, chosen.response, rejected.response, strength)
     if fields[0] == "prompt":
-        return turns_in(row["prompt"], "prompt", "user")
-    if fields[0] != "messages":
-        return split_last(dialogue(row, fields[0]), fields[0])
-    return _messages(row, kind)
+        return rows.turns_in(row["prompt"], "prompt", "user")
+    if fields[0] == "messages":
+        return _messages(row, kind)
+    return rows.split_last(rows.dialogue(row, fields[0]), fields[0])
+
+
+def _messages(row: Row, kind: Kind) -> Found:
+    """Read OpenAI's {"messages": [{"role", "content"}, ...]}."""
+    turns = rows.turns_in(row["messages"], "messages")
+    return turns if kind == "prompts" else rows.split_last(turns, "messages")
 
 
 def _alpaca(row: Row, kind: Kind) -> Found:
     """Read {"instruction", "input", "output"}; an empty input is none."""
     text, given = text_in(row, "instruction"), row.get("input", "")
     if not isinstance(given, str) or given.strip():
-        text = f"{text}\n\n{checked_text(given, 'input')}"
+        text = f"{text}\n\n{rows.checked_text(given, 'input')}"
     prompt = (Message("user", text),)
     return prompt if kind == "prompts" else Demonstration(prompt, text_in(row, "output"))
 
@@ -129,37 +114,25 @@ def _sharegpt(row: Row, kind: Kind) -> Found:
     """Read {"conversations": [{"from", "value"}, ...]} from the first turn of the user on, and for
     demonstrations to the last of the assistant.
     """
-
-    value, turns = row["conversations"], []
-    if not isinstance(value, list):
-        raise BadRow("field 'conversations' is no list of turns", f"found {type(value).__name__}")
-    for i, turn in enumerate(value):
-        if isinstance(turn, dict) and {"from", "value"} <= turn.keys():
-            name = str(turn["from"]).lower()
-            role = _SHAREGPT_ROLES.get(name, name)
-            if role not in get_args(Role):
-                known = ", ".join((*get_args(Role), *_SHAREGPT_ROLES))
-                where = f"found {turn['from']!r} in conversations[{i}].from"
-                raise BadRow("unknown role in 'conversations'", f"{where}; known are {known}")
-            turn = {"role": role, "content": turn["value"]}
-        turns.append(turn)
-    found = turns_in(turns, "conversations")
-    users = [i for i, turn in enumerate(found) if turn.role == "user"]
-    system = found[:1] if found[0].role == "system" else ()
-    found = (*system, *(found[users[0] :] if users else ()))
-    if kind == "prompts":
-        return found
-    while found and found[-1].role != "assistant":
-        found = found[:-1]
-    if not found:
+    value = row["conversations"]
+    if isinstance(value, list):
+        named = [turn if isinstance(turn, dict) else {} for turn in value]
+        roles = [str(turn.get("from")).lower() for turn in named]
+        value = [
+            {"role": _SHAREGPT_ROLES.get(role, role), "content": turn["value"]}
+            if {"from", "value"} <= turn.keys() else raw
+            for raw, turn, role in zip(value, named, roles, strict=True)
+        ]  # fmt: skip
+    turns = rows.turns_in(value, "conversations")
+    start = next((i for i, turn in enumerate(turns) if turn.role == "user"), len(turns))
+    end = len(turns)
+    if kind != "prompts":
+        end = max((i + 1 for i, turn in enumerate(turns) if turn.role == "assistant"), default=0)
+    if end < start or (kind != "prompts" and end == start):
         raise BadRow("no turn of the assistant answers one of the user")
-    return split_last(found, "conversations")
-
-
-def _messages(row: Row, kind: Kind) -> Found:
-    """Read OpenAI's {"messages": [{"role", "content"}, ...]}."""
-    turns = turns_in(row["messages"], "messages")
-    return turns if kind == "prompts" else split_last(turns, "messages")
+    system = turns[:1] if turns[0].role == "system" else ()
+    found = (*system, *turns[start:end])
+    return found if kind == "prompts" else rows.split_last(found, "conversations")
 
 
 def _ultrafeedback(row: Row, kind: Kind) -> Found:
@@ -171,12 +144,12 @@ def _ultrafeedback(row: Row, kind: Kind) -> Found:
     if all(isinstance(row[side], list) and len(row[side]) > 1 for side in ("chosen", "rejected")):
         row = {key: value for key, value in row.items() if key != "prompt"}  # in the dialogues too
     if kind == "demonstrations":
-        return split_last(dialogue(row, "chosen"), "chosen")
+        return rows.split_last(rows.dialogue(row, "chosen"), "chosen")
     margin = number_in(row, "score_chosen") - number_in(row, "score_rejected")
     if margin < 0:
         raise BadRow("score_chosen is below score_rejected")
     if margin == 0:
-        raise UnusedRow(TIE)
+        raise rows.UnusedRow(TIE)
     return native({**row, "margin": margin}, kind)
 
 
@@ -199,17 +172,16 @@ def _tldr(row: Row, kind: Kind) -> Found:
 
     Source: the request of Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix B
     """
-    is_compared = "summaries" in row
-    post = row["info"] if is_compared else row
+    post = row.get("info", row)
     if not isinstance(post, dict):
         raise BadRow("field 'info' is no object", f"found {type(post).__name__}")
     subreddit, title, text = (text_in(post, name) for name in ("subreddit", "title", "post"))
     name = f"r/{subreddit.removeprefix('r/')}"
-    post_text = f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:"
-    prompt = (Message("user", post_text),)
+    request = f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:"
+    prompt = (Message("user", request),)
     if kind == "prompts":
         return prompt
-    if not is_compared:
+    if "summaries" not in row:
         return Demonstration(prompt, text_in(row, "summary").strip())
     summaries, choice = row["summaries"], flag_in(row, "choice")
     is_two = isinstance(summaries, list) and len(summaries) == 2
@@ -224,41 +196,42 @@ def _helpsteer(row: Row, kind: Kind) -> Found:
     the first is better.
     """
     if "response1" in row:
-        prompt = turns_in(row["context"], "context")
+        prompt = rows.turns_in(row["context"], "context")
         sides, strength = ("response1", "response2"), "overall_preference"
     else:
         first, *rest = _STEER_TURN.split(text_in(row, "prompt"))
         turns = [("user", first), *zip(map(str.lower, rest[::2]), rest[1::2], strict=True)]
-        prompt = turns_in([{"role": role, "content": text} for role, text in turns], "prompt")
+        prompt = rows.turns_in([{"role": role, "content": text} for role, text in turns], "prompt")
         sides, strength = ("response_1", "response_2"), "preference_strength"
+    rows.checked_prompt(prompt)
     if kind == "prompts":
-        return checked_prompt(prompt)
+        return prompt
+    if kind == "demonstrations":
+        return Demonstration(prompt, text_in(row, "response"))
     if "response" in row:
-        response = text_in(row, "response")
-        if kind == "demonstrations":
-            return Demonstration(prompt, response)
-        return Scored(prompt, response, number_in(row, "helpfulness"), is_graded=True)
-    margin = number_in(row, strength)
-    if margin == 0:
-        raise UnusedRow(TIE)
+        helpfulness = number_in(row, "helpfulness")
+        return rows.Scored(prompt, text_in(row, "response"), helpfulness, is_graded=True)
+    if (margin := number_in(row, strength)) == 0:
+        raise rows.UnusedRow(TIE)
     chosen, rejected = (text_in(row, side) for side in (sides if margin < 0 else sides[::-1]))
-    return Preference(checked_prompt(prompt), chosen, rejected, abs(margin))
+    return Preference(prompt, chosen, rejected, abs(margin))
 
 
 def _completion(row: Row, kind: Kind) -> Found:
     """Read {"prompt", "completion"}, each a text or a list of messages."""
     if kind == "prompts":
         return native(row, kind)
-    return split_last(dialogue(row, "completion"), "completion")
+    return rows.split_last(rows.dialogue(row, "completion"), "completion")
 
 
 def _kto(row: Row, kind: Kind) -> Found:
     """Read {"prompt", "completion", "label"}; only true ones are demonstrations."""
-    if kind != "prompts" and not (label := flag_in(row, "label")) and kind == "demonstrations":
-        raise UnusedRow("its label is false")
+    is_good = kind == "prompts" or flag_in(row, "label")
+    if not is_good and kind == "demonstrations":
+        raise rows.UnusedRow("its label is false")
     found = _completion(row, kind)
     if isinstance(found, Demonstration) and kind == "preferences":
-        return Scored(found.prompt, found.response, float(label), is_graded=False)
+        return rows.Scored(found.prompt, found.response, float(is_good), is_graded=False)
     return found
 
 
@@ -268,7 +241,6 @@ def _text(row: Row, kind: Kind) -> Found:
     return (Message("user", text),) if kind == "prompts" else Demonstration((), text)
 
 
-_ALL: tuple[Kind, ...] = get_args(Kind)
 _SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
 _RM: tuple[Kind, ...] = ("preferences", "prompts")
 
@@ -281,7 +253,7 @@ class Format:
     columns: tuple[str, ...]
     """Columns that a row must have."""
     function: Callable[[Row, Kind], Found]
-    kinds: tuple[Kind, ...] = _ALL
+    kinds: tuple[Kind, ...] = get_args(Kind)
     """Kinds of data that the rows hold."""
     also: tuple[str, ...] = ()
     """Columns that are read where they are present."""
@@ -295,20 +267,21 @@ class Format:
 
     def needed(self, kind: Kind) -> tuple[str, ...]:
         """Return the columns that a row must have for a kind of data."""
-        return self.prompt_columns or self.columns if kind == "prompts" else self.columns
+        return (self.prompt_columns if kind == "prompts" else ()) or self.columns
 
     def read(self, raw: Row, kind: Kind) -> Any:
         """Return the record that a row holds. Raises BadRow if it holds none."""
         row = {column: value for column, value in raw.items() if value is not None}
-        if self.function is not native:  # which names the columns of all its forms
-            for column in self.needed(kind):
-                if column not in row:
-                    raise missing(column, row, f"{self} is read")
+        lacking = [column for column in self.needed(kind) if column not in row]
+        if lacking and self.function is not native:  # which names the columns of all its forms
+            columns = ", ".join(self.columns)
+            raise rows.missing(lacking[0], row, f"data.format={self.name} ({columns}) is read")
         found = self.function(row, kind)
-        if isinstance(found, Preference) and found.chosen.strip() == found.rejected.strip():
-            raise BadRow(IDENTICAL)
-        if kind == "demonstrations" and isinstance(found, Preference):
-            return Demonstration(found.prompt, found.chosen)
+        if isinstance(found, Preference):
+            if found.chosen.strip() == found.rejected.strip():
+                raise BadRow(rows.IDENTICAL)
+            if kind == "demonstrations":
+                return Demonstration(found.prompt, found.chosen)
         if kind != "prompts":
             return found
         turns = found if isinstance(found, tuple) else found.prompt
@@ -317,11 +290,8 @@ class Format:
         others = {key: value for key, value in raw.items() if key not in ("prompt", "messages")}
         answers = {"response", "completion", "chosen", "messages", *self.columns} - {"prompt"}
         is_answered = not answers.isdisjoint(row.keys() - {*self.prompt_columns})
-        return Prompt(checked_prompt(turns), others | prompt_row(turns), is_answered)
-
-    def __str__(self) -> str:
-        """Return the format and its columns, for errors."""
-        return f"data.format={self.name} ({', '.join(self.columns)})"
+        columns_read = others | rows.prompt_row(turns)
+        return rows.Prompt(rows.checked_prompt(turns), columns_read, is_answered)
 
 
 FORMATS: tuple[Format, ...] = (
@@ -369,21 +339,12 @@ def formats_of(name: str, kind: Kind | None = None) -> list[Format]:
     return [form for form in named if kind is None or kind in form.kinds]
 
 
-def serving(kind: Kind) -> list[str]:
-    """Return the names of the formats that hold data of a kind."""
-    return list(dict.fromkeys(form.name for form in formats_of(AUTO, kind)))
-
-
-def check_serves(name: str, kind: Kind, key: str) -> None:
-    """Raise DataError unless the format holds data of the kind.
-
-    key: key of the configuration that names the source.
-    """
+def check_serves(name: str, kind: Kind, source: str) -> None:
+    """Raise DataError unless the format holds data of the kind, which the source is to hold."""
     if not formats_of(name, kind):
-        held = dict.fromkeys(k for form in formats_of(name) for k in form.kinds)
+        serving = ", ".join(dict.fromkeys(form.name for form in formats_of(AUTO, kind)))
         raise DataError(
-            f"data.format={name} holds {' and '.join(held)}, no {kind}, which {key} needs; "
-            f"{NEEDS[kind]}; allowed: {', '.join(serving(kind))}"
+            f"{source}: data.format={name} holds no {kind}; {NEEDS[kind]}; allowed: {serving}"
         )
 
 
@@ -400,22 +361,17 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
 
 def hint(columns: Collection[str], kind: Kind) -> str:
     """Return what columns were found and what is allowed, for a source that fits no format."""
-    found = f"; its columns are {', '.join(map(repr, columns))[:200]}"
-    for other in (kind, *_ALL):
-        form = fitting(columns, AUTO, other)
-        if form and not (len(columns) > 1 and {*form.columns} <= {"prompt", "chosen"}):
-            found += f"; its rows are of {form}"
-            if other == kind:
-                return found
-            held, names = " and ".join(form.kinds), ", ".join(serving(kind))
-            return f"{found}, which holds {held}, no {kind}; {kind} are in data.format={names}"
+    found = ", ".join(map(repr, columns))[:200]
     # The nearest forms first: those that lack the fewest columns, the package's own among them.
     forms = sorted(
         formats_of(AUTO, kind),
         key=lambda form: (len({*form.needed(kind)} - {*columns}), form.name != "native"),
     )
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
-    return f"{found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of another name"
+    return (
+        f"; its columns are {found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of "
+        "another name"
+    )
 
 
 def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
@@ -429,11 +385,9 @@ def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
     except FAULTS as error:
         raise BadRow("the function of data.format fails", repr(error)[:200]) from error
     if found is None:
-        raise UnusedRow("the function of data.format returns None")
-    found = {"messages": found} if isinstance(found, list) else found
-    if not isinstance(found, dict):
-        raise BadRow(
-            "the function of data.format returns no row",
-            f"found {type(found).__name__}; allowed: a list of messages, a dictionary, None",
-        )
-    return {key: value for key, value in row.items() if key not in NATIVE} | found
+        raise rows.UnusedRow("the function of data.format returns None")
+    if not isinstance(found, dict | list):
+        allowed = f"found {type(found).__name__}; allowed: a list of messages, a dictionary, None"
+        raise BadRow("the function of data.format returns no row", allowed)
+    others = {key: value for key, value in row.items() if key not in NATIVE}
+    return others | ({"messages": found} if isinstance(found, list) else found)

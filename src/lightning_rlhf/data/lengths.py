@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from os.path import commonprefix
 from typing import Any, Generic, TypeVar
 
 from lightning_rlhf.core.errors import DataError, require
@@ -168,11 +169,11 @@ def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised
             numbers.append(rows.numbers[index])
             cuts.update(cut)
     if not examples:
+        keys = ("max_prompt_tokens", "max_response_tokens")
+        limits = " or ".join(f"data.{key} ({getattr(config, key)})" for key in keys)
         raise DataError(
-            f"no row of {rows.source} is left: {counts_text(dropped)}; raise "
-            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
-            f"({config.max_response_tokens}), or set data.long_prompts=cut, "
-            "data.long_responses=cut"
+            f"no row of {rows.source} is left: {counts_text(dropped)}; raise {limits}, or set "
+            "data.long_prompts=cut, data.long_responses=cut"
         )
     return Tokenised(tuple(examples), dropped, cuts, tuple(numbers))
 
@@ -218,10 +219,9 @@ def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
             f"last, as tokenizer {tokenizer.name_or_path!r} does not know the characters of its "
             "tokens")  # fmt: skip
     if _GENERATION.search(tokenizer.get_chat_template()):
-        rows = [turn.as_dict() for turn in prompt]
         encoded = tokenizer.apply_chat_template(
-            rows, return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=True,
-            **chat.template_kwargs,
+            [turn.as_dict() for turn in prompt], return_dict=True,
+            return_assistant_tokens_mask=True, add_generation_prompt=True, **chat.template_kwargs,
         )  # fmt: skip
         return [i for i, is_marked in enumerate(encoded["assistant_masks"]) if is_marked]
     text = chat.opened(prompt)
@@ -246,8 +246,8 @@ def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, i
     """
     other = (*prompt[:i], replace(prompt[i], content=_OTHER_TEXT), *prompt[i + 1 :])
     changed = chat.opened(other)
-    start = _common(text, changed)
-    end = len(text) - _common(text[start:][::-1], changed[start:][::-1])
+    start = len(commonprefix((text, changed)))
+    end = len(text) - len(commonprefix((text[start:][::-1], changed[start:][::-1])))
     if chat.end_marker is None:
         return start, end, None
     if prompt[i].tool_calls:
@@ -255,9 +255,3 @@ def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, i
     marker = end + len(text[end:]) - len(text[end:].lstrip())
     is_written = start < end and text.startswith(chat.end_marker, marker)
     return start, end, marker if is_written else None
-
-
-def _common(one: str, other: str) -> int:
-    """Return the number of characters that two texts have in common at their start."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

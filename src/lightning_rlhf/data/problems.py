@@ -1,8 +1,9 @@
 """Problems of preference pairs that show without a model, found in time linear in their number."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from scipy.stats import binomtest
 
@@ -70,15 +71,14 @@ class LengthShare:
         """Return the share and its interval in one line."""
         if self.share is None or self.interval is None:
             return f"length: all {self.same:,} pairs have two responses of one length"
-        low, high = self.interval
-        words = (
-            f"length: chosen is longer in {percent(self.share)} of the "
-            f"{self.longer + self.shorter:,} pairs of different lengths (95% interval "
-            f"{percent(low)} to {percent(high)})"
-        )
+        low, high = map(percent, self.interval)
         right, side = max((self.share, "longer"), (1 - self.share, "shorter"))
         rule = f"; taking the {side} response is right in {percent(right)}, whatever it says"
-        return words + rule * self.one_sided
+        return (
+            f"length: chosen is longer in {percent(self.share)} of the "
+            f"{self.longer + self.shorter:,} pairs of different lengths (95% interval {low} to "
+            f"{high}){rule * self.one_sided}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,8 +101,7 @@ class Problems:
     @property
     def counted(self) -> tuple[Problem, ...]:
         """Return all problems that are counts; `length` is not one."""
-        found = (self.identical, self.duplicates, self.contradictions, self.one_for_many)
-        return found if self.leaks is None else (*found, self.leaks)
+        return tuple(found for found in vars(self).values() if isinstance(found, Problem))
 
 
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
@@ -112,20 +111,20 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
         held_out: pairs to evaluate on.
         train: pairs that the reward model was trained on; None if they are unknown.
     """
-    sides = {"held-out": held_out} if train is None else {"training": train, "held-out": held_out}
+    sides = {"training": train.rows if train else (), "held-out": held_out.rows}
     first: dict[tuple[Messages, str, str], str] = {}
     duplicates: list[str] = []
     contradictions: list[str] = []
-    asked: dict[str, dict[Messages, str]] = {"training": {}, "held-out": {}}
+    asked: dict[str, dict[Messages, str]] = {side: {} for side in sides}
     answered: dict[str, list[tuple[str, Messages]]] = {}
-    for side, rows in sides.items():
-        for number, pair in enumerate(rows.rows, start=1):
+    for side, pairs in sides.items():
+        for number, pair in enumerate(pairs, start=1):
             place, prompt = f"{side} row {number}", pair.prompt
             chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
-            if earlier := first.get((prompt, chosen, rejected)):
-                duplicates.append(f"{place} and {earlier}: {prompt_text(prompt)}")
-            if earlier := first.get((prompt, rejected, chosen)):
-                contradictions.append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            for found, key in ((duplicates, (prompt, chosen, rejected)),
+                               (contradictions, (prompt, rejected, chosen))):  # fmt: skip
+                if earlier := first.get(key):
+                    found.append(f"{place} and {earlier}: {prompt_text(prompt)}")
             first.setdefault((prompt, chosen, rejected), place)
             asked[side].setdefault(prompt, place)
             answered.setdefault(chosen, []).append((place, prompt))
@@ -134,31 +133,26 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
     for_many = [f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}" for r in many]
     leaked = [f"{place}: {prompt_text(prompt)}" for prompt, place in asked["held-out"].items()
               if prompt in asked["training"]]  # fmt: skip
-    pairs = sum(map(len, sides.values()))
-    left_out = sum((rows.left_out for rows in sides.values()), Counter())
+    left_out = sum((rows.left_out for rows in (train, held_out) if rows), Counter())
+    all_pairs = [*chain.from_iterable(sides.values())]
 
-    def problem(what: str, found: Sequence[str], of: int, unit: str, count: int) -> Problem:
-        return Problem(what, count, of, unit, tuple(found[:EXAMPLES]))
+    def problem(
+        what: str, of: int, unit: str, found: list[str], count: int | None = None
+    ) -> Problem:
+        number = len(found) if count is None else count
+        return Problem(what, number, of, unit, tuple(found[:EXAMPLES]))
 
-    def repeated(what: str, found: Sequence[str]) -> Problem:
-        return problem(f"{what} of an earlier pair", found, pairs, "pairs", len(found))
-
+    count = len(all_pairs)
     return Problems(
-        identical=problem(
-            "left out, its two responses being identical", (), pairs + left_out.total(), "rows",
-            left_out[IDENTICAL],
-        ),
-        duplicates=repeated("duplicates", duplicates),
-        contradictions=repeated("contradictions", contradictions),
-        one_for_many=problem(
-            f"response chosen for {MANY_PROMPTS} different prompts or more", for_many, pairs,
-            "pairs", sum(len(answered[r]) for r in many),
-        ),
-        leaks=None if train is None else problem(
-            "held-out prompts that are trained on as well", leaked, len(asked["held-out"]),
-            "prompts", len(leaked),
-        ),
-        length=length_share(pair for rows in sides.values() for pair in rows.rows),
+        identical=problem("left out, its two responses being identical",
+                          count + left_out.total(), "rows", [], left_out[IDENTICAL]),
+        duplicates=problem("duplicates of an earlier pair", count, "pairs", duplicates),
+        contradictions=problem("contradictions of an earlier pair", count, "pairs", contradictions),
+        one_for_many=problem(f"response chosen for {MANY_PROMPTS} different prompts or more", count,
+                             "pairs", for_many, sum(len(answered[r]) for r in many)),
+        leaks=problem("held-out prompts that are trained on as well", len(asked["held-out"]),
+                      "prompts", leaked) if train else None,
+        length=length_share(all_pairs),
     )  # fmt: skip
 
 

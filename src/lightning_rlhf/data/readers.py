@@ -14,7 +14,6 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -22,18 +21,9 @@ from typing import Any, Generic, Literal, TypeVar
 from pyarrow import ArrowException, parquet
 
 from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
+from lightning_rlhf.data import formats
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.formats import (
-    AUTO,
-    NEEDS,
-    Format,
-    Kind,
-    check_serves,
-    fitting,
-    formats_of,
-    hint,
-    own_row,
-)
+from lightning_rlhf.data.formats import AUTO, Format, Kind
 from lightning_rlhf.data.rows import (
     BadRow,
     Demonstration,
@@ -48,7 +38,7 @@ from lightning_rlhf.data.rows import (
     counts_text,
     paired,
 )
-from lightning_rlhf.io.user_code import check_file, load_function
+from lightning_rlhf.io.user_code import load_function
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 FIRST_ROWS = 100
@@ -84,10 +74,16 @@ def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
         ConfigError: no source is set.
         DataError, HubError: a source cannot be read, or has too few prompts to hold some out.
     """
-    train, val = check_sources(config, kind)
-    rows = read(kind, train, config.on_bad_row, config.format, config.columns)
-    if val is not None:
-        return TrainVal(rows, read(kind, val, config.on_bad_row, config.format, config.columns))
+    split, key = getattr(config, kind), f"data.{kind}"
+    if split.train is None:
+        raise ConfigError(f"{key}.train is not set; {formats.NEEDS[kind]}: {key}.train=path.jsonl")
+    for part in ("train", "val"):  # before rows are read
+        if (source := getattr(split, part)) is not None:
+            _path_of(source, f"{key}.{part}")
+    options = (config.on_bad_row, config.format, config.columns)
+    rows = read(kind, split.train, *options)
+    if split.val is not None:
+        return TrainVal(rows, read(kind, split.val, *options))
     # Texts have no prompt; each is held out by itself.
     keys = [row.prompt or getattr(row, "response", "") for row in rows.rows]
     prompts = list(dict.fromkeys(keys))
@@ -101,27 +97,6 @@ def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     sides = ([i for i, k in enumerate(keys) if (k in held_out) == side] for side in (False, True))
     trained, kept = (rows.only(positions) for positions in sides)
     return TrainVal(trained, replace(kept, left_out=Counter()))  # counted in `trained`
-
-
-def check_sources(config: DataConfig, kind: Kind) -> tuple[str, str | None]:
-    """Return the training source and the validation source, checked by their names alone.
-
-    Raises ConfigError if there is no training source, and DataError if a file is missing, its name
-    has no supported form, or data.format holds no such data; all name the key.
-    """
-    split, key = getattr(config, kind), f"data.{kind}"
-    if split.train is None:
-        raise ConfigError(f"{key}.train is not set; {NEEDS[kind]}: {key}.train=path.jsonl")
-    check_serves(config.format, kind, f"{key}.train={split.train}")
-    if ":" in config.format:
-        check_file(config.format, "data.format")
-    for part, source in (("train", split.train), ("val", split.val)):
-        try:
-            if source is not None:
-                _path_of(source)
-        except DataError as error:
-            raise DataError(f"{key}.{part}: {error}") from error
-    return split.train, split.val
 
 
 def draw_rows(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
@@ -155,6 +130,7 @@ def read(
             while `on_bad_row` is "stop"; names file, line and reason.
         HubError: the Hub dataset cannot be loaded.
     """
+    formats.check_serves(format, kind, source)
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)
@@ -164,8 +140,8 @@ def read(
     prompts: set[Messages] = set()
     for number, raw in raw_rows:
         try:
-            row = renamed(raw, columns)
-            record = form.read(own_row(own, row) if own else row, kind)
+            row = _renamed(raw, columns)
+            record = form.read(formats.own_row(own, row) if own else row, kind)
             if isinstance(record, Prompt):
                 if record.is_answered and record.prompt in prompts:
                     raise UnusedRow("repeated prompt")
@@ -200,26 +176,24 @@ def _open(
         raise DataError(f"{source} has two columns {twice[0]!r}")
     rows = open_rows(None)
     head = [] if names else list(islice(rows, FIRST_ROWS))
-    seen, present = dict.fromkeys(names), dict.fromkeys(names)
-    present |= {ours: None for ours, name in columns.items() if name in names}
-    for row in (row for _, row in head if not isinstance(row, BadRow)):
-        seen |= dict.fromkeys(row)
-        given = renamed(row, columns).items()
-        present |= {name: None for name, value in given if value is not None}
+    first = [row for _, row in head if not isinstance(row, BadRow)]
+    seen = dict.fromkeys(chain(names, *first))
+    present = [name for name in (*seen, *columns) if columns.get(name, name) in names or any(
+        _renamed(row, columns).get(name) is not None for row in first)]  # fmt: skip
     is_own = ":" in format
-    fit = None if is_own else fitting(present, format, kind)
+    fit = None if is_own else formats.fitting(present, format, kind)
     read_columns = (*fit.needed(kind), *fit.also, *seen) if fit else columns
     for ours, name in columns.items():
         if seen and name not in seen and ours in read_columns:
             there = f"its columns are {', '.join(map(repr, seen))[:200]}"
             raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}")
-    if names and fit and kind != "prompts":  # of which a reward may want any column
+    if fit and names and kind != "prompts":  # of which a reward may want any column
         rows = open_rows({*fit.reads, *(columns.get(name, name) for name in fit.reads)})
-    advice = hint(present, kind) if present and not (fit or is_own) else ""
-    return unit, fit or formats_of(format, kind)[0], advice, chain(head, rows)
+    advice = formats.hint(present, kind) if present and not (fit or is_own) else ""
+    return unit, fit or formats.formats_of(format, kind)[0], advice, chain(head, rows)
 
 
-def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
+def _renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
     """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
     if isinstance(row, BadRow):
         raise row
@@ -227,23 +201,23 @@ def renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
     return {**row, **found} if columns else row
 
 
-def _path_of(source: str) -> Path | None:
+def _path_of(source: str, name: str = "data source") -> Path | None:
     """Return the path of a file, or None for a Hub dataset `org/name` or `org/name:split`.
 
-    Raises DataError if the file is missing, or the name is neither.
+    Raises DataError with `name` if the file is missing, or the source is neither.
     """
     path = Path(os.path.expanduser(source))
     if source.endswith(ENDINGS):
         if not path.is_file():
             what = "is no file" if path.exists() else "does not exist"
-            raise DataError(f"data file {source} {what}")
+            raise DataError(f"{name}: {source} {what}")
         return path
-    name = source.partition(":")[0]
-    here = path.exists() or Path(name).exists()
-    if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(name):
+    hub_id = source.partition(":")[0]
+    here = path.exists() or Path(hub_id).exists()
+    if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(hub_id):
         raise DataError(
-            f"data source {source!r} is neither a file ending in {', '.join(ENDINGS)} "
-            "nor a hub data set org/name or org/name:split"
+            f"{name} is {source!r}; allowed: a file ending in {', '.join(ENDINGS)}, or a hub data "
+            "set org/name or org/name:split"
         )
     return None
 
@@ -272,14 +246,19 @@ def open_source(
                 f"{first_line(error)}. A local file ending in {', '.join(ENDINGS)} can be given "
                 "instead"
             ) from error
-        names = list(table.column_names)
-        return "row", names, partial(_table_rows, source, names, table.select_columns)
+        return "row", table.column_names, _table(source, table.column_names, table.select_columns)
     if source.endswith(".parquet"):
         try:
-            names = parquet.read_schema(path).names
+            file = parquet.ParquetFile(path)
         except _UNREADABLE as error:
             raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
-        return "row", names, partial(_table_rows, source, names, partial(_parquet_rows, path))
+        names = file.schema_arrow.names
+
+        def parquet_rows(columns: list[str]) -> Iterator[Row]:
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                yield from batch.to_pylist()
+
+        return "row", names, _table(source, names, parquet_rows)
     if source.endswith(".csv"):
         rows = _csv_rows(path)
         number, names = next(rows, (1, []))
@@ -322,30 +301,16 @@ def _json_row(line: str) -> Row | BadRow:
     if isinstance(text, BadRow):
         return text
     try:
-        row = json.loads(text["text"], object_pairs_hook=_once_each)
-    except BadRow as bad:
-        return bad
-    except json.JSONDecodeError as error:
-        where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
+        row = json.loads(text["text"])
+    except (ValueError, RecursionError) as error:  # also too many digits or levels
+        where = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
         is_spread = line.strip() == "{" or line.lstrip().startswith("[")
         return BadRow("broken JSON", _ONE_A_LINE if is_spread else where)
-    except (ValueError, RecursionError) as error:  # too many digits or levels
-        return BadRow("broken JSON", str(error))
     if not isinstance(row, dict):
         return BadRow("not a JSON object", f"found {type(row).__name__}; {_ONE_A_LINE}")
     return row
-
-
-def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object made of `pairs`.
-
-    Raises BadRow if a name occurs twice, since JSON does not define which value counts.
-    """
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-        raise BadRow("a field stands twice in one object", f"found {twice!r}")
-    return found
 
 
 def _array_rows(path: Path) -> Numbered:
@@ -357,8 +322,8 @@ def _array_rows(path: Path) -> Numbered:
     if spoilt := [number for number, line in lines if _NO_UTF8.search(line)]:
         raise DataError(f"data file {path}, line {spoilt[0]}: not UTF-8")
     try:
-        elements = json.loads("".join(line for _, line in lines), object_pairs_hook=_once_each)
-    except (ValueError, RecursionError, BadRow) as error:  # also too many digits or levels
+        elements = json.loads("".join(line for _, line in lines))
+    except (ValueError, RecursionError) as error:  # also too many digits or levels
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         why = getattr(error, "msg", str(error))
         raise DataError(f"data file {path}{line}: broken JSON ({why})") from error
@@ -403,29 +368,22 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, {n: cell or None for n, cell in zip(names, cells, strict=True)}
 
 
-def _parquet_rows(path: Path, columns: list[str]) -> Iterator[Row]:
-    with parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(batch_size=1024, columns=columns):
-            try:
-                rows = batch.to_pylist()
-            except _UNREADABLE:  # one by one, up to the row that cannot be read
-                rows = (batch.slice(i, 1).to_pylist()[0] for i in range(batch.num_rows))
-            yield from rows
+def _table(
+    source: str, names: Sequence[str], open_rows: Callable[[list[str]], Iterable[Row]]
+) -> Callable[[Collection[str] | None], Numbered]:
+    """Return a function from columns of a table to its rows.
 
+    It raises DataError at a row that cannot be read, or near it, as files hold rows in groups.
+    """
 
-def _table_rows(
-    source: str,
-    names: Sequence[str],
-    open_rows: Callable[[list[str]], Iterable[Row]],
-    columns: Collection[str] | None,
-) -> Numbered:
-    """Yield the rows of a table. Raises DataError at one that cannot be read."""
-    number = 0
-    try:
-        kept = [name for name in names if columns is None or name in columns]
-        for number, row in enumerate(open_rows(kept), start=1):
-            yield number, row
-    except _UNREADABLE as error:
-        raise DataError(
-            f"{source}, row {number + 1} cannot be read: {first_line(error)}"
-        ) from error
+    def numbered(columns: Collection[str] | None) -> Numbered:
+        number = 0
+        try:
+            kept = [name for name in names if columns is None or name in columns]
+            for number, row in enumerate(open_rows(kept), start=1):
+                yield number, row
+        except _UNREADABLE as error:
+            after = f"{source}, after row {number}, cannot be read"
+            raise DataError(f"{after}: {first_line(error)}") from error
+
+    return numbered

@@ -6,7 +6,7 @@ https://huggingface.co/datasets/Anthropic/hh-rlhf.
 
 import json
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -63,8 +63,7 @@ class Message:
     @classmethod
     def of(cls, turn: Mapping[str, Any]) -> Self:
         """Return the message of a mapping with "role", "content" and any further keys."""
-        keys = _FURTHER.get(turn["role"], ())
-        further = {key: turn[key] for key in keys if turn.get(key)}
+        further = {key: turn[key] for key in _FURTHER.get(turn["role"], ()) if turn.get(key)}
         text = json.dumps(further, ensure_ascii=False) if further else ""
         return cls(turn["role"], turn["content"], text)
 
@@ -76,8 +75,7 @@ class Message:
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """Return the calls of tools in an assistant's turn."""
-        calls: list[dict[str, Any]] = self.as_dict().get("tool_calls", [])
-        return calls
+        return self.as_dict().get("tool_calls", [])  # type: ignore[no-any-return]
 
 
 Messages = tuple[Message, ...]
@@ -157,9 +155,9 @@ def counts_text(counts: Counter[str]) -> str:
 
 def paired(read: Rows[Scored]) -> Rows[Preference]:
     """Return the pairs of responses to one prompt with different scores, in the file's order."""
-    by_prompt: dict[Messages, list[int]] = {}
+    by_prompt: dict[Messages, list[int]] = defaultdict(list)
     for i, row in enumerate(read.rows):
-        by_prompt.setdefault(row.prompt, []).append(i)
+        by_prompt[row.prompt].append(i)
     pairs: list[Preference] = []
     numbers: list[int] = []
     used: set[int] = set()
@@ -204,16 +202,14 @@ def checked_text(text: Any, field: str, place: str = "") -> str:
     if not isinstance(text, str):
         found = f"{place} is {type(text).__name__}" if place else f"found {type(text).__name__}"
         raise BadRow(f"field '{field}' is not text", found)
-    if not text.strip():
-        raise BadRow(f"field '{field}' is empty or blank", place)
-    if len(text) > MAX_CHARACTERS:
-        size = f"{len(text):,} characters; allowed: {MAX_CHARACTERS:,}"
-        raise BadRow(f"field '{field}' is too long", f"{place}, {size}" if place else size)
-    if "\x00" in text:
-        raise BadRow(f"field '{field}' holds a null byte", place)
-    if _SURROGATE.search(text):
-        what = "half a surrogate pair, which UTF-8 cannot express"
-        raise BadRow(f"field '{field}' holds {what}", place)
+    for holds, fault in (
+        (not text.strip(), "is empty or blank"),
+        (len(text) > MAX_CHARACTERS, f"is longer than {MAX_CHARACTERS:,} characters"),
+        ("\x00" in text, "holds a null byte"),
+        (_SURROGATE.search(text), "holds half a surrogate pair, which UTF-8 cannot express"),
+    ):
+        if holds:
+            raise BadRow(f"field '{field}' {fault}", place)
     return text
 
 
@@ -256,20 +252,20 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 
     plain: role of the one turn that any other text is; None refuses it.
     """
-    if isinstance(value, str) and not value.startswith(_HH_START):
-        if plain is None:
-            raise BadRow(f"field '{field}' is text but not a dialogue")
-        return (Message(plain, checked_text(value, field)),)
-    if isinstance(value, str):
+    if isinstance(value, str) and value.startswith(_HH_START):
         if field == "prompt":  # some copies of the HH data end it with the marker of the next turn
             value = value.rstrip().removesuffix("\n\nAssistant:")
         _, *pieces = _HH_TURN.split(value)
+        turns = enumerate(zip(pieces[::2], pieces[1::2], strict=True), start=1)
         return tuple(
             Message("user" if speaker == "Human" else "assistant",
                     checked_text(content, field, f"turn {number}").strip())
-            for number, (speaker, content) in enumerate(
-                zip(pieces[::2], pieces[1::2], strict=True), start=1)
+            for number, (speaker, content) in turns
         )  # fmt: skip
+    if isinstance(value, str):
+        if plain is None:
+            raise BadRow(f"field '{field}' is text but not a dialogue")
+        return (Message(plain, checked_text(value, field)),)
     if not isinstance(value, list):
         found = f"found {type(value).__name__}"
         raise BadRow(f"field '{field}' is neither text nor a list of messages", found)
@@ -281,27 +277,19 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
-    keys = turn.keys() if isinstance(turn, dict) else ()
-    calls = "role" in keys and turn["role"] == "assistant" and turn.get("tool_calls")
-    if "role" not in keys or not (calls or "content" in keys):
-        found = f"is {type(turn).__name__}"
-        if isinstance(turn, dict):
-            found = f"has {', '.join(map(repr, turn))[:200] or 'nothing'}"
+    if not isinstance(turn, dict) or "role" not in turn:
+        found = f"has {', '.join(map(repr, turn))[:200]}" if turn and isinstance(turn, dict) else (
+            f"is {turn!r}"[:200]
+        )  # fmt: skip
         raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"
         raise BadRow(f"unknown role in '{field}'", f"found {role!r} in {place}.role; {known}")
-    if calls:
+    if role == "assistant" and (calls := turn.get("tool_calls")):
         turn = turn | {"tool_calls": _tool_calls(calls, field, f"{place}.tool_calls")}
         content = content or (None if is_last else "")
-        if content is None:
-            found = f"{place}.content is NoneType, and {place}.tool_calls stands for it"
-            raise BadRow(f"field '{field}' is not text", f"{found}; a response is a text")
-    if isinstance(content, list):
-        found = f"{place}.content is a list of parts; allowed: one text"
-        raise BadRow(f"field '{field}' is not text", found)
-    if content or not calls:
+    if content != "" or not turn.get("tool_calls"):
         checked_text(content, field, f"{place}.content")
     message = Message.of(turn | {"content": content})
     if message.further:

@@ -24,7 +24,6 @@ from lightning_rlhf.report.comparison import NUMBERS as EVALUATION
 from lightning_rlhf.report.comparison import SAMPLES as RESPONSES
 from lightning_rlhf.report.comparison import evaluation_tables
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
 from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
 from lightning_rlhf.report.evaluation_page import SAMPLES as RESPONSES
 from lightning_rlhf.report.evaluation_page import evaluation_tables

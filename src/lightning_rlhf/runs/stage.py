@@ -18,17 +18,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import LoggerConfig
-from lightning_rlhf.core.config import (
-    DPOConfig,
-    DType,
-    EvalConfig,
-    PolicyEvalConfig,
-    PPOConfig,
-    RankConfig,
-    RMConfig,
-    SFTConfig,
-    StageConfig,
-)
 from lightning_rlhf.callbacks.logger_config import LoggerConfig
 from lightning_rlhf.core import config as sections
 from lightning_rlhf.core.errors import ConfigError, require

@@ -15,7 +15,7 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
-from lightning_rlhf.data.batches import StageData, collate_prompts
+from lightning_rlhf.data.batches import Schedule, StageData, collate_prompts
 from lightning_rlhf.data.lengths import tokenise
 from lightning_rlhf.evaluation.build_rewards import build_critic, prepare_reward, verdicts_on
 from lightning_rlhf.evaluation.diminishing import print_diminishing
@@ -86,9 +86,15 @@ class PPO(Stage):
             train=train.examples, val=val.examples * config.val_samples_per_prompt,
             columns=[*prompts["train"], *prompts["val"]],
             collate=partial(collate_prompts, pad_id=chat.pad_token_id),
-            batch_size=config.prompts_per_iteration, val_batch_size=config.rollout_batch_size,
-            batches=config.iterations, seed=settings.seed, pool_batches=1,
-        )  # fmt: skip
+            val_batch_size=config.rollout_batch_size,
+            schedule=Schedule(
+                lengths=[example.length for example in train.examples],
+                batch_size=config.prompts_per_iteration,
+                batches=config.iterations,
+                seed=settings.seed,
+                pool_batches=1,
+            ),
+        )
         self.evaluation = Evaluation(judge, run.folder)
         characters = 160 if settings.samples else None
         callbacks = [

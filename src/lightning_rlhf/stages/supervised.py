@@ -19,6 +19,7 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.records import Record
 from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data.batches import (
+    Schedule,
     StageData,
     collate_demonstrations,
     collate_preferences,
@@ -82,11 +83,19 @@ class Supervised(Stage):
         require(batches > 0, f"{self.name}.epochs", config.epochs,
                 f"a number >= {1 / count:.6g}, which is 1 of the {count} examples")  # fmt: skip
         data = StageData(
-            train=train.examples, val=val.examples, columns=(),
+            train=train.examples,
+            val=val.examples,
+            columns=(),
             collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
-            batch_size=config.batch_size, val_batch_size=config.microbatch_size, batches=batches,
-            seed=settings.seed, pool_batches=settings.data.pool_batches,
-        )  # fmt: skip
+            val_batch_size=config.microbatch_size,
+            schedule=Schedule(
+                lengths=[example.length for example in train.examples],
+                batch_size=config.batch_size,
+                batches=batches,
+                seed=settings.seed,
+                pool_batches=settings.data.pool_batches,
+            ),
+        )
         return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
 
     def load(self, run: Run, data: StageData) -> Roles:
