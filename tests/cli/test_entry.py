@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.__init__ import __version__
+from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.cli.main import main

@@ -38,7 +38,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
-from lightning_rlhf.rollout.hf import HFSampler
+from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
