@@ -19,8 +19,7 @@ from urllib.parse import unquote
 
 from urllib3 import Retry
 from urllib3.connection import HTTPConnection, HTTPSConnection
-from urllib3.exceptions import HTTPError, InvalidHeader, NewConnectionError
-from urllib3.exceptions import TimeoutError as SlowError
+from urllib3.exceptions import HTTPError, InvalidHeader
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import make_headers
 
@@ -67,8 +66,7 @@ class HTTPReward:
             config: the component's section; each try takes at most `timeout_s`, from connecting to
                 the last byte of the answer, and of the scores the most recently used are kept.
             name: key of the reward in the configuration, which errors name.
-            warn: function that receives a message for each failed try, with the pause before the
-                next.
+            warn: function that receives a message for each failed try.
 
         Raises:
             ConfigError: the address is none, the token is missing, or there are both a token and a
@@ -102,32 +100,26 @@ class HTTPReward:
         """Request the scores of no responses, to detect a missing server early.
 
         A server that answers 400, 422 or a status after which requests are sent again, or does not
-        answer within ten seconds, may work later. That no answer came is reported through `warn`.
+        answer within ten seconds, may work later; `warn` is told of the latter.
 
         Raises:
             RewardError: there is no server, or it is not a reward server.
         """
-        timeout_s = min(self._config.timeout_s, GREETING_S)
         try:
-            answer, data = self._post([], timeout_s)
+            answer, data = self._post([], min(self._config.timeout_s, GREETING_S))
         except _NoAnswer as error:
-            if error.is_away:
-                raise self._not_there(error) from error
-            words = f"did not answer the greeting within {timeout_s:g} s; the run goes on"
-            self._warn(f"{self._server} {words}")
+            self._warn(f"{self._server} did not answer the greeting, it {error}; the run goes on")
             return
-        # What a working server may answer to a request for no scores.
-        if answer.status not in (200, 400, 422, *AGAIN):
-            raise self._refused(answer, data)
         if answer.status == 200:
             self._scores(data, [])
+        elif answer.status not in (400, 422, *AGAIN):
+            raise self._refused(answer, data)
 
     def __call__(self, decoded: DecodedResponses) -> list[float]:
         questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
-        size = self._config.batch_size
-        for start in range(0, len(open_), size):
+        for start in range(0, len(open_), size := self._config.batch_size):
             asked = dict(itertools.islice(open_.items(), start, start + size))
             self._cache |= zip(asked, self._ask(list(asked.values())), strict=True)
         for key in keys:
@@ -139,18 +131,15 @@ class HTTPReward:
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
         config, tries = self._config, self._config.retries + 1
-        for done in range(1, tries + 1):
+        for done in itertools.count(1):
             # No pause after the first try; an exponent of 64 is beyond the longest pause.
             pause_s = config.backoff_s * 2.0 ** min(done - 1, 64) if done > 1 else 0.0
             pause_s = min(pause_s, LONGEST_PAUSE_S)
             try:
                 answer, data = self._post(questions, config.timeout_s)
             except _NoAnswer as error:
-                if error.is_away and not self._has_answered:
-                    raise self._not_there(error) from error
                 if done == tries:
-                    words = f"did not answer in {done} of {done} tries: it {error}"
-                    raise self._error(words) from error
+                    raise self._error(f"did not answer in {done} tries: it {error}") from error
                 reason = str(error)
             else:
                 if answer.status == 200:
@@ -173,7 +162,7 @@ class HTTPReward:
 
         Raises:
             _NoAnswer: no whole answer came within timeout_s seconds; a try more may help.
-            RewardError: the answer cannot be used, and would not be better if asked for again.
+            RewardError: a try more would not help.
         """
         names = dict.fromkeys(name for q in questions for name in q["columns"])
         body = {
@@ -205,14 +194,16 @@ class HTTPReward:
             is_whole = self._has_answered = True
             return answer, bytes(data)
         except (OSError, HTTPException, HTTPError) as error:
-            if type(error) in (ssl.SSLError, ssl.SSLCertVerificationError):
-                raise self._error(f"cannot be used: no trusted TLS: {error}") from error
             reason = str(error) or type(error).__name__
-            refused = isinstance(error, NewConnectionError)  # to urllib3 a slow one as well
-            if isinstance(error, TimeoutError | SlowError) and not refused:
-                awaited = "whole answer" if is_reached else "connection"
-                reason = f"no {awaited} within {timeout_s:g} s"
-            raise _NoAnswer(reason, is_away=not is_reached) from error
+            if type(error) in (ssl.SSLError, ssl.SSLCertVerificationError):
+                raise self._error(f"cannot be used: no trusted TLS: {reason}") from error
+            if time.monotonic() >= end:
+                reason = f"no {'whole answer' if is_reached else 'connection'} in {timeout_s:g} s"
+            if not is_reached and not self._has_answered:
+                raise self._error(
+                    f"is away: {reason}; it has never answered: start it, or mend {self._name}.url"
+                ) from error
+            raise _NoAnswer(f"{'gave no answer' if is_reached else 'is away'}: {reason}") from error
         finally:
             if not is_whole:
                 connection.close()
@@ -223,7 +214,7 @@ class HTTPReward:
             answer = json.loads(data, parse_int=float)
         except (ValueError, RecursionError):
             raise self._error(f"answered no JSON: {_first_line(data)}; {allowed}") from None
-        scores = answer["scores"] if isinstance(answer, dict) and "scores" in answer else None
+        scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(questions):
             raise self._error(f"answered {quoted(answer)}; {allowed}")
         for score, question in zip(scores, questions, strict=True):
@@ -234,19 +225,14 @@ class HTTPReward:
                 )
         return scores
 
-    def _not_there(self, error: _NoAnswer) -> RewardError:
-        return self._error(f"{error}; it has never answered: start it, or mend {self._name}.url")
-
     def _refused(self, answer: BaseHTTPResponse, data: bytes) -> RewardError:
-        status, tries, advice = answer.status, self._config.retries + 1, ""
+        status, advice = answer.status, ""
         if status in (401, 403):
-            sent = "a wrong" if "authorization" in self._headers else "no"
-            advice = f"; {sent} token was sent: {self._name}.token_env names the variable with it"
+            advice = f"; {self._name}.token_env names the variable with the token that it asks for"
         elif 300 <= status < 400:
             where = redacted(answer.headers.get("location", "nowhere"))
-            advice = f"; a redirect to {where!r} is not followed: {self._name}.url is to be it"
-        often = f" to the last of {tries} tries" if status in AGAIN and tries > 1 else ""
-        return self._error(f"answered {status}{often}: {_first_line(data)}{advice}")
+            advice = f"; its redirect to {where!r} is not followed"
+        return self._error(f"answered {status}: {_first_line(data)}{advice}")
 
     def _error(self, what: str) -> RewardError:
         return RewardError(f"{self._server} {' '.join(self._hide(what).splitlines())}")
@@ -260,11 +246,6 @@ class HTTPReward:
 
 class _NoAnswer(Exception):
     """Raised if no whole answer arrived in time; the message is a clause without a subject."""
-
-    def __init__(self, reason: str, *, is_away: bool) -> None:
-        super().__init__(f"is away: {reason}" if is_away else f"gave no answer: {reason}")
-        self.is_away = is_away
-        """True if no connection to the server could be made."""
 
 
 class _Timed(io.RawIOBase):
@@ -297,15 +278,15 @@ class _Timed(io.RawIOBase):
 
 def _question(row: Mapping[str, Any], response: str) -> Question:
     columns = {}
-    for name in row.keys() - {"prompt", "messages"}:
+    for name, value in row.items():
         with contextlib.suppress(TypeError, ValueError, RecursionError):  # no JSON: it is not sent
-            _json(row[name])
-            columns[name] = row[name]
+            if name not in ("prompt", "messages") and value is not None and _json(value):
+                columns[name] = value
     return {
         "prompt": row["prompt"],
         "messages": [{"role": m["role"], "content": m["content"]} for m in row["messages"]],
         "response": response,
-        "columns": {name: columns[name] for name in row if columns.get(name) is not None},
+        "columns": columns,
     }
 
 
