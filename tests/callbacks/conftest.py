@@ -15,7 +15,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks import metrics
+from lightning_rlhf.callbacks import compute
 from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 from lightning_rlhf.core.results import (
     RESULT,
@@ -191,8 +191,8 @@ def _invented_compute(monkeypatch: pytest.MonkeyPatch) -> None:
         "score_flops": 20.0, "update_flops": 30.0, "flops": 60.0, "device_s": 4.0,
     }  # fmt: skip
     step = {"trained_tokens": 7, "flops": 100.0, "device_s": 0.5}
-    monkeypatch.setattr(metrics, "iteration_totals", lambda *given: totals)
-    monkeypatch.setattr(metrics, "step_totals", lambda *given: step)
+    monkeypatch.setattr(compute, "iteration_totals", lambda *given: totals)
+    monkeypatch.setattr(compute, "step_totals", lambda *given: step)
 
 
 Fit = Callable[..., Trainer]

@@ -13,11 +13,17 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, OwnRule
+from lightning_rlhf.callbacks.diagnosis import (
+    DIAGNOSIS,
+    Diagnosis,
+    OwnRule,
+    kl_exploding,
+    reward_against_gold,
+    reward_constant,
+)
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
-from lightning_rlhf.callbacks.rules import kl_exploding, reward_against_gold, reward_constant
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
@@ -27,7 +33,7 @@ from .test_metric_callbacks import SaveAt
 
 EVALUATES: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
-CONSTANT = "warning: all responses of an iteration have the same score"
+CONSTANT = "warning: all responses have the same score"
 
 
 class Scored(FakePPO):
@@ -158,7 +164,7 @@ def test_every_evaluation_counts_once(fit: Fit) -> None:
     config: Any = SimpleNamespace(kl_warning=None)
     diagnosis = Diagnosis(config, Path(), rules=[reward_against_gold])
     fit(FakePPO(), [Falls(), diagnosis], [], batches=3, **EVALUATES)
-    assert [row["step"] for row in diagnosis.evaluations] == [0, 1, 2, 3]
+    assert [row["step"] for row in diagnosis.history.evaluations] == [0, 1, 2, 3]
     [finding] = findings()
     assert (finding["rule"], finding["iteration"]) == ("reward_against_gold", 2)
     assert "gold 1 to -1" in finding["symptom"]
@@ -192,7 +198,7 @@ def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) 
 )
 def test_a_rule_that_fails_is_one_line(fit: Fit, fault: str, shown: str) -> None:
     Path("faulty.py").write_text(
-        "from lightning_rlhf.callbacks.rules import rule\n"
+        "from lightning_rlhf.callbacks.diagnosis import rule\n"
         "@rule(when='always', cause='none', remedy='none')\n"
         f"def faulty(history):\n    {fault}\n"
     )
@@ -200,6 +206,6 @@ def test_a_rule_that_fails_is_one_line(fit: Fit, fault: str, shown: str) -> None
     with pytest.raises(ConfigError) as caught:
         fit(FakePPO(), [diagnosis, OwnRule("faulty.py:faulty")], [], batches=1, **EVALUATES)
     assert str(caught.value) == (
-        f"the rule 'faulty' of the diagnosis raised {shown} on 0 iterations and 1 evaluations; "
-        "allowed: to return a text, or None"
+        f"the rule 'faulty' of the diagnosis raised {shown} after iteration 0; allowed: a text, or "
+        "None"
     )

@@ -23,7 +23,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.errors import AuthenticationError, CommError
 
-from lightning_rlhf.callbacks.diagnosis import Diagnosis
+from lightning_rlhf.callbacks.diagnosis import Diagnosis, History, rule
 from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.files import LoggerConfig, WandbConfig, logger_config
 from lightning_rlhf.callbacks.loggers import (
@@ -36,7 +36,6 @@ from lightning_rlhf.callbacks.loggers import (
     log_pictures,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.callbacks.rules import History, rule
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, StorageError
 from lightning_rlhf.core.metrics import HEADLINES
 

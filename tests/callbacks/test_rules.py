@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.callbacks.diagnosis import RULES, History, Rule
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
-from lightning_rlhf.callbacks.rules import RULES, History, Rule
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.data.config import DataConfig

@@ -17,7 +17,7 @@ def test_a_constant_reward_and_a_large_kl(finished: Workplace) -> None:
         f"reward.path={rules}:same", "ppo.iterations=4", "ppo.lr=0.1",
     )  # fmt: skip
     out = finished.mini(*command, "ppo.kl_warning=1e-6").succeeded.out
-    same = "warning: all responses of an iteration have the same score"
+    same = "warning: all responses have the same score"
     assert out.count(same) == out.count("warning: kl_divergence > ppo.kl_warning") == 1
     assert out.index(same) < out.index("ppo 4/4")
 

@@ -15,30 +15,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field
 from pydantic.dataclasses import dataclass as validated
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
-from lightning_rlhf.core.validation import (
-    STRICT,
-    PositiveFloat,
-    Text,
-    build,
-    check_value,
-    described,
-)
+from lightning_rlhf.core.validation import STRICT, PositiveFloat, Text, Texts, build, check_value
+from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line
-from lightning_rlhf.io.storage import (
-    UNFINISHED,
-    damaged_line,
-    json_lines,
-    make_folder,
-    read_text,
-    written_whole,
-)
 
 RUN = "lightning_rlhf"
 """Checkpoint key of the origin and the step."""
@@ -73,12 +58,12 @@ class LoggerConfig:
 class WandbConfig(LoggerConfig):
     """Weights & Biases."""
 
-    project: Annotated[Text, described("the name of a project")]
-    entity: Annotated[Text, described("a user or team")] | None
+    project: Text
+    entity: Text | None
     """User or team; None is the account's own default."""
-    group: Annotated[Text, described("the name of a group")] | None
+    group: Text | None
     """Group of runs; None is the name of the run for the jobs of a sweep, else no group."""
-    tags: Annotated[tuple[Text, ...], Field(strict=False), described("a list of texts")]
+    tags: Texts
     """Tags beside the stage and the model."""
     mode: WandbMode
     """auto is online if a key is found, else offline; the variable WANDB_MODE overrides it."""
@@ -152,7 +137,7 @@ def link(source: Path, target: Path) -> None:
     """Make `target` a hard link to `source`, or a copy where the file system has no links."""
     if target.exists() and target.samefile(source):
         return  # renaming one link of a file over another has no effect
-    with written_whole(target, source.stat().st_size) as beside:
+    with storage.written_whole(target, source.stat().st_size) as beside:
         beside.unlink()
         try:
             os.link(source, beside)
@@ -178,7 +163,7 @@ def go_back(folder: Path, step: int) -> dict[str, str]:
             link(best, path_of(folder, step))
         if best_step > step:
             gone[best] = later
-    for path in (*gone, *folder.glob(f"*{UNFINISHED}")):
+    for path in (*gone, *folder.glob(f"*{storage.UNFINISHED}")):
         path.unlink()
     return {path.name: why for path, why in gone.items()}
 
@@ -270,7 +255,7 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
     """
     if not os.path.lexists(path):
         return {}
-    lines = read_text(path).splitlines(keepends=True)
+    lines = storage.read_text(path).splitlines(keepends=True)
     reader = csv.DictReader(line for line in lines if line.endswith("\n"))
     rows: dict[int, dict[str, float]] = {}
     for cells in reader:
@@ -281,7 +266,7 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
             rows[step] = {name: float(x) for name, x in cells.items() if x != "" and name != STEP}
         except (KeyError, TypeError, ValueError):
             number = reader.line_num if STEP in cells else 1
-            raise damaged_line(
+            raise storage.damaged_line(
                 path, number, f"found {lines[number - 1].rstrip()[:60]!r}; allowed: {STEP} and "
                 "names in line 1, then a step larger than those before it, and as many numbers or "
                 "empty cells as there are names",
@@ -305,7 +290,7 @@ def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
     Empty where there are no samples, as in a run whose user has deleted them.
     """
     path, found = eval_samples(run_dir, iteration), defaultdict[int, list[float]](list)
-    for _, sample in json_lines(path) if path.is_file() else ():
+    for _, sample in storage.json_lines(path) if path.is_file() else ():
         if (value := sample["judge"].get(part)) is not None:
             found[sample["index"]].append(value)
     return {index: fmean(values) for index, values in found.items()}
@@ -313,9 +298,9 @@ def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write a file of samples whole, and make its folder."""
-    make_folder(path.parent)
+    storage.make_folder(path.parent)
     lines = [json_line(sample) + "\n" for sample in samples]
-    with written_whole(path) as beside:
+    with storage.written_whole(path) as beside:
         beside.write_text("".join(lines), encoding="utf-8")
 
 
@@ -325,17 +310,17 @@ def read_samples(path: Path) -> list[tuple[str, int]]:
     Raises CheckpointError, with the line, where the file is damaged.
     """
     found = []
-    for place, (line, sample) in enumerate(json_lines(path), start=1):
+    for place, (line, sample) in enumerate(storage.json_lines(path), start=1):
         iteration = sample.get("iteration")
         if type(iteration) is not int or iteration < 0:
-            raise damaged_line(path, place, "it does not say its iteration")
+            raise storage.damaged_line(path, place, "it does not say its iteration")
         found.append((line, iteration))
     return found
 
 
 def read_wandb_id(path: Path) -> str:
     """Return the id of the W&B run. Raises CheckpointError where the file holds none."""
-    found = read_text(path)
+    found = storage.read_text(path)
     if re.fullmatch(r"[\w-]{1,64}", found) is None:
         raise CheckpointError(
             f"{path} is damaged: found {found[:40]!r}; allowed: the id of a W&B run. Delete it to "

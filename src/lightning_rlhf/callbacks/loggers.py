@@ -20,15 +20,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 
-from lightning_rlhf.callbacks.files import (
-    STEP,
-    WANDB_ID,
-    LoggerConfig,
-    WandbConfig,
-    read_rows,
-    read_wandb_id,
-    wandb_key_present,
-)
+from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks.files import STEP, LoggerConfig, WandbConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
@@ -107,7 +100,7 @@ class MetricsFile(Logger):
         super().__init__()
         self.save_dir = str(run_dir)
         self.path = run_dir / "metrics.csv"
-        self._rows = read_rows(self.path)
+        self._rows = files.read_rows(self.path)
         self._columns: list[str] = []
         """Columns of the file as this logger has written it; empty before."""
 
@@ -250,8 +243,8 @@ def wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     from wandb.errors import AuthenticationError, CommError
 
     group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
-    if not (run_dir / WANDB_ID).exists():
-        with written_whole(run_dir / WANDB_ID) as beside:
+    if not (run_dir / files.WANDB_ID).exists():
+        with written_whole(run_dir / files.WANDB_ID) as beside:
             beside.write_text(secrets.token_hex(4))
 
     def start(mode: Any) -> Run:
@@ -263,7 +256,7 @@ def wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
             job_type=identity.stage,
             tags=[*identity.tags, *config.tags],
             config=dict(identity.config),
-            id=read_wandb_id(run_dir / WANDB_ID),
+            id=files.read_wandb_id(run_dir / files.WANDB_ID),
             dir=run_dir,
             mode=mode,
             resume="allow" if mode == "online" else None,
@@ -290,7 +283,7 @@ def wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     run.define_metric(AXIS)
     run.define_metric("*", step_metric=AXIS)
     if run.offline:
-        reason = f", as {why}" if mode == "online" or not wandb_key_present() else ""
+        reason = f", as {why}" if mode == "online" or not files.wandb_key_present() else ""
         upload = f"upload later with `wandb sync {Path(run.dir).parent}`"
         print(visible_line(f"W&B: offline{reason}; {upload}"))
     return run

@@ -16,26 +16,12 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.compute import (
-    PEAK,
-    PREFIX,
-    iteration_totals,
-    peak_memory,
-    step_totals,
-)
+from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.progress import is_evaluation, latest, position
+from lightning_rlhf.core import results
 from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.results import (
-    RESULT,
-    DPOScores,
-    IterationResult,
-    IterationSeconds,
-    PairScores,
-    SFTEvaluation,
-    SFTStep,
-)
 from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.parallel.replicas import Replicas
@@ -139,8 +125,8 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if not (len(finite) and math.isnan(x))}
 
 
-def time_metrics(seconds: IterationSeconds, tokens: int, responses: int) -> dict[str, float]:
-    """Return seconds of each part of an iteration, and response tokens and responses a second."""
+def time_metrics(seconds: Any, tokens: int, responses: int) -> dict[str, float]:
+    """Return IterationSeconds as metrics, and response tokens and responses a second."""
     iteration_s = seconds.rollout + seconds.score + seconds.update
     return {f"time/{part}_s": x for part, x in vars(seconds).items()} | {
         "time/iteration_s": iteration_s,
@@ -149,26 +135,27 @@ def time_metrics(seconds: IterationSeconds, tokens: int, responses: int) -> dict
     }
 
 
-def step_sums(result: SFTStep | SFTEvaluation | PairScores) -> dict[str, Float[Tensor, ""]]:
+def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
     """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
 
+    result: SFTStep, SFTEvaluation or PairScores.
     SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
     of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
     both, and the tokens of the chosen responses.
     """
-    if isinstance(result, SFTStep):
+    if isinstance(result, results.SFTStep):
         tokens = result.tokens.float()
         return {"loss": result.loss.float() * tokens, "tokens": tokens}
-    if isinstance(result, SFTEvaluation):
+    if isinstance(result, results.SFTEvaluation):
         return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
     columns = {
         "pairs": torch.ones_like(result.chosen),
-        "dpo_loss" if isinstance(result, DPOScores) else "rm_loss": result.losses,
+        "dpo_loss" if isinstance(result, results.DPOScores) else "rm_loss": result.losses,
         "accuracy": result.ranked_right,
         "reward_chosen": result.chosen,
         "reward_rejected": result.rejected,
     }
-    if isinstance(result, DPOScores):
+    if isinstance(result, results.DPOScores):
         columns["logps_chosen"] = result.chosen_logprob
         columns["logps_rejected"] = result.rejected_logprob
         columns["tokens"] = result.chosen_tokens
@@ -251,13 +238,13 @@ class StepRows(FileRows):
     def count(self, more: Mapping[str, float], memory: int) -> dict[str, float]:
         """Add an iteration or step; return the metrics.
 
-        more: what it computed, as `iteration_totals` and `step_totals` return it.
+        more: what it computed, as `iteration_totals` and `step_totals` of compute.py return it.
         memory: largest memory of the process, in bytes.
         """
-        found = {PREFIX + name: float(number) for name, number in more.items()}
-        before = self.totals or dict.fromkeys([*found, PEAK], 0.0)
+        found = {compute.PREFIX + name: float(number) for name, number in more.items()}
+        before = self.totals or dict.fromkeys([*found, compute.PEAK], 0.0)
         self.totals = {name: before[name] + number for name, number in found.items()}
-        self.totals[PEAK] = max(before[PEAK], float(memory))
+        self.totals[compute.PEAK] = max(before[compute.PEAK], float(memory))
         return dict(self.totals)
 
 
@@ -265,9 +252,9 @@ class PPOMetrics(StepRows):
     """Metrics of every iteration."""
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        result: IterationResult = outputs[RESULT]
+        result: results.IterationResult = outputs[results.RESULT]
         experience = result.experience
-        computed = iteration_totals(pl_module, result, trainer.world_size)
+        computed = compute.iteration_totals(pl_module, result, trainer.world_size)
         tokens = int(experience.response_mask.sum())
         metrics = {
             **rollout_metrics(experience, result.group_size),
@@ -277,7 +264,7 @@ class PPOMetrics(StepRows):
             "update/kl_coef": result.kl_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, tokens, len(experience)),
-            **self.count(computed, peak_memory(pl_module.device)),
+            **self.count(computed, compute.peak_memory(pl_module.device)),
         }
         terms = pl_module.reward.terms
         parts = experience.component_scores.cpu()
@@ -335,7 +322,7 @@ class StepMetrics(StepRows):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
     ) -> None:
-        result = outputs[RESULT]
+        result = outputs[results.RESULT]
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         sums = step_sums(result)
         if not result.is_made:
@@ -343,8 +330,8 @@ class StepMetrics(StepRows):
         self._training = [*self._training, sums][-every * trainer.accumulate_grad_batches :]
         self._nonfinite += not result.is_made
         seconds = time.perf_counter() - self._started
-        totals = step_totals(pl_module, batch, seconds, trainer.world_size)
-        computed = self.count(totals, peak_memory(pl_module.device))
+        totals = compute.step_totals(pl_module, batch, seconds, trainer.world_size)
+        computed = self.count(totals, compute.peak_memory(pl_module.device))
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
         if step == self._logged_step or not is_due:

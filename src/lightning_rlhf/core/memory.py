@@ -101,7 +101,5 @@ class MicrobatchSize:
                 torch.cuda.empty_cache()
             if not fits and self.rows == rows:  # other work with this object has not halved it
                 self.rows //= 2
-                warnings.warn(
-                    f"out of memory: {self.key} is {self.rows} from now on, which changes no result",
-                    stacklevel=2,
-                )
+                told = f"{self.key} is {self.rows} from now on, which changes no result"
+                warnings.warn(f"out of memory: {told}", stacklevel=2)
