@@ -122,10 +122,6 @@ def test_in_16_bits_a_step_is_as_near_to_fp32_as_the_models_own_layers(
     assert ours < 1.2 * theirs
 
 
-def deep() -> Any:
-    return build("qwen3", num_hidden_layers=32).causal_lm.to(torch.bfloat16)
-
-
 @torch.no_grad()
 def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = DecodeStep.__call__
@@ -134,23 +130,10 @@ def test_a_step_that_is_wrong_is_not_rounding(monkeypatch: pytest.MonkeyPatch) -
         return forward(step, tokens, mask, positions + 1)
 
     monkeypatch.setattr(DecodeStep, "__call__", late)
-    model = deep()
+    model = build("qwen3", num_hidden_layers=32).causal_lm.to(torch.bfloat16)
     with pytest.warns(UserWarning, match="the fast decoding step gives other hidden states"):
         assert decode_step(model, DynamicCache(config=model.config)) is None
     assert decode_step(model, DynamicCache(config=model.config)) is None  # without a warning
-
-
-@torch.no_grad()
-def test_a_step_that_fails_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As it is made, as for a layer that lacks an attribute."""
-
-    def fail(*_: Any) -> None:
-        raise AttributeError("no head_dim")
-
-    monkeypatch.setattr(DecodeStep, "__init__", fail)
-    model = build("qwen3").causal_lm
-    with pytest.warns(UserWarning, match="the fast decoding step fails: no head_dim"):
-        assert decode_step(model, DynamicCache(config=model.config)) is None
 
 
 def test_generation_steps_by_it(make_prompts: Any) -> None:
@@ -225,22 +208,3 @@ def test_a_trunk_that_is_derived_from_a_known_one_may_compute_something_else() -
     with torch.no_grad():
         found, all_of_it = roles.hidden_at(tokens, mask), roles.hidden(tokens)
     assert torch.equal(found, all_of_it[mask])
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text"])
-def test_autocast_around_a_step_changes_no_bit(name: str) -> None:
-    """What is computed in fp32 on purpose stays so."""
-    roles = build(name)
-    roles.causal_lm.bfloat16()
-    outside = stepped(roles, ours=True, merged=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        cache = DynamicCache(config=roles.causal_lm.config)
-        assert can_decode(roles.causal_lm, cache)
-    step = DecodeStep.__call__
-
-    def under_autocast(*args: Any) -> Tensor:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return step(*args)
-
-    with patch.object(DecodeStep, "__call__", under_autocast):
-        assert torch.equal(stepped(roles, ours=True, merged=False), outside)

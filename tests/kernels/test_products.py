@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
 
-from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels import layers, lora
 from lightning_rlhf.kernels.layers import compiles_by_shape, linear, product
+from lightning_rlhf.kernels.lora import JointLinear
+from lightning_rlhf.kernels.patch import patch_layers
 
 EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
@@ -113,3 +116,69 @@ def test_what_onednn_multiplies_is_compiled_for_few_shapes(
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         where = {"anywhere": True, "nowhere": False}.get(expected, faster)
         assert compiles_by_shape(x) is where
+
+
+# Several layers of one input as one product
+
+
+LAYOUTS = pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
+
+
+class Three(nn.Module):
+    """Of one input; the last has no adapter."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(16, width, bias=bias) for width in (12, 5, 40))
+
+
+def three_layers(bias: bool, adapted: bool) -> list[nn.Module]:
+    torch.manual_seed(0)
+    three: nn.Module = Three(bias)
+    if adapted:
+        config = LoraConfig(r=2, lora_alpha=6, target_modules=["a", "b"], init_lora_weights=False)
+        three = get_peft_model(three, config).base_model.model  # type: ignore[arg-type]
+        patch_layers(three)
+    return [three.a, three.b, three.c]  # type: ignore[list-item]
+
+
+def expected(of: list[nn.Module], x: Tensor) -> Tensor:
+    """Layer by layer, in float64."""
+    return torch.cat([layer.double()(x.double()) for layer in of], dim=1).float()
+
+
+@LAYOUTS
+@pytest.mark.parametrize(("rows", "adapted", "bias"), [
+    (1, True, True), (40, True, False), (40, False, True), (1, False, False),
+])  # fmt: skip
+@torch.no_grad()
+def test_it_is_the_layers_side_by_side(
+    monkeypatch: pytest.MonkeyPatch, smallest: int, rows: int, adapted: bool, bias: bool
+) -> None:
+    monkeypatch.setattr(lora, "SMALLEST", smallest)
+    of = three_layers(bias, adapted)
+    joint, one = JointLinear(*of), JointLinear(of[0])  # type: ignore[arg-type]
+    assert joint.weight.packed == (smallest == 0)
+    x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
+    before = x.clone(), onto.clone()
+    side_by_side = expected(of, x)
+    torch.testing.assert_close(joint(x), side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(joint(x, onto=onto), onto + side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)
+    assert torch.equal(x, before[0])
+    assert torch.equal(onto, before[1])
+
+
+@torch.no_grad()
+def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, by_onednn: list[tuple[int, ...]]
+) -> None:
+    monkeypatch.setattr(lora, "SMALLEST", 2**30)
+    of = three_layers(bias=True, adapted=True)
+    joint = JointLinear(*of)  # type: ignore[arg-type]
+    x, onto = torch.randn(40, 16), torch.randn(40, 57)
+    found = joint(x), joint(x, onto=onto)
+    assert by_onednn == [(40, 16), (40, 20), (40, 16), (40, 20)]
+    side_by_side = expected(of, x)
+    torch.testing.assert_close(found[0], side_by_side, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[1], onto + side_by_side, rtol=1e-5, atol=1e-5)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import socket
@@ -15,9 +14,9 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.errors import CheckpointError, StorageError
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
@@ -26,7 +25,7 @@ from lightning_rlhf.models.build_roles import (
     random_reward,
     start_from,
 )
-from lightning_rlhf.models.checkpoint import Final, find, tokenizer_hash
+from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHead
@@ -89,12 +88,6 @@ def test_the_folder_holds_what_its_docstring_lists(lineage: Any) -> None:
     assert lineage.sft.is_adapter == (lineage.finetune == "lora")
     assert lineage.rm.is_adapter
     assert lineage.ppo.is_adapter
-
-
-def test_the_manifest_comes_back_as_it_was_written(lineage: Any, make_manifest: Make) -> None:
-    assert lineage.sft.manifest == make_manifest("sft")
-    assert lineage.rm.manifest == make_manifest("rm", tokenizer_hash=lineage.hash)
-    assert lineage.rm.require_manifest("rm") is lineage.rm.manifest
 
 
 def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
@@ -210,36 +203,6 @@ def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
 
 
-def test_a_full_disk_says_how_much_is_needed(
-    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Four bytes for each number that is to be written."""
-    roles = Roles(make_model("llama"))
-    roles.add_adapter(SFT, LORA)
-    size = 4 * sum(p.numel() for name, p in roles.model.named_parameters() if "lora" in name)
-
-    def full(*args: Any, **kwargs: Any) -> None:
-        raise OSError(errno.ENOSPC, "write")
-
-    monkeypatch.setattr("lightning_rlhf.models.export.save_file", full)
-    monkeypatch.setattr("lightning_rlhf.io.storage.readable", str)
-    with pytest.raises(StorageError, match=f"No space left on device. It needs {size}, and "):
-        write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_hash_is_of_the_vocabulary_alone(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
-    tokenizer.save_pretrained(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
-    again.chat_template = "another"
-    assert tokenizer_hash(again) == tokenizer_hash(tokenizer)
-    again.add_tokens(["<|new|>"])
-    assert tokenizer_hash(again) != tokenizer_hash(tokenizer)
-
-
 # Refused as a reward
 
 
@@ -259,10 +222,6 @@ HEADS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"reward_head.*7\].*32",
     ),
     "cut": (lambda file: file.write_bytes(file.read_bytes()[:-8]), r"reward_head\.safetensors"),
-    "without a bias": (
-        lambda file: save_file({"linear.weight": torch.zeros(1, 32)}, file),
-        r"reward_head\.safetensors",
-    ),
 }
 
 
@@ -297,25 +256,6 @@ def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: P
     save_file(state | {name: state[name] + 0.3}, file)
     with pytest.raises(CheckpointError, match="gives other logits than it gave"):
         attach(adapters, final)
-
-
-@pytest.mark.parametrize("damage", ["absent", "cut", "half"])
-@pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_a_broken_adapter_is_one_error_that_names_the_folder(
-    adapters: Any, tmp_path: Path, damage: str, stage: str
-) -> None:
-    final = copy(getattr(adapters, stage), tmp_path / "copy")
-    file = final.adapter / "adapter_model.safetensors"
-    if damage == "absent":
-        file.unlink()
-    elif damage == "cut":
-        file.write_bytes(file.read_bytes()[:-64])
-    else:
-        state = load_file(file)
-        save_file({n: t for n, t in state.items() if "layers.0" in n}, file)
-    with pytest.raises(CheckpointError) as caught:
-        start(adapters, final) if stage == "sft" else attach(adapters, final)
-    assert str(final.path) in str(caught.value)
 
 
 # Refused as a start
@@ -376,9 +316,6 @@ def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
     torch.testing.assert_close(again.probe(REFERENCE), roles.probe(SFT), atol=1e-5, rtol=0)
     with pytest.raises(CheckpointError, match="does not fit"):
         start_from(config, with_manifest(final, base_seed=7), trainable=False, seed=41)
-
-
-# A reward model with weights of its own
 
 
 def test_the_policy_must_start_at_the_reference(

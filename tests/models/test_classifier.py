@@ -135,16 +135,11 @@ WHOLE = "{% for turn in messages %} user : {{ turn.content }} </s>{% endfor %}"
     ("template", "doubts"),
     [
         (TEMPLATE, []),
-        (WHOLE, []),
         ("{{ messages[-1].content }} </s>", ["the chat template leaves out what the user said "]),
         ("user : {{ messages[0].content }} </s>", ["the chat template leaves out the response"]),
-        (WHOLE.replace(" </s>", ""), ["the chat template ends with the response; no '</s>' "]),
         (WHOLE.replace("user :", "").replace("</s>", ""), [
             "the chat template puts nothing between the user's words and the response",
             "the chat template ends with the response; no '</s>' follows",
-        ]),
-        (WHOLE.replace("user :", "").replace("</s>", "") + "</s>", [
-            "the chat template puts nothing between the user's words and the response",
         ]),
     ],
 )  # fmt: skip
@@ -158,11 +153,12 @@ def test_a_template_that_loses_something_is_doubted(
     assert all(a.startswith(b) for a, b in zip(found, doubts, strict=True))
 
 
-@pytest.mark.parametrize("label", [0, 2])
-def test_one_of_several_outputs(checkpoint: Callable[..., str], label: int) -> None:
+def test_one_of_several_outputs(checkpoint: Callable[..., str]) -> None:
+    """It has a number and a name."""
     folder = checkpoint(num_labels=3)
-    found = scores(load(folder, label=label))
-    torch.testing.assert_close(found, expected(folder, TEXTS, label), atol=1e-5, rtol=0)
+    found = load(folder, label="LABEL_2")
+    assert found.label == 2
+    torch.testing.assert_close(scores(found), expected(folder, TEXTS, 2), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("says", [True, False])
@@ -181,29 +177,24 @@ def test_without_a_dtype_it_is_kept_as_it_is_stored(
     assert load(folder, dtype=None).model.dtype == (stored if says else torch.float32)
 
 
-@pytest.mark.parametrize(
-    ("quantization", "layer", "least"),
-    [("int8", bnb.nn.Linear8bitLt, 0.99), ("nf4", bnb.nn.Linear4bit, 0.8)],
-)
-def test_packed_weights_rank_texts_alike(
-    checkpoint: Callable[..., str], quantization: str, layer: type, least: float
-) -> None:
-    """Measured: 0.999 for int8; 0.87 for nf4, which the next test takes apart.
-
-    Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
-    """
-    folder = checkpoint(intermediate_size=80)
-    classifier = load(folder, quantization=quantization, dtype="bfloat16")
-    assert sum(isinstance(module, layer) for module in classifier.model.modules()) == 14
+def test_packed_weights_rank_texts_alike(checkpoint: Callable[..., str]) -> None:
+    """Measured: 0.999."""
+    folder = checkpoint()
+    classifier = load(folder, quantization="int8", dtype="bfloat16")
+    modules = list(classifier.model.modules())
+    assert sum(isinstance(module, bnb.nn.Linear8bitLt) for module in modules) == 14
     assert type(classifier.model.score) is torch.nn.Linear  # the head stays whole
     correlation = torch.corrcoef(torch.stack([scores(classifier), expected(folder, TEXTS)]))[0, 1]
-    assert correlation > least
+    assert correlation > 0.99
 
 
 @torch.no_grad()
 def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> None:
-    """Unpacked one by one into transformers' model, they give the same scores."""
-    folder = checkpoint()
+    """Unpacked one by one into transformers' model, they give the same scores.
+
+    Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
+    """
+    folder = checkpoint(intermediate_size=80)
     classifier = load(folder, quantization="nf4")
     plain = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
     for name, module in classifier.model.named_modules():
@@ -221,17 +212,8 @@ def test_a_language_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     LlamaForCausalLM(LlamaConfig(**SHAPE, **DECODER)).save_pretrained(folder)
     save_tokenizer(folder)
-    with pytest.raises(CheckpointError) as error:
+    with pytest.raises(CheckpointError, match="is a LlamaForCausalLM, which has no reward head"):
         load(str(folder))
-    assert str(error.value) == (
-        f"{folder} is a LlamaForCausalLM, which has no reward head; allowed: a model for "
-        "sequence classification, or the final/ folder of a stage=rm run"
-    )
-
-
-def test_an_output_has_a_number_and_a_name(tmp_path: Path) -> None:
-    folder = save_classifier(tmp_path / "model", num_labels=3)
-    assert [load(folder, label=label).label for label in (0, "LABEL_2")] == [0, 2]
 
 
 @torch.no_grad()
@@ -254,12 +236,8 @@ def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path
 def test_no_chat_template(tmp_path: Path) -> None:
     folder = save_classifier(tmp_path / "model")
     save_tokenizer(tmp_path / "plain", None)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"reward\.chat_template is null, but .* has none"):
         load(folder, tokenizer=str(tmp_path / "plain"))
-    assert str(error.value).startswith(
-        f"reward.chat_template is null, but the tokenizer of {tmp_path / 'plain'} has none; "
-        "allowed: a Jinja file"
-    )
     assert load(folder, tokenizer=str(tmp_path / "plain"), chat_template=PAIR).pair
 
 

@@ -6,10 +6,8 @@ import json
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import bitsandbytes as bnb
@@ -18,8 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     Qwen3_5Config,
@@ -27,7 +23,6 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.models.build_roles import check_positions
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
 from lightning_rlhf.models.loading import (
@@ -88,10 +83,9 @@ def one_message(error: BaseException) -> str:
     ("key", "load"),
     [
         ("model.name_or_path", lambda c: load_causal_lm(c, trainable=False, seed=0)),
-        ("model.name_or_path", load_tokenizer),
         ("policy.checkpoint", lambda c: find(c.name_or_path, "policy.checkpoint")),
     ],
-    ids=["weights", "tokenizer", "checkpoint"],
+    ids=["weights", "checkpoint"],
 )
 def test_without_a_network_a_hub_id_fails_fast_and_says_the_way_to_a_local_folder(
     slept: list[float], make_config: Make, key: str, load: Callable[[ModelConfig], Any]
@@ -119,16 +113,11 @@ def test_a_name_in_a_folder_that_is_here_is_a_path_where_the_hub_has_none(
         load_causal_lm(make_config(name_or_path="outputs/x"), trainable=False, seed=0)
 
 
-@pytest.mark.parametrize("damage", ["cut", "absent"])
 def test_a_broken_weights_file_is_one_error_that_names_the_folder(
-    folder: Path, make_config: Make, damage: str
+    folder: Path, make_config: Make
 ) -> None:
     file = folder / "model.safetensors"
-    whole = file.read_bytes()
-    if damage == "absent":
-        file.unlink()
-    else:
-        file.write_bytes(whole[:-1000])
+    file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(CheckpointError, match="cannot be loaded") as caught:
         load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
     assert str(folder) in one_message(caught.value)
@@ -260,8 +249,7 @@ def test_a_quantised_base_loads_runs_and_carries_a_trainable_adapter(
     assert torch.cosine_similarity(*gradients, dim=0) > 0.999
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
+@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("nf4", "bfloat16")])
 @torch.no_grad()
 def test_a_row_of_quantised_weights_does_not_depend_on_the_rows_beside_it(
     tmp_path: Path, make_model: Make, make_config: Make, quantization: str, dtype: str
@@ -299,22 +287,6 @@ def test_the_multimodal_checkpoint_loads_as_text(
     expected = text.state_dict()
     assert set(loaded.state_dict()) == set(expected)
     assert all(torch.equal(tensor, expected[n]) for n, tensor in loaded.state_dict().items())
-
-
-def test_more_tokens_than_were_trained_on_is_a_warning_with_a_remedy() -> None:
-    """Its positions are computed, so that nothing breaks."""
-    model: Any = LlamaForCausalLM(LlamaConfig(
-        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=1,
-        num_attention_heads=1, max_position_embeddings=64,
-    ))  # fmt: skip
-    roles: Any = SimpleNamespace(causal_lm=model)
-    check_positions(roles, 64, "it")
-    caught = r"it has 65 tokens.*meaningless there; lower data\.max_response_tokens.*64"
-    with pytest.warns(UserWarning, match=caught):
-        check_positions(roles, 65, "it")
-    with warnings.catch_warnings(record=True) as again:
-        check_positions(roles, 66, "another text")
-    assert not again
 
 
 def test_a_machine_without_bitsandbytes(monkeypatch: pytest.MonkeyPatch) -> None:

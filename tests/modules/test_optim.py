@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.modules.optim import backward, build_optimizer, lr_factor, trainable_state
+from lightning_rlhf.modules.optim import backward, build_optimizer, lr_factor
 from lightning_rlhf.modules.supervised import SFTModule
 
-from .conftest import close, parameters, sft_config, sft_roles, within_fit
+from .conftest import close, sft_config, sft_roles, within_fit
 
 
 def factors(total: int, **changes: object) -> list[float]:
@@ -46,13 +46,6 @@ def test_warm_up_by_hand(schedule: str, after: list[float]) -> None:
     # stands at the peak. What follows is the schedule over the 4 steps that are left.
     found = factors(8, lr_schedule=schedule, warmup_fraction=0.5)
     assert found == pytest.approx([0.2, 0.4, 0.6, 0.8, *after], abs=1e-8)
-
-
-def test_part_of_a_step_of_warm_up() -> None:
-    # 0.3 of 5 steps are 1.5: steps 0 and 1 stand at 1/2.5 and 2/2.5; from step 2 on 3.5 are left.
-    found = factors(5, lr_schedule="linear", warmup_fraction=0.3)
-    expected = [0.4, 0.8, *[1 - (step - 1.5) / 3.5 for step in (2, 3, 4)], 0]
-    assert found == pytest.approx(expected, abs=1e-12)
 
 
 def build(config: SFTConfig, total_steps: int, *groups: tuple[float, nn.Module]) -> dict[str, Any]:
@@ -103,18 +96,6 @@ def test_decay_shrinks_a_matrix_whose_gradient_is_zero() -> None:
     assert torch.equal(head.bias.detach(), bias)
 
 
-def test_every_group_follows_the_schedule() -> None:
-    net, head = nn.Linear(2, 2), nn.Linear(2, 1)
-    config = sft_config(lr=0.1, lr_schedule="linear")
-    built = build(config, 4, (1.0, net), (5.0, head))
-    optimizer, scheduler = built["optimizer"], built["lr_scheduler"]
-    for remaining in (1, 0.75, 0.5, 0.25):
-        rates = sorted({round(group["lr"], 9) for group in optimizer.param_groups})
-        assert rates == pytest.approx([0.1 * remaining, 0.5 * remaining])
-        optimizer.step()
-        scheduler.step()
-
-
 def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
     """A head of values under bf16 autocast. bf16 has 8 binary digits: 1 + 2^-12 is 1 there."""
     module = SFTModule(sft_roles("qwen3"), sft_config())
@@ -129,10 +110,3 @@ def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
         return module.head.weight.grad
 
     assert within_fit(module, work).tolist() == [[3 + 2**-12, 0.0]]
-
-
-def test_trainable_state_is_what_has_a_gradient() -> None:
-    net = Net()
-    state = trainable_state(net)
-    assert set(state) == {"linear.weight", "linear.bias", "norm.weight", "norm.bias"}
-    assert all(torch.equal(state[name], parameters(net)[name]) for name in state)

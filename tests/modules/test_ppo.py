@@ -14,8 +14,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.records import DecodedResponses, UpdateStats
 from lightning_rlhf.core.results import IterationSeconds
 from lightning_rlhf.models.config import VALUE
-from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.ppo import EVALUATION, TRAINING, PPOModule
+from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import (
     VOCABULARY,
@@ -44,19 +43,6 @@ def test_the_seed_and_nothing_else_decides_the_run(make_ppo: Make, architecture:
     assert not changed(first, again)
     module = make_ppo(architecture)
     assert changed(first, other) == named(module, ADAPTER, HEAD)
-
-
-def test_random_numbers_are_a_function_of_seed_stream_and_number(make_ppo: Make) -> None:
-    modules = [make_ppo(seed=0), make_ppo(seed=1)]
-
-    def draw(seed: int, stream: int, number: int) -> tuple[float, ...]:
-        generator = modules[seed].generator(stream, number)
-        return tuple(torch.rand(4, generator=generator).tolist())
-
-    keys = [(s, t, n) for s in (0, 1) for t in (TRAINING, EVALUATION) for n in (0, 1)]
-    draws = [draw(*key) for key in keys]
-    assert len(set(draws)) == len(keys)
-    assert [draw(*key) for key in keys] == draws
 
 
 def test_evaluation_draws_the_same_each_time_and_changes_nothing(make_ppo: Make) -> None:
@@ -135,16 +121,6 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
 
 
-def test_the_share_of_padding_is_that_of_micro_batches(make_ppo: Make) -> None:
-    """Prompts of 1 to 8 tokens, one more token each, all but the last one read two at a time.
-
-    1 + 2, 3 + 4, 5 + 6, 7 + 8 are read as 2 * (2 + 4 + 6 + 8) = 40 positions, of which 36 are real.
-    """
-    module, outputs = make_ppo(max_response_tokens=1, microbatch_size=2), Outputs()
-    fit(module, [prompts(width=8)], [outputs])
-    assert float(outputs.steps[0].padding) == pytest.approx(4 / 40)
-
-
 def test_time_between_iterations_counts_once(
     make_ppo: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,25 +132,6 @@ def test_time_between_iterations_counts_once(
     fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
     expected = IterationSeconds(rollout=1.0, score=1.0, update=1.0, other=1.0)
     assert [step.seconds for step in outputs.steps] == [expected] * 3
-
-
-def test_a_critic_is_given_where_there_is_one(make_ppo: Make) -> None:
-    with_one, without = make_ppo(), make_ppo(advantage="rloo", samples_per_prompt=2)
-    for module, critic in ((with_one, None), (without, with_one.critic)):
-        with pytest.raises(ConfigError, match="the critic is"):
-            PPOModule(
-                module.roles, module.reward, module.config, critic=critic, chat=module.chat,
-                prompts={}, seed=0,
-            )  # fmt: skip
-
-
-def test_a_model_without_a_cache_is_not_sampled_natively(
-    make_ppo: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Roles, "caches", False)
-    make_ppo(rollout="hf")
-    with pytest.raises(ConfigError, match=r"ppo\.rollout is 'native'; allowed: hf, for qwen3"):
-        make_ppo(rollout="native")
 
 
 def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_ppo: Make) -> None:

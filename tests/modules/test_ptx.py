@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.records import UpdateStats
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.optim import backward
@@ -149,13 +148,6 @@ def test_each_update_has_a_batch_of_its_own_and_all_demonstrations_come_in_turn(
     assert [ptx.batch(1, n).tokens.tolist() for n in range(2)] == [
         ptx.batch(0, 4 + n).tokens.tolist() for n in range(2)
     ]
-
-
-def test_a_policy_that_does_not_learn_yet_learns_from_no_demonstration(make_ppo: Make) -> None:
-    module = with_ptx(make_ppo, critic_warmup=1)
-    stats: UpdateStats = within_fit(module, lambda: update(module, on_policy(module)))
-    assert stats.ptx_loss == 0
-    assert not any("lora" in name and g.any() for name, g in grads(module).items())
 
 
 def test_a_checkpoint_of_other_demonstrations_is_refused(make_ppo: Make) -> None:

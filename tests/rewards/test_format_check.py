@@ -53,10 +53,6 @@ def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
     )
 
 
-def test_scores_that_were_all_alike_have_no_scale() -> None:
-    assert compare_scores([known(1, 1)], [1], [1], "", []).gap == math.inf
-
-
 @pytest.mark.parametrize(
     ("gap", "problems", "fits"),
     [(0.1, (), True), (0.1001, (), False), (0.0, ("odd",), False), (None, (), True),
@@ -122,16 +118,6 @@ def test_another_text_is_shown_beside_its_own() -> None:
     ]
 
 
-def test_no_row_of_the_data_is_among_the_lines_unless_it_is_asked_for() -> None:
-    """Neither of a text that fits, nor of one that does not, nor of pairs without scores."""
-    for result in (
-        compare_scores([known(1, 0)], [1], [0], "<q>a<r>b<e>", []),
-        compare_scores([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", []),
-        compare_scores([], [1], [0], "<q>a<r>b<e>", [], []),
-    ):
-        assert not any("<q>" in line for line in result.lines("a", 0.1, shows_text=False))
-
-
 def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
     pairs = [known(0.1, -1e-9, "é\u2028\n"), known(2, 1)]
     write_pairs(tmp_path, pairs)
@@ -174,9 +160,3 @@ def test_a_probe_of_every_kind_for_every_row() -> None:
     assert [probe.kind for probe in probes[6:]] == list(PROBES)
     assert {probe.row for probe in probes[6:]} == {1}
     assert probes[8].response == "It"
-
-
-def test_white_space_is_kept_and_one_word_has_no_half() -> None:
-    (truncated,) = (p for p in make_probes([ROW], ["a\n\nb c d "]) if p.kind == "truncated")
-    assert truncated.response == "a\n\nb"
-    assert "truncated" not in {probe.kind for probe in make_probes([ROW], ["Yes."])}

@@ -9,18 +9,14 @@ import pytest
 
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.evaluation.build_rewards import file_of_module
-from lightning_rlhf.io.user_code import load_function
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.functions import (
-    FunctionReward,
     exact_match,
     json_validity,
     length_band,
     regular_expression,
     repetition,
 )
-
-from .conftest import make_replies
 
 
 def words(count: int) -> str:
@@ -101,22 +97,6 @@ def test_json_is_valid_or_not() -> None:
 def test_a_bad_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         getattr(functions, name)(["p"], ["r"], **arguments)
-
-
-SHIPPED = {
-    "length_band": {"shortest": 1, "longest": 2},
-    "regular_expression": {"pattern": "r"},
-    "exact_match": {},
-    "repetition": {},
-    "json_validity": {"keys": ["a"]},
-}
-
-
-@pytest.mark.parametrize("name", SHIPPED)
-def test_each_is_a_reward(name: str) -> None:
-    function = load_function(f"lightning_rlhf.rewards.functions:{name}", "reward.function")
-    source = FunctionReward(function, SHIPPED[name], "reward").for_columns(["answer"])
-    assert len(source(make_replies(("p", "r"), ("q", "s"), answer=["r", "r"]))) == 2
 
 
 def test_the_file_of_a_module_is_found_without_importing_its_packages(

@@ -103,17 +103,6 @@ def test_nothing_is_asked_twice(script: Script) -> None:
     assert asked(server) == ["a", "bb", "ccc"]
 
 
-def test_what_differs_is_asked(script: Script) -> None:
-    server = script(lengths)
-    reward = make_reward(server.url)
-    texts = [("p", "a"), ("pp", "a"), ("p", "a"), ("p", "a")]
-    reward(make_replies(*texts, answer=[..., ..., "1", 1]))
-    assert asked(server) == ["a"] * 4
-    # A column that is not sent makes no difference, nor does null against none.
-    reward(make_replies(("p", "a"), ("p", "a"), raw=[b"bytes", ...], answer=[None, ...]))
-    assert asked(server) == ["a"] * 4
-
-
 def test_what_was_wanted_longest_ago_is_forgotten(script: Script) -> None:
     server = script(lengths)
     reward = make_reward(server.url, cache_size=2)
@@ -297,19 +286,6 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
     assert told.startswith("did not answer the greeting: it gave no" if answer is None else "")
     assert bool(told) == (answer is None)
     assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((404, {}, b"no such page"), "answered 404: no such page"),
-        ((200, {}, b"<html>"), 'answered no JSON: <html>; allowed: {"scores": [0 numbers]}'),
-    ],
-)  # fmt: skip
-def test_another_server_than_the_one_that_is_meant(
-    script: Script, answer: Answer, message: str
-) -> None:
-    assert greeted(script(answer).url) == [message]
 
 
 # Servers that never end, send too much, or say anything at all

@@ -103,21 +103,6 @@ def test_a_bad_request_is_told_precisely(body: Any, message: str) -> None:
     assert len(found.value.detail.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("method", "path", "status", "message"),
-    [
-        ("POST", "/", 404, "there is no POST /; allowed: POST /score, GET /health"),
-        ("GET", "/score?key=word", 405, "there is no GET /score; allowed"),
-    ],
-)
-def test_another_address_is_told(
-    server: RewardServer, method: str, path: str, status: int, message: str
-) -> None:
-    found, answer = ask(server, request("r"), method, path)
-    assert found == status
-    assert answer["error"].startswith(message)
-
-
 def test_a_client_that_has_hung_up_is_not_scored() -> None:
     """It waits for its turn behind another one, and goes."""
     entered, leave, asked = threading.Event(), threading.Event(), []
@@ -216,13 +201,6 @@ def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
         listening_socket("127.0.0.1", server.port)
     with pytest.raises(ConfigError, match=r"no server at '127.0.0.1', port 99999: "):
         listening_socket("127.0.0.1", 99999)
-
-
-@pytest.mark.parametrize("host", ["", "256.0.0.1"])
-def test_what_is_no_host_is_named(host: str) -> None:
-    with pytest.raises(ConfigError, match="there can be no server at ") as found:
-        listening_socket(host, 0)
-    assert len(str(found.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(

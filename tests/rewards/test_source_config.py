@@ -14,7 +14,6 @@ from lightning_rlhf.rewards.config import (
     ComponentConfig,
     FunctionConfig,
     HTTPConfig,
-    TextModelConfig,
 )
 
 CONF = Path(__file__).parents[2] / "conf" / "reward"
@@ -50,19 +49,3 @@ def test_a_value_out_of_bounds_is_named_with_its_key(
     with pytest.raises(ConfigError) as found:
         make(kind, key, **changes)
     assert str(found.value).startswith(f"{key}.{message}")
-
-
-@pytest.mark.parametrize(
-    ("found", "is_allowed"), [("a", True), (0, True), (-1, False), ("", False), (True, False)]
-)
-def test_the_label_of_a_classifier_is_a_name_or_a_number(found: Any, is_allowed: bool) -> None:
-    preset = yaml.safe_load((CONF / "model.yaml").read_text())
-    given = preset | {"name_or_path": "a/b", "label": found}
-    if is_allowed:
-        assert build(TextModelConfig, given, "reward").label == found
-        return
-    with pytest.raises(ConfigError) as error:
-        build(TextModelConfig, given, "reward")
-    assert str(error.value) == (
-        f"reward.label is {found!r}; allowed: a number, the name of an output, or null"
-    )

@@ -99,13 +99,6 @@ def test_a_long_dialogue_loses_its_beginning_and_that_is_said_once() -> None:
     ]
 
 
-def test_every_feature_is_cut_alike() -> None:
-    row = make_replies(("ab", "!")).rows[0]
-    with pytest.warns(UserWarning, match="max_tokens=3"):
-        features = reward(Letters(), max_tokens=3).encode(row, "!")
-    assert features == {"input_ids": [98, 62, 33], "places": [1, 2, 3]}
-
-
 def test_start_tokens_stay_where_some_models_read() -> None:
     class Starting(Letters):
         def starts(self, tokens: Sequence[int]) -> int:

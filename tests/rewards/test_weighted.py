@@ -98,19 +98,3 @@ def test_the_spread_of_an_ensemble_is_priced_in_standard_deviations() -> None:
     # Means 3, 2, -2 and population deviations 2, 0, 2:
     # (3 - 1 - 0.5 * 2) / 2, (2 - 1) / 2, (-2 - 1 - 0.5 * 2) / 2.
     assert reward(decoded()).tolist() == [0.5, 0.5, -2.0]
-
-
-def test_too_little_memory_halves_what_is_read_at_once() -> None:
-    sizes = []
-
-    def room_for_one(tokens: Tensor, mask: Tensor) -> Tensor:
-        sizes.append(len(tokens))
-        if len(tokens) > 1:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return tokens[:, :1].float()
-
-    reward = LearnedReward(room_for_one, 0.0, 1.0, 0.0, MicrobatchSize("ppo.microbatch_size", 3))
-    with pytest.warns(UserWarning, match=r"ppo\.microbatch_size is 1 from now on"):
-        found = reward(decoded())
-    assert sizes == [3, 1, 1, 1]
-    assert found.tolist() == decoded().rollout.tokens[:, 0].tolist()

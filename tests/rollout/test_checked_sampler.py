@@ -97,10 +97,7 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
     (replace(GOOD, tokens=GOOD.tokens[:, 1:]), "tokens of torch.int64 [4, 4] on cpu",
      "torch.int64 [4, 5] on cpu"),
     (replace(GOOD, values=torch.zeros(4)), "values of torch.float32 [4] on cpu", "a floating"),
-    (replace(GOOD, mask=GOOD.mask.long()), "mask of torch.int64 [4, 5] on cpu", "torch.bool"),
     (replace(GOOD, ended=GOOD.ended.to("meta")), "ended of torch.bool [4] on meta", "torch.bool"),
-    (with_response_mask(lengths(3, 0, 2, 3)), "another number of tokens for response 1",
-     "1 to ppo.max_response_tokens=3, the end token"),
     (with_response_mask(lengths(3, 1, 4, 3, columns=4)), "another number of tokens for response 2",
      "1 to ppo.max_response_tokens=3, the end token"),
     (with_response_mask(GAP), "a response_mask with a gap for response 1", "True from its first"),
@@ -113,8 +110,6 @@ def test_responses_that_fit_are_returned_as_they_are(answer: SampledResponses) -
      "finite numbers"),
     (changed("logprobs", 2, 1, to=0.002), "logprobs above 0 for response 2",
      "logarithms of probabilities, at most 0"),
-    (changed("values", 0, 2, to=float("nan")), "values that are not finite for response 0",
-     "finite numbers"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_one_line(answer: Any, found: str, allowed: str) -> None:
     with pytest.raises(SamplerError) as caught:
@@ -125,19 +120,16 @@ def test_what_does_not_fit_is_one_line(answer: Any, found: str, allowed: str) ->
     assert len(message.splitlines()) == 1
 
 
-@pytest.mark.parametrize(("error", "shown"), [
-    (ConnectionError("http://gpu:8000 refused\nthe connection"),
-     "ConnectionError: http://gpu:8000 refused the connection"),
-    (SystemExit(0), "SystemExit: 0"),
-])  # fmt: skip
-def test_an_exception_in_a_sampler_is_named(error: BaseException, shown: str) -> None:
+def test_an_exception_in_a_sampler_is_named() -> None:
+    error = ConnectionError("http://gpu:8000 refused\nthe connection")
+    shown = "ConnectionError: http://gpu:8000 refused the connection"
     with pytest.raises(SamplerError) as caught:
         sample(error)
     assert str(caught.value) == f"ppo.rollout is '{NAME}', whose sample() raised {shown}"
     assert caught.value.__cause__ is error
 
 
-@pytest.mark.parametrize("error", [LogitsError(), torch.OutOfMemoryError(), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [LogitsError(), torch.OutOfMemoryError()])
 def test_errors_that_have_a_meaning_of_their_own_stay(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         sample(error)

@@ -32,11 +32,6 @@ def test_the_last_batch_is_divided() -> None:
     assert numbers(1, 2, divides=True) == [[], [6, 7, 8, 9, 10, 11], [12, 13]]
 
 
-def test_a_sampler_that_draws_for_a_whole_batch_gets_whole_batches() -> None:
-    assert numbers(0, 2, divides=False) == [[0, 1, 2, 3, 4, 5], [], [12, 13, 14, 15]]
-    assert numbers(1, 2, divides=False) == [[], [6, 7, 8, 9, 10, 11], []]
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize("divides", [True, False])
 def test_every_response_is_sampled_once(size: int, divides: bool) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.accelerators import CPUAccelerator
-from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from ..modules.conftest import _one_thread as _one_thread
@@ -24,14 +23,9 @@ class StandInAccelerator(CPUAccelerator):
         assert device.type == NAME
 
 
-def on_device(precision: str = "32-true") -> dict[str, Any]:
+def on_device() -> dict[str, Any]:
     """Return arguments of lightning.Trainer for the stand-in."""
-    own: dict[str, Any] = {
-        "strategy": SingleDeviceStrategy(torch.device(NAME, 0), StandInAccelerator()),
-    }
-    if precision == "bf16-mixed":
-        own["plugins"] = [MixedPrecision("bf16-mixed", NAME)]
-    return own
+    return {"strategy": SingleDeviceStrategy(torch.device(NAME, 0), StandInAccelerator())}
 
 
 @pytest.fixture
