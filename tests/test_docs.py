@@ -21,8 +21,9 @@ from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
-from lightning_rlhf.cli.replay import COLUMNS, parser
+from lightning_rlhf.cli.replay import COLUMNS
 from lightning_rlhf.core.config import Normalization, PPOConfig
+from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.fitness_page import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
@@ -52,6 +53,8 @@ NOT_THE_ALGORITHM = (
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
 DATA = (HOME / "docs" / "data.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
+README = (HOME / "README.md").read_text()
+QUICKSTART = (HOME / "docs" / "quickstart.md").read_text()
 
 COMMANDS = [
     line.split("#")[0].strip()
@@ -104,23 +107,14 @@ def test_every_page_is_linked_from_the_index() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_lead_to_files_headings_and_definitions(page: Path) -> None:
+    for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
+        target = page.parent / name if name else page
+        assert anchor in anchors(target), f"{name}#{anchor}"
     found = links(page)
     assert found
     for text, target in found:
         assert target.exists(), (text, target)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
-def test_links_to_sections_lead_to_a_heading(page: Path) -> None:
-    for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
-        target = page.parent / name if name else page
-        assert anchor in anchors(target), f"{name}#{anchor}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(HOME)))
-def test_a_name_that_is_a_link_is_defined_where_it_leads(page: Path) -> None:
-    for text, target in links(page):
         name = re.fullmatch(r"`(\w+)`", text)
         if name is not None and target.suffix == ".py":
             defined = rf"^(def|class) {name[1]}\b"
@@ -355,12 +349,6 @@ def test_the_columns_in_the_picture_are_those_of_the_code() -> None:
     assert cells[1:] == [name for name, _ in COLUMNS.values()]
 
 
-def test_the_replay_in_the_docs_is_a_command() -> None:
-    [command] = re.findall(r"^lightning-rlhf replay (.*)$", REPLAY, re.MULTILINE)
-    given = parser().parse_args(command.split())
-    assert (given.run, given.iteration) == ("outputs/default/tiny/ppo", 40)
-
-
 # docs/performance.md
 
 
@@ -398,3 +386,41 @@ def test_the_smallest_ratios_are_quoted() -> None:
             smallest = min((ratio.split()[0] for ratio in ratios), key=float)
             assert smallest in readme, workload
             assert re.search(rf"smallest\s+ratios of the three are[^:]*{smallest}", page), workload
+
+
+# README.md
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.splitlines()) <= 150
+
+
+def test_metrics_table_is_the_one_in_the_code() -> None:
+    text = (HOME / "docs" / "metrics.md").read_text()
+    table = text.split("<!-- metrics table: begin -->")[1].split("<!-- metrics table: end -->")[0]
+    rows = [
+        f"| `{name}` | {', '.join(m.stages)} | {m.phase} | {m.formula} | {m.unit} | {m.healthy} |"
+        for name, m in METRICS.items()
+    ]
+    assert table.strip().splitlines()[2:] == rows
+    assert {row.count("|") for row in rows} == {7}
+
+
+def test_the_quickstart_has_the_same_numbers_in_both_places() -> None:
+    table = (
+        (HOME / "README.md")
+        .read_text()
+        .split("<!-- quickstart table: begin -->")[1]
+        .split("\n\n")[0]
+    )
+    rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
+    after = {row[1]: row[3] for row in rows if len(row) == 6}
+    first = re.search(
+        r"^\| nothing \|(.*)\|$", (HOME / "docs" / "quickstart.md").read_text(), re.MULTILINE
+    )
+    assert first is not None
+    _, reward, gold, correct, polite, _, kl = (cell.strip() for cell in first[1].split("|"))
+    assert (reward, gold, correct, polite, kl) == (
+        *(after["reward"], after["gold score (hidden judge)"], after["correct"], after["polite"]),
+        after["KL to the SFT model, nats a response"],
+    )

@@ -152,10 +152,8 @@ def test_keys_that_a_stage_on_ppo_lacks_are_named(place: Workplace) -> None:
     file, words = place.folder / "my_conf/stages/penalized.yaml", ["+stages=penalized"]
     path = "hydra.searchpath=[file://my_conf]"
     error = place.mini(path, *words, "stage=penalized", "advantage=rloo").error
-    assert error == (
-        "stage=penalized does not read ppo.advantage; leave out advantage=rloo, or give it to "
-        "stage=ppo; a stage of your own built on ppo takes advantage@penalized=NAME"
-    )
+    assert error.startswith("stage=penalized does not read advantage; leave out advantage=rloo")
+    assert error.endswith("(a stage of your own on it takes advantage@penalized=NAME)")
     file.write_text(file.read_text().replace("  - /advantage@_here_: gae\n", ""))
     error = place.mini(path, *words, "stage=penalized").error
     assert error == (

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from lightning_rlhf.runs.folders import abridged, changes
 from lightning_rlhf.runs.stage import find_stage
-from lightning_rlhf.stages.ppo import PPO
 
 
 def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
@@ -44,6 +43,3 @@ def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -
     assert changes(find_stage(now["stage"]), now, file) == [
         "reward.components.unfit.weight was 1.0, is 2.0"
     ]
-    single = {"stage": "ppo", "reward": {**part, "unfit": "refuse"}}
-    file.write_text(json.dumps({"stage": "ppo", "reward": part}))
-    assert changes(PPO(), single, file) == []

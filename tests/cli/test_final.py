@@ -153,12 +153,12 @@ def test_a_run_ends_where_the_kl_is_above_its_bound(
     assert rows(folder(place, "kl"))[-1]["step"] == str(step)
 
 
-@pytest.mark.parametrize("resume", ["true", "auto"])
-def test_a_finished_run_is_not_made_longer(place: Workplace, resume: str) -> None:
+def test_a_finished_run_is_not_made_longer(place: Workplace) -> None:
     before = tree(folder(place, "reference"))
-    error = ppo(place, "reference", "ppo.iterations=9", f"resume={resume}").error
-    assert ("ppo.iterations was 6, is 9" if resume == "auto" else "that finished") in error
-    assert "overwrite=true" in error
+    for resume, told in (("auto", "ppo.iterations was 6, is 9"), ("true", "that finished")):
+        error = ppo(place, "reference", "ppo.iterations=9", f"resume={resume}").error
+        assert told in error
+        assert "overwrite=true" in error
     assert tree(folder(place, "reference")) == before
 
 
@@ -190,12 +190,10 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
     [
         ("final=5", "ppo.final is 5; allowed: last, best, or a step at which the run evaluates: a "
                     "multiple of 2 up to 6, or 6"),
-        ("final=newest", "ppo.final is 'newest'; allowed: last, best, the number of a step"),
         ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
         ("ppo.best.metric=eval/reward/nonsense ppo.best.mode=max",
          "ppo.best.metric is 'eval/reward/nonsense'; allowed: eval/reward_mean, "),
         ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
-        ("ppo.best.mode=min", "ppo.best.mode is 'min'; allowed: null, unless the metric is"),
     ],
 )  # fmt: skip
 def test_what_is_refused(
@@ -212,5 +210,5 @@ def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     error = place.call("export", run, "--step", "7").error
     assert error.endswith("has no checkpoint of step 7; kept are: 1, 2, 3, 4, 5, 6")
     error = place.call("export", run, "--step", "6", "--out", str(tmp_path)).error
-    assert error == f"--out {tmp_path} exists already; allowed: a folder that does not"
+    assert error == f"--out is '{tmp_path}'; allowed: a folder that does not exist"
     assert "is no run" in place.call("export", str(place.outputs), "--step", "1").error

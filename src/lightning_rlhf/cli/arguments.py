@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -25,14 +25,10 @@ from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import HIDDEN, redacted
 from lightning_rlhf.runs.stage import STAGES
 
-COMMANDS: dict[str, str] = {
-    **{name: f"{name}:{name}" for name in ("chat", "replay")},
-    **{name: f"commands:{name}" for name in ("compare", "dashboard", "diminishing", "report")},
-    "export": "commands:export_model",
-    "serve-reward": "commands:serve_reward",
-}
-"""First word of a command that composes no configuration -> the function of this
-package that runs the rest."""
+COMMANDS = {"chat": "chat", "replay": "replay"} | dict.fromkeys(
+    ("compare", "dashboard", "diminishing", "export", "report", "serve-reward"), "commands"
+)
+"""First word of a command that composes no configuration -> the module of its function."""
 WITHOUT_RUN = {"check": "only", "plan": "plan"}
 """First word of a command that checks a stage or plans its memory, without training -> value of
 `preflight` that does the same."""
@@ -63,12 +59,13 @@ def program_name() -> str:
 
 
 def parse_command(
-    name: str, words: Sequence[str], options: Options, text: str, epilog: str = ""
+    run: Callable[[Sequence[str]], None], words: Sequence[str], options: Options, epilog: str = ""
 ) -> Namespace:
     """Return the arguments of a command that composes no configuration.
 
-    text: what the command does. epilog: what follows the list of options in its help.
+    run: its function, whose name and docstring, up to what it raises, its help shows.
     """
+    name, text = run.__name__.replace("_", "-"), str(run.__doc__).partition("Raises")[0]
     parser = ArgumentParser(f"lightning-rlhf {name}", None, text, epilog)
     for option, keywords in options.items():
         parser.add_argument(option, **keywords)
@@ -115,12 +112,9 @@ def stage_of(override: Override, stages: Collection[str]) -> str | None:
 def check_command(words: Sequence[str], given: Namespace) -> None:
     """Raise ConfigError for a mistyped command, or for a sweep or a recipe that cannot be run.
 
-    That is one whose checks or plan alone are wanted, as its stages start from what earlier ones
-    have trained; one that lacks a package; one whose names, which are written down, would have a
-    secret; or one in several processes, each of which would run all its jobs. Prints a warning
-    where a launcher or a sweeper is chosen for no sweep.
-
-    words: the command line; given: what it holds.
+    That is one whose checks or plan alone are wanted, one that lacks a package, one whose names,
+    which are written down, would have a secret, or one in several processes, each of which would
+    run all its jobs. words: the command line; given: what it holds.
     """
     close = difflib.get_close_matches((*words, "")[0], [*COMMANDS, *WITHOUT_RUN], n=1, cutoff=0.7)
     if close and "=" not in words[0]:

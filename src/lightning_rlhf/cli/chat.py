@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,7 +77,7 @@ ZeroOrTemperature = Annotated[
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Reply:
     """A question, and the reply of a model."""
 
@@ -88,13 +89,6 @@ class Reply:
     """Score of the reward; None without a reward."""
     kl: float | None
     """log p(reply) - log q(reply), nats, of the model p and the SFT model q; None of the latter."""
-
-    @property
-    def numbers(self) -> str:
-        """Return the numbers of the reply in a line."""
-        found = {"score {:+z.2f}": self.score, "KL {:+z.2f} nats": self.kl}
-        parts = [form.format(x) for form, x in found.items() if x is not None]
-        return " · ".join([*parts, counted(self.tokens, "token")])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,10 +213,9 @@ class Conversation:
         for one in self.speakers:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
             asked = [*self.messages(one), Message("user", text)]
-            prompt = chat.prompt_tokens(tuple(asked))
-            longest = len(prompt) + self.max_tokens
-            check_positions(one.roles, longest, "the dialogue with a reply", "use /reset")
-            for token in one.tokens(prompt, self.max_tokens, self.temperature, self.generator):
+            prompt, most = chat.prompt_tokens(tuple(asked)), self.max_tokens
+            check_positions(one.roles, len(prompt) + most, "the dialogue", "use /reset")
+            for token in one.tokens(prompt, most, self.temperature, self.generator):
                 tokens.append(token)
                 reply = chat.decode_response(tokens)
                 if len(reply) > len(shown) and not reply.endswith(UNFINISHED):
@@ -265,10 +258,15 @@ class Conversation:
 
 
 def chat(arguments: Sequence[str]) -> None:
-    """Talk until /quit or the end of the input."""
+    """Talk to one model, or to several beside each other. Below each reply are the score of the
+    reward and the KL to the SFT model."""
     conversation = opened(arguments)
+    with suppress(ImportError):
+        import readline  # noqa: F401  lines can be edited and called back
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="replace")  # of bytes that are not UTF-8
     file = Path(SAVED) / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}.jsonl"
-    talk(conversation, typed(), file)
+    talk(conversation, iter(partial(input, "> "), None), file)
 
 
 def opened(arguments: Sequence[str]) -> Conversation:
@@ -276,11 +274,8 @@ def opened(arguments: Sequence[str]) -> Conversation:
 
     Raises an RLHFError where an argument is wrong or a model cannot be loaded.
     """
-    given = parse_command(
-        "chat", arguments, OPTIONS, "Talk to one model, or to several beside each other. Below "
-        "each reply are the score of the reward and the KL to the SFT model.",
-        "While it runs: " + HELP.replace("\n", "; "),
-    )  # fmt: skip
+    keys = "While it runs: " + HELP.replace("\n", "; ")
+    given = parse_command(chat, arguments, OPTIONS, keys)
     check_value("--temperature", given.temperature, ZeroOrTemperature | None)
     check_value("--max-tokens", given.max_tokens, PositiveInt | None)
     check_value("--seed", given.seed, Seed)
@@ -302,16 +297,6 @@ def opened(arguments: Sequence[str]) -> Conversation:
             generator=torch.Generator().manual_seed(given.seed),
             system=given.system,
         )
-
-
-def typed() -> Iterator[str]:
-    """Yield the lines that are typed, until the end of the input."""
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="replace")  # of bytes that are not UTF-8
-    with suppress(EOFError, KeyboardInterrupt):
-        while True:
-            yield input("> ")
-    print()
 
 
 def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
@@ -364,6 +349,8 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
                 print_line("stopped; the turn is not kept")
             except (RLHFError, OSError) as error:
                 print_line(str(error), "red")
+    except (EOFError, KeyboardInterrupt):
+        print()
     finally:
         if not is_saved:
             conversation.save(file, "file")
@@ -371,8 +358,11 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
 
 def last_turn(speakers: Sequence[Speaker]) -> Text | Table:
     """Return the numbers of the only reply, or all replies beside each other with their numbers."""
-    replies = [speaker.turns[-1] for speaker in speakers]
-    numbers = [Text(reply.numbers, style="dim") for reply in replies]
+    replies, numbers = [speaker.turns[-1] for speaker in speakers], []
+    for reply in replies:
+        score = "" if reply.score is None else f"score {reply.score:+z.2f} · "
+        kl = "" if reply.kl is None else f"KL {reply.kl:+z.2f} nats · "
+        numbers.append(Text(score + kl + counted(reply.tokens, "token"), style="dim"))
     if len(replies) == 1:
         return Text("\n").append(numbers[0])
     table = Table(expand=True)

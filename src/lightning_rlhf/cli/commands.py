@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models import build_roles
 from lightning_rlhf.models.checkpoint import MANIFEST, Final, check_weights, config_faults, find
-from lightning_rlhf.models.config import POLICY, REWARD, SFT, ModelConfig
+from lightning_rlhf.models.config import POLICY, REWARD, SFT
 from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import token_in
@@ -49,49 +48,33 @@ from lightning_rlhf.stages.model_card import license_of, write_model
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
-    from lightning_rlhf.rewards.server import RewardServer
-
-# Pages.
-
 
 def report(arguments: Sequence[str]) -> None:
-    """Write report.html of a run, and print its path."""
-    given = parse_command(
-        "report", arguments,
-        {"run": {"help": "outputs/<run>/<model>/<stage>, or outputs/<run>/<model>"}},
-        "Write report.html, one page with verdict, curves, evaluation, samples and configuration, "
-        "into the folder of a run, as the run itself does at its end; or about all stages into the "
-        "folder above, as a recipe does.",
-    )  # fmt: skip
+    """Write report.html, one page with verdict, curves, evaluation, samples and configuration, into
+    the folder of a run, as the run itself does at its end; or about all stages into the folder
+    above, as a recipe does."""
+    place = {"help": "outputs/<run>/<model>/<stage>, or outputs/<run>/<model>"}
+    given = parse_command(report, arguments, {"run": place})
     print_line(f"report: {write_report(Path(given.run))}")
 
 
 def diminishing(arguments: Sequence[str]) -> None:
-    """Write and print the point of diminishing returns of a run."""
-    given = parse_command(
-        "diminishing", arguments,
-        {"run": {"help": "folder of the run, as outputs/<run>/<model>/ppo"}},
-        "Find the iteration of a run of stage=ppo after which more compute bought next to nothing, "
-        "from its metrics.csv. Writes diminishing.json and diminishing.png into its folder, as the "
-        "run itself does at its end.",
-    )  # fmt: skip
-    again(Path(given.run))
+    """Find the iteration of a run of stage=ppo after which more compute bought next to nothing,
+    from its metrics.csv. Writes diminishing.json and diminishing.png into its folder, as the run
+    itself does at its end."""
+    place = {"help": "folder of the run, as outputs/<run>/<model>/ppo"}
+    again(Path(parse_command(diminishing, arguments, {"run": place}).run))
 
 
 def compare(arguments: Sequence[str]) -> None:
-    """Print the tables of several runs, or of a sweep, and write the page."""
-    given = parse_command(
-        "compare", arguments,
-        {
-            "runs": {"nargs": "+", "metavar": "RUN",
-                     "help": "folder of a run, or one above runs, as that of a sweep"},
-            "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
-            "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
-        },
-        "Compare runs of a stage: means with intervals over seeds, overlaid curves, rewards at "
-        "equal KL, and what differs in configuration. Runs that differ in their seed alone are one "
-        "group.",
-    )  # fmt: skip
+    """Compare runs of a stage: means with intervals over seeds, overlaid curves, rewards at equal
+    KL, and what differs in configuration. Runs that differ in their seed alone are one group."""
+    given = parse_command(compare, arguments, {
+        "runs": {"nargs": "+", "metavar": "RUN",
+                 "help": "folder of a run, or one above runs, as that of a sweep"},
+        "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
+        "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
+    })  # fmt: skip
     out = Path(given.out)
     refuse_foreign(out, "page")
     found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
@@ -102,33 +85,23 @@ def compare(arguments: Sequence[str]) -> None:
     print_line(f"comparison: {out}")
 
 
-# Exports.
-
-
-def export_model(arguments: Sequence[str]) -> None:
-    """Export a checkpoint, or merge a model."""
-    given = parse_command(
-        "export", arguments,
-        {
-            "run": {"metavar": "FOLDER", "help": "with --step the folder of the run, as "
-                    "outputs/<run>/<model>/ppo; with --merge a final/ folder or hub id"},
-            "--step": {"type": int, "metavar": "N", "help": "which: an iteration of PPO, or an "
-                       "optimizer step"},
-            "--merge": {"action": "store_true",
-                        "help": "merge the adapter into the weights that it is applied to"},
-            "--dtype": {"choices": get_args(DType), "help": "data type of merged weights "
-                        "(float32)"},
-            "--out": {"metavar": "DIR", "help": "folder to write (final_<step> in the folder of "
-                      "the run; <name>_merged beside final/)"},
-            "--code": {"action": "append", "default": [], "metavar": "FILE.py:NAME", "help": "a "
-                       "stage or sampler of your own that the run used; no other code is run"},
-            "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the "
-                                    "model where the folder's configuration asks for it; without "
-                                    "this such a folder is refused"},
-        },
-        "Write the model of a kept checkpoint of a run as a folder like final/, with its tokenizer "
-        "and manifest; or that of a final/ folder as whole weights, adapters merged.",
-    )  # fmt: skip
+def export(arguments: Sequence[str]) -> None:
+    """Write the model of a kept checkpoint of a run as a folder like final/, with its tokenizer and
+    manifest; or that of a final/ folder as whole weights, adapters merged."""
+    given = parse_command(export, arguments, {
+        "run": {"metavar": "FOLDER", "help": "with --step the folder of the run, as "
+                "outputs/<run>/<model>/ppo; with --merge a final/ folder or hub id"},
+        "--step": {"type": int, "metavar": "N", "help": "an iteration of PPO or an optimizer step"},
+        "--merge": {"action": "store_true",
+                    "help": "merge the adapter into the weights that it is applied to"},
+        "--dtype": {"choices": get_args(DType), "help": "data type of merged weights (float32)"},
+        "--out": {"metavar": "DIR", "help": "folder to write (final_<step> in the folder of the "
+                  "run; <name>_merged beside final/)"},
+        "--code": {"action": "append", "default": [], "metavar": "FILE.py:NAME", "help": "a stage "
+                   "or sampler of your own that the run used; no other code is run"},
+        "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the "
+                                "model, where its configuration asks for it; else it is refused"},
+    })  # fmt: skip
     out = None if given.out is None else Path(given.out)
     require(given.merge != (given.step is not None), "export", given.step, "either --step N for "
             "the model of a checkpoint, or --merge for that of a final/ folder")  # fmt: skip
@@ -153,16 +126,15 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
     fit.require_trained(settings.definition, "exported")
     kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
-    if step not in kept:
-        steps = ", ".join(map(str, sorted(kept))) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {steps}")
-    out = folder / f"{FINAL}_{step:06d}" if out is None else out
-    refuse_existing(out)
-    if is_stale(settings):
-        raise CheckpointError(
-            f"{folder} cannot be exported: the models that it was started from are others now"
-        )
-    fit.export(settings, export_of(folder, settings, kept[step], step, out))
+    out = out or folder / f"{FINAL}_{step:06d}"
+    require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
+    reason = f"has no checkpoint of step {step}; kept are: {', '.join(map(str, sorted(kept)))}"
+    if step in kept and is_stale(settings):
+        reason = "cannot be exported: the models that it was started from are others now"
+    elif step in kept:
+        fit.export(settings, export_of(folder, settings, kept[step], step, out))
+        return
+    raise CheckpointError(f"{folder} {reason}")
 
 
 @code_of_command()
@@ -232,17 +204,12 @@ def checked_final(source: str, *, trusted: bool) -> Final:
     return final
 
 
-def refuse_existing(out: Path) -> None:
-    """Raise ConfigError where the folder to write exists."""
-    if os.path.lexists(out):
-        raise ConfigError(f"--out {out} exists already; allowed: a folder that does not")
-
-
 @torch.no_grad()
 def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> None:
     """Write the model of a `final/` folder or hub id as whole weights, without adapters.
 
-    Adapters are merged in float32. A multimodal base is written as its language model.
+    Adapters are merged in float32, into quantised weights as they were rounded in training. A
+    multimodal base is written as its language model.
 
     out: folder to write; None is `<name>_merged` beside the folder.
     dtype: data type of the written weights.
@@ -254,56 +221,19 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     final = checked_final(source, trusted=trusted)
     manifest, here = final.manifest, final.path.resolve()
     assert manifest is not None
-    if out is None:
-        require(os.path.isdir(source), "--out", None, "a folder, for a model of the hub")
-        out = final.path.parent / f"{here.name}_merged"
-    refuse_existing(out)
+    require(out is not None or os.path.isdir(source), "--out", None, "a folder, for a hub id")
+    out = out or final.path.parent / f"{here.name}_merged"
+    require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
     quiet_libraries()
     trained, template_kwargs = trained_as(final)
-    with Working("loading the model"):
-        roles = merged(final, trained)
-    is_reward = manifest.stage == "rm"
-    role = REWARD if is_reward else POLICY
-    roles.assign(role)
-    tokenizer = load_tokenizer(trained, final.path)
-    if is_reward:
-        roles.heads[REWARD] = build_roles.load_head(final, REWARD, roles.hidden_size)
-    stored = getattr(torch, dtype)
-    for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
-        parameter.copy_(parameter.to(stored))
-    if out.resolve().parent != here.parent:
-        parents = {name: str((here / path).resolve()) for name, path in manifest.parents.items()}
-        manifest = replace(manifest, parents=parents)
-    stage = find_stage(manifest.stage)
-    write_model(
-        out, roles, role, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
-        f"{manifest.stage}, merged", "prompts" if stage is None else stage.data,
-        head=REWARD if is_reward else None,
-        license=license_of(final.path),
-        run=final.path.parent if final.path.name == FINAL else None,
-        below=build_roles.fingerprint(final, "below"),
-        dtype=stored,
-    )  # fmt: skip
-    print_line(f"merged, {dtype}: {out}")
-
-
-def merged(final: Final, trained: ModelConfig) -> Roles:
-    """Return the model of `final` in float32 with its adapters merged into plain weights.
-
-    Quantised weights are those values to which they were rounded in training.
-
-    Raises CheckpointError where its logits are not those in the fingerprint of `final`.
-    """
-    assert final.manifest is not None
     quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
-    dtype = trained.dtype if quantised else "float32"
-    config = replace(trained, dtype=dtype, kernels="plain", gradient_checkpointing=False)
-    sft: Final | None = final
-    if is_reward := final.manifest.stage == "rm":
-        parent = final.parent(SFT)
-        sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
-    seed, reward = final.manifest.base_seed, final if is_reward else None
-    model = build_roles.whole_weights(config, sft, reward, seed)
+    config = replace(trained, dtype=trained.dtype if quantised else "float32", kernels="plain",
+                     gradient_checkpointing=False)  # fmt: skip
+    head = REWARD if manifest.stage == "rm" else None
+    parent = final.parent(SFT) if head else final.path
+    sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    with Working("loading the model"):
+        model = build_roles.whole_weights(config, sft, final if head else None, manifest.base_seed)
     roles = Roles(model.requires_grad_(False), "plain")
     expected = build_roles.fingerprint(final, "self")
     layers = model.config.get_text_config().num_hidden_layers
@@ -314,48 +244,63 @@ def merged(final: Final, trained: ModelConfig) -> Roles:
             f"{final.path} cannot be merged: with the base weights that are here it gives other "
             "logits than it gave"
         )
-    return roles
-
-
-# serve-reward
+    roles.assign(head or POLICY)
+    if head is not None:
+        roles.heads[head] = build_roles.load_head(final, head, roles.hidden_size)
+    stored, tokenizer = getattr(torch, dtype), load_tokenizer(trained, final.path)
+    for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
+        parameter.copy_(parameter.to(stored))
+    if out.resolve().parent != here.parent:
+        parents = {name: str((here / path).resolve()) for name, path in manifest.parents.items()}
+        manifest = replace(manifest, parents=parents)
+    stage = find_stage(manifest.stage)
+    write_model(
+        out, roles, head or POLICY, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
+        f"{manifest.stage}, merged", "prompts" if stage is None else stage.data, head=head,
+        license=license_of(final.path), run=final.path.parent if here.name == FINAL else None,
+        below=build_roles.fingerprint(final, "below"), dtype=stored,
+    )  # fmt: skip
+    print_line(f"merged, {dtype}: {out}")
 
 
 def serve_reward(arguments: Sequence[str]) -> None:
-    """Serve a reward model behind HTTP until Ctrl-C or SIGTERM.
+    """Serve a reward model over HTTP, for stage=ppo reward=http elsewhere, until Ctrl-C or SIGTERM.
+    It takes the extra serve: pip install 'lightning-rlhf[serve]'.
 
     Raises:
         ConfigError: an argument is wrong, or the libraries of the server are not installed.
         CheckpointError: there is no such model.
     """
-    given = parse_command(
-        "serve-reward", arguments,
-        {
-            "final": {"help": "final/ folder of stage=rm or sequence classifier, or the hub id of "
-                      "one"},
-            "overrides": {"nargs": "*", "default": [], "metavar": "reward.KEY=VALUE",
-                          "help": "as for reward=model, e.g. reward.batch_size=64 "
-                          "reward.chat_template=pair"},
-            "--host": {"default": "127.0.0.1", "help": "address to listen at (%(default)s); "
-                       "0.0.0.0 or :: lets other machines in"},
-            "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
-            "--token-env": {"metavar": "NAME", "help": "environment variable with a token, without "
-                            "which nobody gets scores; reward.token_env is its like in the run "
-                            "that asks"},
-        },
-        "Serve a reward model over HTTP, for stage=ppo reward=http elsewhere. It takes the extra "
-        "serve: pip install 'lightning-rlhf[serve]'.",
-        'POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and '
+    given = parse_command(serve_reward, arguments, {
+        "final": {"help": "final/ folder of stage=rm or sequence classifier, or a hub id of one"},
+        "overrides": {"nargs": "*", "default": [], "metavar": "reward.KEY=VALUE", "help": "as for "
+                      "reward=model, e.g. reward.batch_size=64 reward.chat_template=pair"},
+        "--host": {"default": "127.0.0.1", "help": "address to listen at (%(default)s); 0.0.0.0 or "
+                   ":: lets other machines in"},
+        "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
+        "--token-env": {"metavar": "NAME", "help": "environment variable with a token, without "
+                        "which nobody gets scores; reward.token_env in the run that asks"},
+    }, 'POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and '
         'answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The '
-        "traffic is not encrypted.",
-    )  # fmt: skip
+        "traffic is not encrypted.")  # fmt: skip
+    try:
+        from lightning_rlhf.rewards.server import RewardServer, listening_socket
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
+        ) from error
+    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
+    token = None if given.token_env is None else token_in(given.token_env, "--token-env")
     server = None
     # uvicorn raises the signal that ended it once more.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        server = reward_server(given)
-        token = f" reward.token_env={given.token_env}" if given.token_env else ""
-        url = f"'reward.url=\"{server.url}\"'"
-        print(f"reward server: use it with reward=http {url}{token}; Ctrl-C ends it", flush=True)
+        address = listening_socket(given.host, given.port)
+        quiet_libraries()
+        server = RewardServer(text_scorer(given.final, given.overrides), address, token=token)
+        key = f" reward.token_env={given.token_env}" if token else ""
+        use = f"reward=http 'reward.url=\"{server.url}\"'{key}"
+        print(f"reward server: use it with {use}; Ctrl-C ends it", flush=True)
         if server.is_open:
             who = "has the token" if token else "can reach the port: there is no --token-env"
             print(f"other machines reach {server.host} too: it answers whoever {who}", flush=True)
@@ -368,23 +313,6 @@ def serve_reward(arguments: Sequence[str]) -> None:
     if server is not None and server.is_scoring:
         os._exit(0)  # Python would wait for the thread, which may never return
 
-
-def reward_server(given: Namespace) -> RewardServer:
-    """Return the server of the command line, with its address bound and its model loaded."""
-    try:
-        from lightning_rlhf.rewards.server import RewardServer, listening_socket
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
-        ) from error
-    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
-    token = None if given.token_env is None else token_in(given.token_env, "--token-env")
-    address = listening_socket(given.host, given.port)
-    quiet_libraries()
-    return RewardServer(text_scorer(given.final, given.overrides), address, token=token)
-
-
-# A W&B workspace.
 
 SECTIONS: dict[str, tuple[Stage, Sequence[metrics.Phase]]] = {
     "Rollout": ("ppo", ["rollout"]),
@@ -404,20 +332,16 @@ SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 
 
 def dashboard(arguments: Sequence[str]) -> None:
-    """Build a W&B workspace with the metrics of the package, then save or print it."""
-    given = parse_command(
-        "dashboard", arguments,
-        {
-            "project": {"metavar": "ENTITY/PROJECT", "help": "where runs with logger=wandb are"},
-            "--name": {"default": "lightning-rlhf", "help": "name of the workspace"},
-            "--sweep": {"nargs": "+", "metavar": "KEY", "default": SWEPT, "help": "configuration "
-                        "keys on the parallel coordinates (ppo.kl_coef ppo.lr seed)"},
-            "--dry-run": {"action": "store_true", "help": "print the panels, save nothing"},
-        },
-        "Make a workspace in a W&B project: headline metrics, rollout, update, evaluation, time, "
-        "samples, reward against KL over runs, and parallel coordinates for sweeps. It takes the "
-        "extra dashboard: pip install 'lightning-rlhf[dashboard]'.",
-    )  # fmt: skip
+    """Make a workspace in a W&B project: headline metrics, rollout, update, evaluation, time,
+    samples, reward against KL over runs, and parallel coordinates for sweeps. It takes the extra
+    dashboard: pip install 'lightning-rlhf[dashboard]'."""
+    given = parse_command(dashboard, arguments, {
+        "project": {"metavar": "ENTITY/PROJECT", "help": "where runs with logger=wandb are"},
+        "--name": {"default": "lightning-rlhf", "help": "name of the workspace"},
+        "--sweep": {"nargs": "+", "metavar": "KEY", "default": SWEPT, "help": "configuration keys "
+                    "on the parallel coordinates (ppo.kl_coef ppo.lr seed)"},
+        "--dry-run": {"action": "store_true", "help": "print the panels, save nothing"},
+    })  # fmt: skip
     entity, _, project = given.project.partition("/")
     is_project = bool(entity and project) and "/" not in project
     require(is_project, "PROJECT", given.project, "ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT")

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 import lightning_rlhf
 from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
-from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
 from lightning_rlhf.cli.launch import IN_RECIPE, end_with, own_configs, run_processes
 from lightning_rlhf.cli.sweep import BASIC, IN_SWEEP, is_sweeper, mark_failed, run_job
@@ -37,6 +37,8 @@ from lightning_rlhf.core.errors import (
     RLHFError,
     StorageError,
 )
+from lightning_rlhf.core import errors
+from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
@@ -45,9 +47,19 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.console import print_error
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
+from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
+
+NEXT = {
+    "sft": ("rm", "preferences"),
+    "rm": ("ppo", "prompts"),
+    "ppo": ("eval_policy", "prompts"),
+}
+"""Stage -> the one that follows it, and the data that this one reads."""
+ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
+"""Keys of a command that are not those of the next one."""
 
 
 def main() -> None:
@@ -73,7 +85,8 @@ def main() -> None:
         if first in arguments.COMMANDS:
             # What the folders that it reads name is not run.
             with code_of_command(), full_disk_told():
-                pkgutil.resolve_name(f"lightning_rlhf.cli.{arguments.COMMANDS[first]}")(words[1:])
+                function = f"{arguments.COMMANDS[first]}:{first.replace('-', '_')}"
+                pkgutil.resolve_name(f"lightning_rlhf.cli.{function}")(words[1:])
             return
         register_resolvers()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
@@ -88,7 +101,7 @@ def main() -> None:
         with printed_safely(given):
             compose()
     except RLHFError as error:
-        print_error(arguments.without_secrets(str(error)))
+        console.print_error(arguments.without_secrets(str(error)))
         sys.exit(1)
     except Exception as error:
         if first in arguments.COMMANDS:
@@ -96,7 +109,7 @@ def main() -> None:
         if "debug=true" in words:
             text = arguments.without_secrets(traceback.format_exc(), words)
             print(visible(text), file=sys.stderr)
-        print_error(arguments.composition_error(error, given))
+        console.print_error(arguments.composition_error(error, given))
         sys.exit(1)
 
 
@@ -142,8 +155,8 @@ def compose(cfg: DictConfig) -> str | None:
     if in_sweep and is_free and not os.getenv("WANDB_RUN_GROUP"):
         logger.group = str(cfg.run)  # the jobs of a sweep are one group of W&B
     # The command prints how such a job ended; Ctrl-C is for the command, which passes it on.
-    is_apart = from_sweep and job.launcher._target_ != BASIC
-    if is_apart and not is_sweeper():
+    is_apart = from_sweep and job.launcher._target_ != sweep.BASIC
+    if is_apart and not sweep.is_sweeper():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     secrets = arguments.secrets_of(OmegaConf.to_container(cfg))
     with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
@@ -154,7 +167,7 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         if is_apart:
-            return run_job(cfg, overrides)
+            return launch.run_job(cfg, overrides)
         with full_disk_told():
             execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
@@ -163,15 +176,16 @@ def compose(cfg: DictConfig) -> str | None:
         sys.exit(128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT))
     except Exception as error:
         is_ours = isinstance(error, RLHFError)
-        if not is_ours or ("debug" in cfg and cfg.debug is True):
+        if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
         message = shown(str(error) if is_ours else f"{type(error).__name__}: {error}")
-        if is_ours and not is_apart and not isinstance(error, PrintedError):
-            is_cut_off = isinstance(error, RewardError | StorageError)
-            print_error("; ".join([message, *(how_to_go_on(cfg, in_sweep) if is_cut_off else [])]))
+        if is_ours and not is_apart and not isinstance(error, errors.PrintedError):
+            is_cut_off = isinstance(error, errors.RewardError | errors.StorageError)
+            advice = how_to_go_on(cfg, in_sweep) if is_cut_off else []
+            console.print_error("; ".join([message, *advice]))
         if in_sweep:
-            message = mark_failed(cfg, message)
+            message = sweep.mark_failed(cfg, message)
         if not from_sweep:
             sys.exit(1)
         return message
@@ -238,7 +252,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     # Without processes on the other machines, a stage that does not train computes in this one.
     is_startable = definition.trains or (definition.divides and trainer.num_nodes == 1)
     if trainer.processes > 1 and world().size == 1 and is_startable:
-        run_processes(settings, overrides)
+        launch.run_processes(settings, overrides)
     else:
         fit.fit(settings)
     is_alone = not in_sweep and IN_RECIPE not in os.environ
@@ -246,19 +260,9 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         print_line(f"next: {next_command(settings, overrides)}")
 
 
-NEXT = {
-    "sft": ("rm", "preferences"),
-    "rm": ("ppo", "prompts"),
-    "ppo": ("eval_policy", "prompts"),
-}
-"""Stage -> the one that follows it, and the data that this one reads."""
-ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
-"""Keys of a command that are not those of the next one."""
-
-
 def next_command(settings: Settings, overrides: Sequence[str]) -> str:
     """Return the command that goes on from a finished stage that hands over a model."""
-    words = ["chat", str(folder_of(settings) / FINAL)]
+    words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
     if settings.stage in NEXT:
         given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
         kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]

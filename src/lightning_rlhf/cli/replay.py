@@ -40,15 +40,12 @@ only with a critic."""
 
 
 def replay(arguments: Sequence[str]) -> None:
-    """Print responses of a recorded iteration of a run, and write them to a page in its folder.
+    """Show a recorded iteration of stage=ppo record=true token by token, here and in replay_N.html
+    in the run folder. It reads the file of the iteration alone.
 
     Raises DataError where it is not recorded or its file is damaged.
     """
-    given = parse_command(
-        "replay", arguments, OPTIONS, "Show a recorded iteration of stage=ppo record=true token by "
-        "token: here and in replay_N.html in the run folder. It reads the file of the iteration "
-        "alone.",
-    )  # fmt: skip
+    given = parse_command(replay, arguments, OPTIONS)
     check_value("--responses", given.responses, PositiveInt)
     folder, recorded = Path(given.run), recorded_iterations(Path(given.run))
     iteration = given.iteration or max(recorded, default=0)

@@ -21,15 +21,8 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.checkpoint import (
-    FROM_CONFIG,
-    Manifest,
-    Verdict,
-    is_folder,
-    json_object,
-    tokenizer_hash,
-    versions,
-)
+from lightning_rlhf.models import checkpoint
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Manifest, Verdict, is_folder
 from lightning_rlhf.models.config import REWARD, SFT
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import score_bias, with_padding
@@ -74,13 +67,13 @@ def hand_over(
             if path.is_relative_to(outputs) and here.is_relative_to(outputs) else str(path)
             for name, path in paths.items()
         },
-        tokenizer_hash=tokenizer_hash(run.tokenizer),
+        tokenizer_hash=checkpoint.tokenizer_hash(run.tokenizer),
         chat_template=str(run.tokenizer.chat_template),
         reward_mean=reward[0] if reward else None,
         reward_std=reward[1] if reward else None,
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - run.started},
         config=settings.tree,
-        versions=versions(),
+        versions=checkpoint.versions(),
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
         chosen={} if ending is None else asdict(ending),
     )  # fmt: skip
@@ -192,7 +185,7 @@ def license_of(*folders: Path | None) -> dict[str, Any]:
     Returns: the keys license, license_name and license_link that are there; {} without any.
     """
     for folder in filter(None, folders):
-        for read, name in ((metadata_load, "README.md"), (json_object, "config.json")):
+        for read, name in ((metadata_load, "README.md"), (checkpoint.json_object, "config.json")):
             stated: dict[str, Any] = {}
             with suppress(OSError, ValueError, yaml.YAMLError, RLHFError):
                 stated = read(folder / name) or {}
