@@ -18,9 +18,7 @@ from pathlib import Path
 
 from lightning_rlhf.callbacks.diagnosis import KEPT, RULES, History, Row
 from lightning_rlhf.callbacks.files import read_rows
-from lightning_rlhf.callbacks.rules import RULES, History, Row
 from lightning_rlhf.cli.commands import settings_of
-from lightning_rlhf.cli.export import settings_of
 from lightning_rlhf.core.config import PPOConfig
 
 OUT = Path(__file__).parent / "results" / "diagnosis_clean.md"

@@ -28,26 +28,20 @@ from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
-from lightning_rlhf.cli.launch import IN_RECIPE, end_with, own_configs, run_processes
-from lightning_rlhf.cli.sweep import BASIC, IN_SWEEP, is_sweeper, mark_failed, run_job
+from lightning_rlhf.cli.launch import IN_RECIPE, end_with, own_configs
+from lightning_rlhf.cli.sweep import IN_SWEEP
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.errors import (
     ConfigError,
-    PrintedError,
-    RewardError,
     RLHFError,
-    StorageError,
 )
-from lightning_rlhf.core import errors
-from lightning_rlhf.core.errors import ConfigError, RLHFError
 from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
-from lightning_rlhf.runs import console
-from lightning_rlhf.runs.console import print_error
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
 from lightning_rlhf.runs import console, folders
+from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
@@ -167,7 +161,7 @@ def compose(cfg: DictConfig) -> str | None:
 
     try:
         if is_apart:
-            return launch.run_job(cfg, overrides)
+            return sweep.run_job(cfg, overrides)
         with full_disk_told():
             execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:

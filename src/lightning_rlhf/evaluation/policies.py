@@ -38,9 +38,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
-from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, folder_of, read_config
 from lightning_rlhf.runs.parents import earlier

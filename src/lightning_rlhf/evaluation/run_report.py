@@ -19,14 +19,10 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import delete, json_lines, written_whole
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
-from lightning_rlhf.report.fitness_page import MIN_COUNT
 from lightning_rlhf.report.comparison import NUMBERS as EVALUATION
 from lightning_rlhf.report.comparison import SAMPLES as RESPONSES
 from lightning_rlhf.report.comparison import evaluation_tables
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.evaluation_page import NUMBERS as EVALUATION
-from lightning_rlhf.report.evaluation_page import SAMPLES as RESPONSES
-from lightning_rlhf.report.comparison import evaluation_tables
 from lightning_rlhf.report.fitness_page import MIN_COUNT, read_judgement
 from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.run_page import (

@@ -121,7 +121,7 @@ class Classifier:
 
 
 def load_classifier(config: ClassifierConfig, key: str, device: torch.device) -> Classifier:
-    """Return the reward model, frozen; all but its weights is checked before these are read.
+    """Return the reward model, frozen.
 
     key: configuration key of the model's section, for error messages.
 
@@ -131,16 +131,7 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
     """
     source, key_of_source = config.name_or_path, f"{key}.name_or_path"
     folder = local_folder(source, key_of_source, config.revision)
-    check_references(folder / "config.json")
-    with naming(str(folder), key_of_source):
-        own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-    label = check_label(own, config.label, folder, key)
-    limit = positions(own)
-    require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
-            f"{key}.max_tokens", config.max_tokens,
-            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
-    reader = load_reader(folder, config, key)
-    check_weights(folder)
+    own, label, reader = check_classifier(folder, config, key)
     stored = own.dtype or torch.float32
     kept = stored if config.dtype is None else getattr(torch, config.dtype)
     placed = {} if config.quantization == "none" else {"device_map": {"": device}}
@@ -151,6 +142,25 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
         model.to(device)
     model.eval().requires_grad_(False)
     return Classifier(model, reader, label=label, pair=config.chat_template == PAIR)
+
+
+def check_classifier(
+    folder: Path, config: ClassifierConfig, key: str
+) -> tuple[PretrainedConfig, int, PreTrainedTokenizerBase]:
+    """Return configuration, index of the reward and tokenizer of a model, without its weights.
+
+    Raises the errors of `load_classifier`.
+    """
+    check_references(folder / "config.json")
+    with naming(str(folder), f"{key}.name_or_path"):
+        own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+    label, limit = check_label(own, config.label, folder, key), positions(own)
+    require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
+            f"{key}.max_tokens", config.max_tokens,
+            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
+    reader = load_reader(folder, config, key)
+    check_weights(folder)
+    return own, label, reader
 
 
 def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:

@@ -12,8 +12,6 @@ from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
 
 from lightning_rlhf.callbacks.files import Kind, LoggerConfig, logger_config
-from lightning_rlhf.callbacks.logger_config import Kind
-from lightning_rlhf.callbacks.files import LoggerConfig, logger_config
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require

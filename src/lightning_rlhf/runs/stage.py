@@ -18,7 +18,6 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import LoggerConfig
-from lightning_rlhf.callbacks.files import LoggerConfig
 from lightning_rlhf.core import config as sections
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described

@@ -27,7 +27,6 @@ from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
 from lightning_rlhf.models.loading import empty_model, layers_of, recompute, scale_bytes
-from lightning_rlhf.models.loading import scale_bytes
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig

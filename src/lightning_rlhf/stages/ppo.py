@@ -83,7 +83,8 @@ class PPO(Stage):
             for split, some in (("train", rows.train), ("val", held_out))
         }
         data = StageData(
-            train=train.examples, val=val.examples * config.val_samples_per_prompt,
+            train=train.examples,
+            val=val.examples * config.val_samples_per_prompt,
             columns=[*prompts["train"], *prompts["val"]],
             collate=partial(collate_prompts, pad_id=chat.pad_token_id),
             val_batch_size=config.rollout_batch_size,
