@@ -102,30 +102,21 @@ class FakePPO(LightningModule):
         score = torch.tensor([2.0, -1.0]) + self.iteration
         return IterationResult(
             experience=make_experience(score=score, component_scores=self.parts()),
-            updates=make_updates(),
-            kl_coef=0.05,
-            padding=torch.tensor(0.25),
+            updates=make_updates(), kl_coef=0.05, padding=torch.tensor(0.25), group_size=2,
             seconds=IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5),
-            group_size=2,
-        )
+        )  # fmt: skip
 
     def validation_step(self, batch: Any, batch_idx: int) -> EvaluationResult:
+        trained = make_experience()
+        shared = {name: getattr(trained, name) for name in ("tokens", "mask", "response_mask")}
         rollout = Rollout(
-            tokens=torch.tensor([[9, 1, 2, 3], [8, 4, 0, 0]]),
-            mask=torch.tensor([[True, True, True, True], [True, True, False, False]]),
-            response_mask=torch.tensor([[True, True, True], [True, False, False]]),
-            ended=torch.tensor([True, False]),
-            logprobs=torch.tensor([[-1.0, -1.0, -1.0], [-2.0, 0.0, 0.0]]),
-            values=torch.zeros(2, 3),
+            **shared, ended=trained.ended, logprobs=trained.old_logprobs, values=torch.zeros(2, 3),
             index=torch.tensor([0, 1]),
-        )
+        )  # fmt: skip
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
-        decoded = DecodedResponses(
-            rollout=rollout,
-            rows=self.prompt_rows("val"),
-            responses=["t1 t2 t3", "t4"],
-        )
+        rows, texts = self.prompt_rows("val"), ["t1 t2 t3", "t4"]
+        decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts)
         scores = Scores(component_scores=self.parts(), score=score, ref_logprobs=ref)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
@@ -151,12 +142,8 @@ class FakeSFT(LightningModule):
         return {"loss": loss, RESULT: self.result(batch_idx)}
 
     def result(self, batch_idx: int) -> SFTStep:
-        return SFTStep(
-            loss=torch.tensor(float(batch_idx)),
-            tokens=torch.tensor(batch_idx + 1),
-            grad_norm=torch.tensor(0.25),
-            is_made=True,
-        )
+        loss, tokens = torch.tensor(float(batch_idx)), torch.tensor(batch_idx + 1)
+        return SFTStep(loss=loss, tokens=tokens, grad_norm=torch.tensor(0.25), is_made=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = torch.tensor(batch_idx + 1)
@@ -170,14 +157,9 @@ class FakeReward(FakeSFT):
     """One pair right, one tied; with a gradient norm as under manual optimization."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss = self.weight.sum() * 0.0
-        result = RewardStep(
-            **vars(self.validation_step(batch, batch_idx)),
-            loss=loss.detach(),
-            grad_norm=torch.tensor(0.25),
-            is_made=True,
-        )
-        return {"loss": loss, RESULT: result}
+        loss, pairs = self.weight.sum() * 0.0, vars(self.validation_step(batch, batch_idx))
+        facts = {"loss": loss.detach(), "grad_norm": torch.tensor(0.25), "is_made": True}
+        return {"loss": loss, RESULT: RewardStep(**pairs, **facts)}
 
     def validation_step(self, batch: Any, batch_idx: int) -> PairScores:
         return PairScores(chosen=torch.tensor([1.0, 0.0]), rejected=torch.tensor([-1.0, 0.0]))
@@ -203,26 +185,16 @@ def fit(tmp_path: Path) -> Fit:
     """Fit a fake module for `batches` batches; a batch is nothing but a number."""
 
     def run(
-        module: LightningModule,
-        callbacks: list[Callback],
-        loggers: list[Logger],
-        *,
-        batches: int,
-        ckpt_path: Path | None = None,
-        **options: Any,
-    ) -> Trainer:
+        module: LightningModule, callbacks: list[Callback], loggers: list[Logger], *, batches: int,
+        ckpt_path: Path | None = None, **options: Any,
+    ) -> Trainer:  # fmt: skip
         torch.manual_seed(0)
         defaults: dict[str, Any] = {"enable_progress_bar": False, "num_sanity_val_steps": 0}
         trainer = Trainer(
-            accelerator="cpu",
-            max_epochs=1,
-            logger=loggers,
-            callbacks=callbacks,
-            default_root_dir=tmp_path,
-            enable_checkpointing=False,
-            enable_model_summary=False,
+            accelerator="cpu", max_epochs=1, logger=loggers, callbacks=callbacks,
+            default_root_dir=tmp_path, enable_checkpointing=False, enable_model_summary=False,
             **{**defaults, **options},
-        )
+        )  # fmt: skip
         data = DataLoader(list(range(batches)))
         trainer.fit(module, data, DataLoader(list(range(2))), ckpt_path=ckpt_path)
         return trainer

@@ -129,15 +129,6 @@ def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_findings_name_the_keys_of_the_stage(fit: Fit) -> None:
-    config: Any = SimpleNamespace(kl_warning=50.0, lr=0.1, kl_coef=0.1)
-    diagnosis = Diagnosis(config, Path(), stage="mine", rules=[kl_exploding])
-    fit(Scored([OTHER], [99.0]), [PPOMetrics(), diagnosis], [], batches=1, limit_val_batches=0)
-    [found] = findings()
-    assert "kl_divergence > mine.kl_warning (99 nats" in found["symptom"]
-    assert "a smaller mine.lr, or a larger mine.kl_coef" in found["remedy"]
-
-
 def test_wandb_gets_an_alert_and_a_run_without_it_none(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,18 +81,6 @@ def test_a_resumed_run_continues_the_file_without_doubled_rows(fit: Fit, tmp_pat
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
 
 
-def test_sft_metrics_are_exact_over_the_batches_since_the_last_row(
-    fit: Fit, tmp_path: Path
-) -> None:
-    # Batch k has k + 1 tokens of loss k. Batches 0 and 1: (0 + 2) / 3; batches 2 and 3: 18 / 7.
-    # Validation: sums 0 and 2 over 1 and 2 tokens.
-    loggers = [MetricsFile(tmp_path)]
-    fit(FakeSFT(), [StepMetrics()], loggers, batches=4, log_every_n_steps=2, val_check_interval=2)
-    assert column(tmp_path, "update/loss") == pytest.approx({2: 2 / 3, 4: 18 / 7})
-    assert column(tmp_path, "eval/loss") == pytest.approx({2: 2 / 3, 4: 2 / 3})
-    assert column(tmp_path, "eval/perplexity")[4] == pytest.approx(math.exp(2 / 3))
-
-
 @pytest.mark.parametrize("cut", [None, 3, 4])
 def test_the_last_row_covers_as_many_steps_as_the_others(
     fit: Fit, tmp_path: Path, cut: int | None

@@ -15,15 +15,8 @@ from lightning_rlhf.runs.measured import (
 
 
 def sample(index: int, gold: float | None, kl: float = 0.0) -> dict[str, object]:
-    return {
-        "index": index,
-        "score": 0.0,
-        "kl": kl,
-        "tokens": 1,
-        "ended": True,
-        "parts": {"helpful": 2.0},
-        "judge": {"gold": gold},
-    }
+    numbers = {"score": 0.0, "kl": kl, "tokens": 1, "ended": True}
+    return {"index": index, **numbers, "parts": {"helpful": 2.0}, "judge": {"gold": gold}}
 
 
 def write(folder: Path, iteration: int, gold: list[float | None]) -> None:
@@ -80,13 +73,9 @@ def test_a_share_is_known_within_0_and_1_and_never_for_certain(tmp_path: Path) -
 def test_numbers_of_a_sample_go_by_the_names_of_their_metrics() -> None:
     samples = [sample(0, 1.0, kl=3.0), sample(1, 1.0, kl=5.0)]
     for name, values in {
-        "eval/reward_mean": [0.0, 0.0],
-        "eval/kl": [3.0, 5.0],
-        "eval/response_tokens": [1.0, 1.0],
-        "eval/ended": [1.0, 1.0],
-        "eval/reward/helpful": [2.0, 2.0],
-        "eval/judge/gold": [1.0, 1.0],
-    }.items():
+        "eval/reward_mean": [0.0, 0.0], "eval/kl": [3.0, 5.0], "eval/response_tokens": [1.0, 1.0],
+        "eval/ended": [1.0, 1.0], "eval/reward/helpful": [2.0, 2.0], "eval/judge/gold": [1.0, 1.0],
+    }.items():  # fmt: skip
         assert by_prompt(samples, name).tolist() == values
     assert np.isnan(by_prompt(samples, "eval/distinct_1")).all()
 

@@ -235,16 +235,13 @@ def outline_of(checkpoint: Mapping[str, Any]) -> str:
     import torch
 
     def described(tree: Any) -> Any:
-        if isinstance(tree, torch.Tensor):
-            return tuple(tree.shape), tree.dtype
         if isinstance(tree, dict):
-            return [(key, described(value)) for key, value in tree.items()]
+            return [(key, described(value)) for key, value in tree.items() if key != OUTLINE]
         if isinstance(tree, list | tuple):
             return [described(value) for value in tree]
-        return tree
+        return (tuple(tree.shape), tree.dtype) if isinstance(tree, torch.Tensor) else tree
 
-    rest = {key: value for key, value in checkpoint.items() if key != OUTLINE}
-    return hashlib.sha256(repr(described(rest)).encode()).hexdigest()
+    return hashlib.sha256(repr(described(checkpoint)).encode()).hexdigest()
 
 
 def read_rows(path: Path) -> dict[int, dict[str, float]]:
@@ -304,17 +301,15 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
         beside.write_text("".join(lines), encoding="utf-8")
 
 
-def read_samples(path: Path) -> list[tuple[str, int]]:
+def read_samples(path: Path) -> list[tuple[str, Any]]:
     """Return the lines of a file of samples, each with the iteration that drew it.
 
     Raises CheckpointError, with the line, where the file is damaged.
     """
-    found = []
-    for place, (line, sample) in enumerate(storage.json_lines(path), start=1):
-        iteration = sample.get("iteration")
+    found = [(line, sample.get("iteration")) for line, sample in storage.json_lines(path)]
+    for place, (_, iteration) in enumerate(found, start=1):
         if type(iteration) is not int or iteration < 0:
             raise storage.damaged_line(path, place, "it does not say its iteration")
-        found.append((line, iteration))
     return found
 
 

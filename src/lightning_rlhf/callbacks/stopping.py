@@ -14,7 +14,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
-from lightning_rlhf.core.errors import ConfigError, counted, require
+from lightning_rlhf.core.errors import counted, require
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
 
 AVERAGE = "averaged_weights"
@@ -27,11 +27,12 @@ class CheckMonitors(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         logged = trainer.callback_metrics
         for callback in trainer.early_stopping_callbacks:
-            if callback is not None and callback.strict and callback.monitor not in logged:
-                raise ConfigError(
-                    f"the metric that {type(callback).__name__} monitors is {callback.monitor!r}, "
-                    f"which was not logged; allowed: {', '.join(sorted(logged)) or 'none'}"
+            if callback is not None and callback.strict:
+                key, allowed = (
+                    f"the monitor of {type(callback).__name__}",
+                    ", ".join(sorted(logged)),
                 )
+                require(callback.monitor in logged, key, callback.monitor, allowed or "none")
 
 
 class EarlyStop(Callback):
