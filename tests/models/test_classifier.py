@@ -6,7 +6,6 @@ written here word for word.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -159,22 +158,6 @@ def test_one_of_several_outputs(checkpoint: Callable[..., str]) -> None:
     found = load(folder, label="LABEL_2")
     assert found.label == 2
     torch.testing.assert_close(scores(found), expected(folder, TEXTS, 2), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("says", [True, False])
-def test_without_a_dtype_it_is_kept_as_it_is_stored(
-    checkpoint: Callable[..., str], says: bool
-) -> None:
-    """A configuration that does not say how leaves transformers' old rule: float32."""
-    folder, stored = checkpoint(), torch.bfloat16
-    LlamaForSequenceClassification.from_pretrained(folder, dtype=stored).save_pretrained(folder)
-    file = Path(folder) / "config.json"
-    config = json.loads(file.read_text())
-    assert config["dtype"] == str(stored).removeprefix("torch.")
-    if not says:
-        del config["dtype"]
-    file.write_text(json.dumps(config))
-    assert load(folder, dtype=None).model.dtype == (stored if says else torch.float32)
 
 
 def test_packed_weights_rank_texts_alike(checkpoint: Callable[..., str]) -> None:

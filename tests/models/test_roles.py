@@ -29,7 +29,6 @@ from lightning_rlhf.models.roles import Roles, trainable_names
 
 from .conftest import build_model
 
-LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 MASK = torch.ones(3, 9, dtype=torch.bool)
 Train = Callable[[Roles, str, int], None]
 

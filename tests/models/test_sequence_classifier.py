@@ -146,7 +146,7 @@ def test_a_model_without_a_classifier_in_transformers_stays_a_language_model(
     tmp_path: Any, make_model: Any, make_manifest: Any, make_config: Any,
     tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("lightning_rlhf.models.heads.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
+    monkeypatch.setattr("transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
     own = Roles(make_model("llama"), "plain")
     own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)

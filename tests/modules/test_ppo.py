@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.records import DecodedResponses, UpdateStats
-from lightning_rlhf.core.results import IterationSeconds
 from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
@@ -119,19 +117,6 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     shapes.clear()
     within_fit(module, lambda: update(module, experience))
     assert shapes == [shape for pair in pairs for shape in (pair, pair)]  # policy and critic
-
-
-def test_time_between_iterations_counts_once(
-    make_ppo: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A clock that ticks once at each look: every part takes one tick, the rest too."""
-    module, outputs, ticks = make_ppo(), Outputs(), itertools.count()
-    monkeypatch.setattr(
-        "lightning_rlhf.modules.ppo.time", SimpleNamespace(perf_counter=lambda: float(next(ticks)))
-    )
-    fit(module, [prompts(seed=seed) for seed in range(3)], [outputs])
-    expected = IterationSeconds(rollout=1.0, score=1.0, update=1.0, other=1.0)
-    assert [step.seconds for step in outputs.steps] == [expected] * 3
 
 
 def test_a_trainer_of_more_processes_than_the_modules_replicas_is_refused(make_ppo: Make) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -196,17 +194,3 @@ def test_draws_depend_on_seed_and_step_alone() -> None:
     assert not torch.equal(first[0], first[1])
     assert not torch.equal(first[1], first[2])
     assert not torch.equal(first[0], drawn(seed=6, steps=1)[0])
-
-
-def test_draws_are_poisson_of_rate_1() -> None:
-    (found,) = drawn(seed=0, steps=1, pairs=20_000)
-    assert found.shape == (20_000, 3)
-    assert torch.equal(found, found.round())
-    # Mean and variance are 1, and 1/e of the pairs are not drawn: 5 standard errors of 20,000.
-    close(found.mean(dim=0), torch.ones(3), rtol=0, atol=5 / math.sqrt(20_000))
-    close(found.var(dim=0), torch.ones(3), rtol=0, atol=5 * math.sqrt(3 / 20_000))
-    share = (found == 0).float().mean(dim=0)
-    close(share, torch.full((3,), math.exp(-1)), rtol=0, atol=5 * 0.483 / math.sqrt(20_000))
-    # Heads draw each for itself: the correlation of two is 0 within 5 / sqrt(n).
-    correlation = torch.corrcoef(found.T)
-    assert (correlation - torch.eye(3)).abs().max() < 5 / math.sqrt(20_000)

@@ -64,17 +64,6 @@ def test_a_request_holds_messages_responses_and_columns(script: Script) -> None:
     assert server.headers[0]["content-type"] == "application/json"
 
 
-def test_secrets_are_sent(script: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
-    server = script(lengths)
-    decoded = make_replies(*TEXTS)
-    make_reward(server.url + "?key=word", token_env="JUDGE_TOKEN")(decoded)
-    make_reward(server.url.replace("//", "//me:word@"))(decoded)
-    assert server.paths == ["/score?key=word", "/score"]
-    sent = [headers["authorization"] for headers in server.headers]
-    assert sent == ["Bearer s3cret", "Basic bWU6d29yZA=="]
-
-
 @pytest.mark.parametrize(("batch_size", "requests"), [(1, [1, 1, 1, 1]), (3, [3, 1])])
 def test_the_batch_size_changes_no_score(
     script: Script, batch_size: int, requests: list[int]
@@ -136,15 +125,6 @@ def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) ->
     make_reward(server.url, backoff_s=0.5, warn=told.append)(make_replies(("p", "r")))
     assert naps == [7, 7, 2]
     assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
-
-
-@pytest.mark.parametrize("later", ["soon", "9" * 5000])
-def test_a_wait_that_cannot_be_read_is_no_wait(
-    script: Script, naps: list[float], later: str
-) -> None:
-    server = script(*[(429, {"retry-after": later}, b"")] * 2, scores(3))
-    assert make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r"))) == [3]
-    assert naps == [0, 1]
 
 
 def test_a_server_that_was_started_again_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

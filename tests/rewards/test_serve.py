@@ -203,31 +203,12 @@ def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
         listening_socket("127.0.0.1", 99999)
 
 
-@pytest.mark.parametrize(
-    ("host", "shown", "is_open"),
-    [
-        ("127.0.0.1", "127.0.0.1", False),
-        ("0.0.0.0", "0.0.0.0", True),
-        ("::1", "[::1]", False),
-        ("::", "[::]", True),
-    ],
-)
-def test_the_address_is_known(scorer: Scorer, host: str, shown: str, is_open: bool) -> None:
-    if ":" in host and not has_ipv6():
-        pytest.skip("this machine has no IPv6")
+@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_the_address_is_known(scorer: Scorer, host: str, is_open: bool) -> None:
     with listening_socket(host, 0) as address:
         server = RewardServer(scorer, address)
-        assert server.url == f"http://{shown}:{server.port}/score"
+        assert server.url == f"http://{host}:{server.port}/score"
         assert server.is_open == is_open
-
-
-def has_ipv6() -> bool:
-    try:
-        with socket.socket(socket.AF_INET6) as probe:
-            probe.bind(("::1", 0))
-    except OSError:
-        return False
-    return True
 
 
 PROGRAM = """

@@ -65,24 +65,6 @@ def test_the_order_is_that_of_the_replies_whatever_is_read_at_once() -> None:
         assert not letters.had_gradients
 
 
-def test_the_mean_becomes_zero_and_a_standard_deviation_one() -> None:
-    # (306 - 174) / 8 = 16.5, 33 / 8 = 4.125, 98 / 8 = 12.25, 0, 66 / 8 = 8.25
-    found = reward(Letters(), mean=174, std=8)(REPLIES)
-    assert found.tolist() == [16.5, 4.125, 12.25, 0.0, 8.25]
-
-
-def test_heads_that_disagree_cost_their_deviation() -> None:
-    # Heads n and 3n have the mean 2n and the deviation n: (2n - 100 - 0.5 n) / 2, n as in SUMS.
-    class Two(Letters):
-        def read(self, features: Sequence[Features]) -> Tensor:
-            return super().read(features) * torch.tensor([1, 3])
-
-    sums = [4, 2, 6, 1, 5]
-    digits = make_replies(*(("", chr(n)) for n in sums))
-    found = reward(Two(), mean=100, std=2, uncertainty_coef=0.5)(digits)
-    assert found.tolist() == [(1.5 * (n + ord(">")) - 100) / 2 for n in sums]
-
-
 def test_a_long_dialogue_loses_its_beginning_and_that_is_said_once() -> None:
     letters = Letters()
     model = reward(letters, max_tokens=5, batch_size=MicrobatchSize("k", 3))

@@ -20,20 +20,8 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.masking import upload
-from lightning_rlhf.kernels.layers import (
-    FAST_SDPA,
-    LIBRARY,
-    LINEAR,
-    ROWS,
-    FastLayer,
-    OneDNNLinear,
-    apply_rotary,
-    fast_sdpa,
-    is_gated,
-    own_class,
-    rounded_up,
-    signed_sin,
-)  # fmt: skip
+from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels.layers import ROWS, FastLayer, OneDNNLinear, own_class, rounded_up
 from lightning_rlhf.kernels.lora import is_plain_lora
 
 TRUNKS = {
@@ -54,7 +42,7 @@ COLUMNS = 16  # multiple to which rows are lengthened with few_shapes
 def family(model: PreTrainedModel) -> str | None:
     """Return the family of a model, None where the fast layers do not support it."""
     trunk = own_class(model.base_model)
-    return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(LIBRARY) else None
+    return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(layers.LIBRARY) else None
 
 
 class PackedDecoderLayer(FastLayer, nn.Module):
@@ -112,7 +100,7 @@ def _is_plain(layer: Any) -> bool:
     """Return whether `_attend` computes what the layer does."""
     return (
         own_class(layer).__name__ in ATTENTION
-        and layer.config._attn_implementation == FAST_SDPA
+        and layer.config._attn_implementation == layers.FAST_SDPA
         and not (layer.training and layer.attention_dropout)
     )
 
@@ -130,19 +118,19 @@ def _attend(
     asking = gather_rows(x, packing.wanted_real) if is_last else x
     query, key, value = layer.q_proj(asking), layer.k_proj(x), layer.v_proj(x)
     gate = None
-    if is_gated(layer):
+    if layers.is_gated(layer):
         query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    query = apply_rotary(query, *packing.rotary_tables(*position_embeddings, last=is_last))
-    key = apply_rotary(key, *packing.rotary_tables(*position_embeddings))
+    query = layers.apply_rotary(query, *packing.rotary_tables(*position_embeddings, last=is_last))
+    key = layers.apply_rotary(key, *packing.rotary_tables(*position_embeddings))
     query = packing.pad(query.flatten(1), last=is_last)
     key, value = packing.pad(key.flatten(1)), packing.pad(value)
     query, key, value = (
         heads.view(rows, columns, -1, size).transpose(1, 2) for heads in (query, key, value)
     )
-    mixed, _ = fast_sdpa(layer, query, key, value, None, scaling=layer.scaling)
+    mixed, _ = layers.fast_sdpa(layer, query, key, value, None, scaling=layer.scaling)
     mixed = packing.pack(mixed.reshape(rows * columns, -1), last=is_last)
     return layer.o_proj(mixed if gate is None else mixed * gate.flatten(1).sigmoid())
 
@@ -178,7 +166,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 def _can_merge(layer: LoRALinear) -> bool:
     base = layer.base_layer
     return (
-        own_class(base) in LINEAR
+        own_class(base) in layers.LINEAR
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
         and is_plain_lora(layer)
@@ -264,7 +252,7 @@ class Packing:
         if last not in self._rotary:
             self._rotary[last] = tuple(  # type: ignore[assignment]
                 self.pack(table.repeat(self.rows, 1), last=last)[:, None]
-                for table in (cos[0], signed_sin(sin[0]))
+                for table in (cos[0], layers.signed_sin(sin[0]))
             )
         return self._rotary[last]
 

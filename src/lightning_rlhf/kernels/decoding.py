@@ -20,17 +20,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lightning_rlhf.core.errors import first_line
+from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
-from lightning_rlhf.kernels.layers import (
-    LINEAR,
-    apply_rotary,
-    computing_dtype,
-    is_gated,
-    is_zero_centred,
-    own_class,
-    signed_sin,
-    weight_and_eps,
-)  # fmt: skip
+from lightning_rlhf.kernels.layers import computing_dtype, own_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear, JointLinear, is_plain_lora
 from lightning_rlhf.kernels.patch import rounding, same_logits
 
@@ -65,7 +57,7 @@ class _Attention:
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size, self.scale = layer.head_dim, layer.scaling
-        self.gated = is_gated(layer)
+        self.gated = layers.is_gated(layer)
         self.joint = JointLinear(layer.q_proj, layer.k_proj, layer.v_proj, dtype=dtype)
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv
@@ -89,7 +81,9 @@ class _Attention:
             gate = both[:, :, 1].reshape(rows, -1)
             heads = torch.cat([both[:, :, 0], heads[:, 2 * q :]], dim=1)
         qk = heads[:, : q + kv].to(tables[0].dtype)
-        qk = apply_rotary(qk if self.norm is None else self.norm(qk), *tables).to(heads.dtype)
+        qk = layers.apply_rotary(qk if self.norm is None else self.norm(qk), *tables).to(
+            heads.dtype
+        )
         keys, values = self.cache.update(qk[:, q:, None], heads[:, q + kv :, None])
         queries = qk[:, :q].view(rows, kv, -1, self.size)
         mixed = _attended(queries, keys, values, bias, self.scale).reshape(rows, -1)
@@ -164,9 +158,9 @@ class Norm:
     @classmethod
     def of(cls, *norms: Any) -> Norm:
         """Return the norm for one norm of the model, or for one norm per head."""
-        weights, eps = zip(*map(weight_and_eps, norms), strict=True)
+        weights, eps = zip(*map(layers.weight_and_eps, norms), strict=True)
         weight = weights[0] if len(norms) == 1 else torch.stack(weights)
-        centred = is_zero_centred(norms[0])
+        centred = layers.is_zero_centred(norms[0])
         return cls(weight if centred else weight.to(norms[0].weight.dtype), eps[0])
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
@@ -231,7 +225,7 @@ class DecodeStep:
         with torch.autocast(tokens.device.type, enabled=False):
             hidden = self.embed(tokens.squeeze(1))
             cos, sin = self.rotary(hidden, positions)
-            tables = cos, signed_sin(sin)
+            tables = cos, layers.signed_sin(sin)
             bias = torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
             for layer in self.layers:
                 hidden = layer(hidden, tables, bias[:, None, None])
@@ -303,6 +297,6 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
 def _is_known(layer: nn.Module) -> bool:
     """Return whether the layer is linear with nothing added to it but its adapters."""
     if own_class(layer) is not FusedLoRALinear:
-        return own_class(layer) in LINEAR
+        return own_class(layer) in layers.LINEAR
     assert isinstance(layer, FusedLoRALinear)
-    return own_class(layer.base_layer) in LINEAR and is_plain_lora(layer)
+    return own_class(layer.base_layer) in layers.LINEAR and is_plain_lora(layer)

@@ -124,8 +124,6 @@ def attach_reward(
     """Add the reward model of `final` as `role` to the shared base, or load it with its own base.
 
     Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
-
-    Raises CheckpointError for another tokenizer or, of an adapter, another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -342,10 +340,7 @@ def whole_weights(
 
 
 def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
-    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
-
-    Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
-    """
+    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen."""
     file = final.path / ROLES / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")

@@ -5,17 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.config import PAIR, ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError, require
@@ -124,10 +118,6 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
     """Return the reward model, frozen.
 
     key: configuration key of the model's section, for error messages.
-
-    Raises:
-        CheckpointError, HubError: the model cannot be loaded, or lacks the weights of its head.
-        ConfigError: an option does not fit the model.
     """
     source, key_of_source = config.name_or_path, f"{key}.name_or_path"
     folder = local_folder(source, key_of_source, config.revision)
@@ -136,7 +126,13 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
     kept = stored if config.dtype is None else getattr(torch, config.dtype)
     placed = {} if config.quantization == "none" else {"device_map": {"": device}}
     model = read_weights(
-        AutoModelForSequenceClassification, folder, config, kept, source, key_of_source, **placed
+        transformers.AutoModelForSequenceClassification,
+        folder,
+        config,
+        kept,
+        source,
+        key_of_source,
+        **placed,
     )
     if not placed:
         model.to(device)
@@ -153,7 +149,9 @@ def check_classifier(
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
-        own = AutoConfig.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
+        own = transformers.AutoConfig.from_pretrained(
+            folder, trust_remote_code=config.trust_remote_code
+        )
     label, limit = check_label(own, config.label, folder, key), positions(own)
     require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
             f"{key}.max_tokens", config.max_tokens,
@@ -167,9 +165,6 @@ def check_label(config: PretrainedConfig, label: int | str | None, folder: Path,
     """Return the index of the output that is the reward.
 
     label: index or name of the output; None where the model has a single one.
-
-    Raises CheckpointError where the model is no sequence classifier, ConfigError where `label` is
-    no output of it, or is None and the model has several.
     """
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
@@ -195,14 +190,13 @@ def positions(config: PretrainedConfig) -> int | None:
 
 
 def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the reward model in `folder`, with the configured chat template.
-
-    Raises ConfigError where there is no chat template to use.
-    """
+    """Return the tokenizer of the reward model in `folder`, with the configured chat template."""
     source, template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):
-        tokenizer = AutoTokenizer.from_pretrained(there, trust_remote_code=config.trust_remote_code)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            there, trust_remote_code=config.trust_remote_code
+        )
     if template not in (None, PAIR):
         file = Path(str(template)).expanduser()
         require(file.is_file(), f"{key}.chat_template", template,

@@ -11,17 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float
 from peft import LoraConfig
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.models.checkpoint import json_object
 
@@ -82,10 +76,10 @@ def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | No
 
     None where transformers has no such classifier, or one with an output layer of another form.
     """
-    if type(config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         return None
     with torch.device("meta"):
-        empty = AutoModelForSequenceClassification.from_config(config)
+        empty = transformers.AutoModelForSequenceClassification.from_config(config)
     if not isinstance(getattr(empty, SCORE, None), nn.Linear):
         return None
     trunk = type(causal_lm.base_model)
@@ -117,7 +111,7 @@ def classifier_adapter(
     config_file = Path(causal_lm.name_or_path) / "config.json"
     stored: PretrainedConfig = causal_lm.config  # the folder's may be that of a larger model
     if config_file.is_file() and json_object(config_file).get("model_type") != stored.model_type:
-        stored = AutoConfig.from_pretrained(config_file.parent)
+        stored = transformers.AutoConfig.from_pretrained(config_file.parent)
     name = trunk_name(stored, causal_lm)
     if name is None:
         return None
@@ -153,7 +147,9 @@ def save_classifier(
         folder, state_dict={**causal_lm.state_dict(), f"{SCORE}.weight": weight}
     )
     (folder / "generation_config.json").unlink(missing_ok=True)
-    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__]
+    config.architectures = [
+        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__
+    ]
     config.num_labels = 1
     setattr(config, OWN_PAD, config.pad_token_id)
     config.pad_token_id = pad_token_id

@@ -11,20 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from jaxtyping import Float, Int8
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    BitsAndBytesConfig,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lightning_rlhf.core.config import ClassifierConfig, Quantization
@@ -85,17 +78,14 @@ def checkpoint_layers(model: PreTrainedModel, current_role: Callable[[], RoleCon
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `checkpoint` (an earlier stage), or the preset's where it has none.
-
-    Raises CheckpointError or HubError where there is none, or it cannot be loaded.
-    """
+    """Return the tokenizer of `checkpoint` (an earlier stage); where it has none, the preset's."""
     if checkpoint is not None and not (checkpoint / "tokenizer_config.json").is_file():
         checkpoint = None
     source = str(checkpoint or config.tokenizer or config.name_or_path)
     key = "model.tokenizer" if config.tokenizer else "model.name_or_path"
     folder = local_folder(source, key, None if checkpoint or config.tokenizer else config.revision)
     with naming(source, key):
-        tokenizer = AutoTokenizer.from_pretrained(
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
@@ -114,8 +104,6 @@ def load_causal_lm(
     trainable: True for full fine-tuning, which uses fp32 weights independent of `model.dtype`,
         because bf16 weights round small updates away.
     seed: seed of random weights, for models described by `model.from_config`.
-
-    Raises ConfigError, CheckpointError or HubError.
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
     if trainable and config.dtype != "float32":
@@ -136,7 +124,7 @@ def load_causal_lm(
         folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
         check_weights(folder)
         key = "model.name_or_path"
-        model = read_weights(AutoModelForCausalLM, folder, config, dtype, source, key)
+        model = read_weights(transformers.AutoModelForCausalLM, folder, config, dtype, source, key)
         restore_padding(model)
     if config.gradient_checkpointing:
         recompute(model)
@@ -147,20 +135,18 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     """Return the language model on torch's device `meta`, which has shapes and no memory.
 
     Of a model on the hub the configuration alone is downloaded.
-
-    Raises ConfigError, CheckpointError or HubError.
     """
     if config.from_config is not None:
         with naming_sizes(), torch.device("meta"):
             described = described_sizes(config.from_config)
-            return AutoModelForCausalLM.from_config(described)  # type: ignore[no-any-return]
+            return transformers.AutoModelForCausalLM.from_config(described)  # type: ignore[no-any-return]
     source, key = str(config.name_or_path), "model.name_or_path"
     folder = local_folder(source, key, config.revision, DESCRIPTION)
     check_references(folder / "config.json")
     trusts = {"trust_remote_code": config.trust_remote_code}
     with naming(source, key), torch.device("meta"):
-        described = AutoConfig.from_pretrained(folder, **trusts)
-        return AutoModelForCausalLM.from_config(described, **trusts)  # type: ignore[no-any-return]
+        described = transformers.AutoConfig.from_pretrained(folder, **trusts)
+        return transformers.AutoModelForCausalLM.from_config(described, **trusts)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -177,7 +163,7 @@ def described_sizes(from_config: Mapping[str, Any]) -> PretrainedConfig:
     """Return the configuration of random weights. Raises ValueError for too many layers."""
     for key, value, allowed in config_faults(from_config):
         raise ValueError(f"{key} is {value!r}{allowed}")
-    return AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
+    return transformers.AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
 
 
 def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -197,7 +183,7 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
                 f"this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
             )
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
+        model = transformers.AutoModelForCausalLM.from_config(
             described_sizes(config.from_config),
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
@@ -220,8 +206,6 @@ def read_weights(
 
     source, key: hub id or folder as configured, and its configuration key, for error messages.
     more: further arguments of `from_pretrained`.
-
-    Raises CheckpointError where weights are missing.
     """
     with naming(source, key):
         model, info = auto.from_pretrained(
@@ -246,12 +230,10 @@ def read_weights(
 
 def quantization_config(
     quantization: Quantization, dtype: torch.dtype
-) -> BitsAndBytesConfig | None:
+) -> transformers.BitsAndBytesConfig | None:
     """Return the settings of bitsandbytes for int8 or nf4 weights (QLoRA); None without.
 
     dtype: data type in which nf4 layers compute.
-
-    Raises ConfigError where bitsandbytes cannot be imported.
     """
     if quantization == "none":
         return None
@@ -263,8 +245,8 @@ def quantization_config(
             f"({first_line(error)}); allowed: none, or install bitsandbytes"
         ) from error
     if quantization == "int8":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
     )
 

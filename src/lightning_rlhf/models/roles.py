@@ -11,6 +11,7 @@ One copy of the base weights serves all roles, and the reference is the SFT mode
 whether the SFT adapter was merged or is a separate adapter.
 """
 
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,13 +34,7 @@ from transformers.pytorch_utils import Conv1D
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, picker
-from lightning_rlhf.kernels.decoder import (
-    COLUMNS,
-    Packing,
-    family,
-    merged_adapters,
-    rotates_by_length,
-)
+from lightning_rlhf.kernels import decoder
 from lightning_rlhf.kernels.layers import ROWS, compiles_by_shape, computing_dtype
 from lightning_rlhf.kernels.lora import FusedLoRALinear, can_be_packed
 from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits, use_kernels
@@ -218,9 +213,11 @@ class Roles(nn.Module):
             return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = self.row_multiple > 1
-        if few_shapes and not rotates_by_length(self.causal_lm):
-            tokens, wanted = (F.pad(x, (0, -x.shape[1] % COLUMNS)) for x in (tokens, wanted))
-        packing = Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
+        if few_shapes and not decoder.rotates_by_length(self.causal_lm):
+            tokens, wanted = (
+                F.pad(x, (0, -x.shape[1] % decoder.COLUMNS)) for x in (tokens, wanted)
+            )
+        packing = decoder.Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
         hidden = trunk(
             input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
         ).last_hidden_state
@@ -233,7 +230,7 @@ class Roles(nn.Module):
         whether several sequences share a row. Some trunks take a mask for each kind of layer.
         """
         kinds = set(getattr(self.causal_lm.config, "layer_types", None) or [])
-        takes_masks = family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
+        takes_masks = decoder.family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
         return dict.fromkeys(kinds) if self.device.type != "cpu" and takes_masks and kinds else None
 
     @property
@@ -253,8 +250,6 @@ class Roles(nn.Module):
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
         Its initial weights depend on (seed, role) alone.
-
-        Raises CheckpointError where PEFT finds no module to adapt.
         """
         targets = settings.target_modules
         config = LoraConfig(
@@ -272,7 +267,7 @@ class Roles(nn.Module):
                     self.model.add_adapter(role, config)
                 else:
                     self.model = PeftModel(self.model, config, adapter_name=role)
-        except ValueError as error:
+        except (ValueError, re.error) as error:
             raise CheckpointError(
                 f"model.lora.target_modules={targets}: {first_line(error)}"
             ) from error
@@ -328,10 +323,7 @@ class Roles(nn.Module):
                 yield parameter
 
     def set_role(self, role: str) -> None:
-        """Activate the adapters of `role`; trainable parameters stay trainable.
-
-        Raises RuntimeError inside `merged`.
-        """
+        """Activate the adapters of `role`; trainable parameters stay trainable."""
         if self._merged:
             raise RuntimeError(f"{role} cannot be activated while {self.role} is merged")
         self.role = role
@@ -366,7 +358,7 @@ class Roles(nn.Module):
         """
         before, self._merged = self._merged, True
         try:
-            with merged_adapters(self.model) if self.copies_weights else nullcontext():
+            with decoder.merged_adapters(self.model) if self.copies_weights else nullcontext():
                 yield
         finally:
             self._merged = before

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_rlhf.core import errors, losses
+from lightning_rlhf.core import errors, losses, records
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
@@ -20,17 +20,7 @@ from lightning_rlhf.core.kl import next_kl_coef
 from lightning_rlhf.core.losses import PolicyOutputs, sum_terms
 from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import (
-    Experience,
-    PPOTerms,
-    Prompts,
-    Rollout,
-    Scores,
-    UpdateStats,
-    known_mask,
-    row_lengths,
-    with_lengths,
-)
+from lightning_rlhf.core.records import Experience, PPOTerms, Prompts, Rollout, Scores, UpdateStats
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
 from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
 from lightning_rlhf.data.chat import ChatFormat
@@ -187,7 +177,7 @@ class PPOModule(L.LightningModule):
         """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
         config = self.config
         parts = minibatches(
-            with_lengths(experience), ppo_epochs=config.ppo_epochs,
+            records.with_lengths(experience), ppo_epochs=config.ppo_epochs,
             minibatch_size=config.minibatch_size, generator=generator,
         )  # fmt: skip
         for self.update_number, minibatch in enumerate(parts):
@@ -247,7 +237,7 @@ class PPOModule(L.LightningModule):
         """
         config, size, rows = self.config, self.guard.microbatch.rows, self.replicas.rows
         policy_learns = self.iteration >= config.critic_warmup
-        minibatch = minibatch.select(row_lengths(minibatch)[:, 0].argsort(stable=True))
+        minibatch = minibatch.select(records.row_lengths(minibatch)[:, 0].argsort(stable=True))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
         weights = losses.token_weights(
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
@@ -316,7 +306,7 @@ class PPOModule(L.LightningModule):
 
         A subclass returns another here, such as one whose ratio is that of the whole response.
         """
-        pick, config = picker(known_mask(batch)), self.config
+        pick, config = picker(records.known_mask(batch)), self.config
         return losses.policy_loss(
             policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
             clip_range=config.clip_range, clip_range_high=config.clip_range_high,
@@ -324,10 +314,7 @@ class PPOModule(L.LightningModule):
         )  # fmt: skip
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
-        """Add the gradient of the terms' loss; return them without a graph.
-
-        Raises ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
-        """
+        """Add the gradient of the terms' loss; return them without a graph."""
         loss = getattr(terms, "loss", None)
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise ConfigError(

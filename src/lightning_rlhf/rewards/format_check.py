@@ -49,10 +49,7 @@ def write_pairs(folder: Path, pairs: Sequence[KnownPair]) -> None:
 
 
 def read_pairs(folder: Path) -> list[KnownPair]:
-    """Return the pairs in `folder`, or none without a file.
-
-    Raises CheckpointError if the file is damaged.
-    """
+    """Return the pairs in `folder`, or none without a file."""
     file = folder / PAIRS
     if not file.is_file():
         return []

@@ -182,10 +182,7 @@ class FunctionReward:
                 )
 
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
-        """Return the same reward for data in which all or some rows have these columns.
-
-        Raises ConfigError where the function requires what is neither a column nor an argument.
-        """
+        """Return the same reward for data in which all or some rows have these columns."""
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:
             self._signature.bind((), (), **dict.fromkeys([*taken, *self.arguments]))

@@ -58,10 +58,7 @@ class Reward:
 
 
 def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, " B"]:
-    """Return the numbers that a component gave, in fp32 on the device of the responses.
-
-    Raises RewardError unless they are one finite number for each response.
-    """
+    """Return the numbers that a component gave, in fp32 on the device of the responses."""
     numbers = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
     if not isinstance(numbers, list | tuple) or len(numbers) != len(decoded):
         given = f"{quoted(numbers)} for {counted(len(decoded), 'response')}"

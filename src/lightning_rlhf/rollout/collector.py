@@ -36,8 +36,6 @@ def build_sampler(
     """Return the sampler of that name; a user's is wrapped in a `CheckedSampler`.
 
     key: configuration key that holds the name, for the errors.
-
-    Raises: ConfigError where it does not fit the model, or does not name a sampler.
     """
     if name == "native":
         require(roles.caches, key, name,
@@ -60,10 +58,7 @@ def build_sampler(
 
 
 def load_sampler(name: str, key: str = KEY) -> Any:
-    """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
-
-    Raises: ConfigError where it does not name a class with the members of `Sampler`.
-    """
+    """Return the class that `path/to/file.py:Class` or `package.module:Class` names."""
     found = load_class(name, key)
     missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
     if missing:

@@ -8,15 +8,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
+from transformers import StoppingCriteria
 
 from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
 from lightning_rlhf.core.records import Prompts, SampledResponses
@@ -84,8 +79,6 @@ class Sampler(Protocol):
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
             right-padded to the longest of all.
-
-        Raises: LogitsError where there is no distribution to draw from.
         """
         ...
 
@@ -122,7 +115,7 @@ class HFSampler:
         with torch.random.fork_rng(devices, device_type=roles.device.type):
             torch.manual_seed(self.draw(len(prompts), generator))
             # The model's own settings would fill in those that are not set here.
-            model.generation_config = GenerationConfig(
+            model.generation_config = transformers.GenerationConfig(
                 do_sample=True,
                 temperature=float(params.temperature),
                 top_k=0,
@@ -135,8 +128,8 @@ class HFSampler:
                 tokens = model.generate(
                     input_ids=prompts.tokens,
                     attention_mask=prompts.mask.long(),
-                    logits_processor=LogitsProcessorList([_Finite()]),
-                    stopping_criteria=StoppingCriteriaList(stops),
+                    logits_processor=transformers.LogitsProcessorList([_Finite()]),
+                    stopping_criteria=transformers.StoppingCriteriaList(stops),
                 )
             finally:
                 model.generation_config = models_own
@@ -162,7 +155,7 @@ def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor,
     return ends
 
 
-class _Finite(LogitsProcessor):
+class _Finite(transformers.LogitsProcessor):
     """Raises LogitsError for logits from which nothing can be sampled."""
 
     def __call__(self, input_ids: Tensor, scores: Float[Tensor, "B V"]) -> Float[Tensor, "B V"]:
@@ -210,11 +203,7 @@ class CheckedSampler:
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
     ) -> SampledResponses:
-        """Return the responses of the user's sampler, unchanged.
-
-        Raises SamplerError unless they are as `SampledResponses` describes, and where the sampler
-        raises an exception other than the package's own and torch.OutOfMemoryError.
-        """
+        """Return the responses of the user's sampler, unchanged."""
         try:
             found = self.sampler.sample(prompts, samples_per_prompt, generator)
         except (RLHFError, torch.OutOfMemoryError):

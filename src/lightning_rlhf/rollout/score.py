@@ -9,20 +9,13 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from lightning_rlhf.core import records
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.core.losses import PolicyOutputs
 from lightning_rlhf.core.masking import by_length, from_first_real, picker
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import (
-    DecodedResponses,
-    Experience,
-    Rollout,
-    SampledResponses,
-    Scores,
-    known_mask,
-    row_lengths,
-)
+from lightning_rlhf.core.records import Experience, Rollout, SampledResponses, Scores
 from lightning_rlhf.core.shaping import weighted_sum
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
 from lightning_rlhf.models.heads import ScalarHead
@@ -34,7 +27,7 @@ B = TypeVar("B", SampledResponses, Experience, "SampledResponses | Experience")
 
 def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
     """Return hidden states of the active role from which each real response token is predicted."""
-    lengths, responses = row_lengths(batch)[:, :, None].unbind(dim=1)
+    lengths, responses = records.row_lengths(batch)[:, :, None].unbind(dim=1)
     longest = int(lengths.max())
     tokens, _ = from_first_real(batch.tokens, batch.mask, longest)
     after = torch.arange(1, longest, device=lengths.device)
@@ -54,9 +47,9 @@ def response_logprobs(
     learn_entropy: whether the entropy has a gradient too, which costs more.
     """
     return token_logprobs(
-        hidden, picker(known_mask(batch))(batch.responses), roles.head, temperature=temperature,
-        vocab_size=roles.vocab_size, frozen_head=not (learn_entropy or roles.head_is_trained),
-        row_multiple=roles.row_multiple,
+        hidden, picker(records.known_mask(batch))(batch.responses), roles.head,
+        temperature=temperature, vocab_size=roles.vocab_size,
+        frozen_head=not (learn_entropy or roles.head_is_trained), row_multiple=roles.row_multiple,
     )  # fmt: skip
 
 
@@ -76,7 +69,7 @@ def response_kl(
 @torch.no_grad()
 def score(
     roles: Roles,
-    decoded: DecodedResponses,
+    decoded: records.DecodedResponses,
     reward: Reward,
     *,
     temperature: float,

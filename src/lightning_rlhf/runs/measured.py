@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from lightning_rlhf.callbacks.files import SAMPLES, eval_samples, read_rows
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, json_object, read_manifest
@@ -113,9 +113,8 @@ def damage_named(path: Path) -> Iterator[Path]:
     try:
         yield path
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {type(error).__name__}: {error}; delete it to leave it out"
-        ) from error
+        found = f"{type(error).__name__}: {first_line(error)}"
+        raise CheckpointError(f"{path} is damaged: {found}; delete it to leave it out") from error
 
 
 ACCURACY, LOWEST, HIGHEST = "eval/accuracy", "fitness/accuracy_low", "fitness/accuracy_high"
