@@ -177,7 +177,7 @@ def test_mistakes_in_a_configuration_are_named(words: list[str], told: str) -> N
     [
         (["ppo"], CheckpointError, "Run stage=sft first"),
         (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
-        (["sft", "trainer=gpu"], ConfigError, "trainer.accelerator is 'gpu', but torch finds none"),
+        (["sft", "trainer=gpu"], ConfigError, "torch finds 0 GPUs on this machine"),
         (
             ["eval_reward", "reward=random"],
             ConfigError,

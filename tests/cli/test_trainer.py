@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 from lightning_rlhf.cli.launch import run_processes
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.runs import accelerator
-from lightning_rlhf.runs.accelerator import check_devices, print_device
+from lightning_rlhf.runs.accelerator import check_devices
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.objects import own_objects
 from lightning_rlhf.runs.settings import OWNED, PASSED, read_settings, read_trainer, resolve_auto
@@ -252,20 +251,6 @@ def test_more_processes_than_gpus_are_named(
         run_processes(settings_of(trainer={"accelerator": "gpu", "devices": 4}), [])
     assert str(raised.value).endswith(f"trainer.devices is 4, but torch finds {told}")
     check_devices(settings_of(trainer={"devices": 4}), 4)
-
-
-@pytest.mark.parametrize(
-    ("driver", "cuda", "told"), [(True, None, True), (False, None, False), (True, "12.8", False)]
-)
-def test_a_torch_without_cuda_is_told_where_there_is_a_gpu(
-    monkeypatch: pytest.MonkeyPatch, capsys: Any, driver: bool, cuda: str | None, told: bool
-) -> None:
-    monkeypatch.setattr(accelerator.shutil, "which", lambda _: driver or None)
-    monkeypatch.setattr(torch.version, "cuda", cuda)
-    print_device(settings_of())
-    out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith("computing on the CPU, 32-true")
-    assert ("is built without CUDA and cannot use the GPU" in out) == told
 
 
 OWN_CALLBACKS = """

@@ -31,16 +31,6 @@ from lightning_rlhf.io.storage import (
 )
 
 
-def test_a_file_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    target = tmp_path / "a"
-    target.write_text("before")
-    with written_whole(target) as beside:
-        beside.write_text("after")
-        assert target.read_text() == "before"
-    assert target.read_text() == "after"
-    assert list(tmp_path.iterdir()) == [target]
-
-
 def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:
     """Of what is in it, only the names of its list are replaced or deleted."""
     target, files = tmp_path / "a", [WRITTEN, "model", "stale"]
