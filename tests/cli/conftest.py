@@ -334,7 +334,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, int], None]:
             raise PowerCut
 
         if where == "hand_over":
-            for stage in ("supervised", "rm", "ppo"):
+            for stage in ("supervised", "ppo"):
                 monkeypatch.setattr(f"lightning_rlhf.stages.{stage}.hand_over", pull)
             return
         hook = "on_validation_batch_end" if where == "evaluation" else "on_train_batch_end"

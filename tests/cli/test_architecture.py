@@ -156,11 +156,7 @@ def test_keys_that_a_stage_on_ppo_lacks_are_named(place: Workplace) -> None:
     assert error.endswith("(a stage of your own on it takes advantage@penalized=NAME)")
     file.write_text(file.read_text().replace("  - /advantage@_here_: gae\n", ""))
     error = place.mini(path, *words, "stage=penalized").error
-    assert error == (
-        "penalized.advantage is missing, with all keys that an estimator of advantages sets; add "
-        "+advantage@penalized=gae, or `/advantage@_here_: gae` to the defaults of "
-        "stages/penalized.yaml"
-    )
+    assert error.startswith("penalized.advantage is 'missing'; allowed: the keys of an estimator")
     words.append("+advantage@penalized=rloo")
     shown = place.mini(path, *words, "--cfg", "job", "--package", "penalized").succeeded.out
     assert "\nadvantage: rloo\n" in shown

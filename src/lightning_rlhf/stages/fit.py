@@ -64,14 +64,11 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
         case errors.PolicyLogitsError(iterations=0):
             error.advice = "No update was made yet: so is the model that the run starts from"
         case errors.PolicyLogitsError(nonfinite=count):
-            were = "update before it had" if count == 1 else f"{count} updates before it had"
-            not_made = (
-                f"The last {were} a loss or gradient that is not finite, and "
-                f"{'was' if count == 1 else 'were'} not made. "
-            )
+            last = f"The last {counted(count, 'update')} before it had a loss or gradient that is "
+            last = f"{last}not finite and made no change. " if count else ""
             error.advice = (
-                f"{not_made if count else ''}A smaller {stage}.lr may hold the model: start over "
-                "(overwrite=true or job=NAME) with one, since a resumed run keeps its numbers"
+                f"{last}A smaller {stage}.lr may hold the model: start over (overwrite=true or "
+                "job=NAME) with one, since a resumed run keeps its numbers"
             )
         case errors.LogitsError():
             error.advice = "Where it was trained until here, a smaller learning rate may hold it"
@@ -140,7 +137,12 @@ def fit(settings: Settings) -> Path:
             chosen = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
         metrics = stage.summarise(run, module, chosen)
-        return stage.finish(run, module, metrics | print_compute(run.folder))
+        rows = [row for row in read_rows(run.folder / folders.METRICS).values() if PEAK in row]
+        if rows:  # else the run had ended before its compute was counted
+            computed = {n: float(cell) for n, cell in rows[-1].items() if n.startswith(PREFIX)}
+            print_line(compute_line(computed))
+            metrics |= computed
+        return stage.finish(run, module, metrics)
 
 
 @contextmanager
@@ -344,13 +346,3 @@ def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
             "is the last step"
         )
-
-
-def print_compute(folder: Path) -> dict[str, float]:
-    """Print and return the totals of what a run has computed, from its last row of them."""
-    rows = [row for row in read_rows(folder / folders.METRICS).values() if PEAK in row]
-    if not rows:  # a run that had ended before its compute was counted
-        return {}
-    computed = {name: float(cell) for name, cell in rows[-1].items() if name.startswith(PREFIX)}
-    print_line(compute_line(computed))
-    return computed

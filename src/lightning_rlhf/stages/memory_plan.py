@@ -120,33 +120,29 @@ def plan_memory(
     """
     longest, rollout, batch = max(row.length for row in rows), Bytes(), None
     logits = LOGITS_COPIES * 4 * model.get_output_embeddings().out_features
-    match config:
-        case PPOConfig():
-            batch, text = config.minibatch_size, model.config.get_text_config()
-            # The responses that a process samples at a time, with their prompts.
-            samples, at_once = config.samples_per_prompt, config.generation_batch_size
-            prompts = max(1, (at_once or config.rollout_batch_size) // samples)
-            prompts = min(ceil(config.prompts_per_iteration / processes), prompts)
-            layer = ends(model.base_model) // text.num_hidden_layers
-            tokens, count = longest + config.max_response_tokens, prompts * samples
-            row = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES) + state_bytes(text)
-            rollout = Bytes(weights=copied, activations=prompts * longest * layer * number,
-                            logits=logits * count, cache=row * count)  # fmt: skip
-            longest = max(tokens, *(one.length for one in demonstrations), 0)
-            imitated = (len(one.imitated) for one in demonstrations)
-            predicted = max(config.max_response_tokens, *imitated, 0)
-        case SFTConfig():
-            predicted = max(len(row.imitated) for row in rows)
-        case _:
-            longest *= 2  # the two sides of a pair
-            sides = max(len(row.chosen) + len(row.rejected) for row in rows)
-            predicted = sides if isinstance(config, DPOConfig) else 0
-    activations = longest * number * activation_numbers(model)
-    return MemoryPlan(
-        roles=roles, rollout=rollout, device=device, rows=config.microbatch_size,
-        row=Bytes(activations=activations, logits=logits * predicted),
-        batch=batch or config.batch_size,
-    )  # fmt: skip
+    if isinstance(config, PPOConfig):
+        batch, text = config.minibatch_size, model.config.get_text_config()
+        # The responses that a process samples at a time, with their prompts.
+        samples, at_once = config.samples_per_prompt, config.generation_batch_size
+        prompts = max(1, (at_once or config.rollout_batch_size) // samples)
+        prompts = min(ceil(config.prompts_per_iteration / processes), prompts)
+        layer = ends(model.base_model) // text.num_hidden_layers
+        tokens, count = longest + config.max_response_tokens, prompts * samples
+        size = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES) + state_bytes(text)
+        rollout = Bytes(weights=copied, activations=prompts * longest * layer * number,
+                        logits=logits * count, cache=size * count)  # fmt: skip
+        longest = max(tokens, *(one.length for one in demonstrations), 0)
+        imitated = (len(one.imitated) for one in demonstrations)
+        predicted = max(config.max_response_tokens, *imitated, 0)
+    elif isinstance(config, SFTConfig):
+        predicted = max(len(row.imitated) for row in rows)
+    else:
+        longest *= 2  # the two sides of a pair
+        sides = max(len(row.chosen) + len(row.rejected) for row in rows)
+        predicted = sides if isinstance(config, DPOConfig) else 0
+    row = Bytes(activations=longest * number * activation_numbers(model), logits=logits * predicted)
+    return MemoryPlan(roles=roles, rollout=rollout, row=row, device=device,
+                      rows=config.microbatch_size, batch=batch or config.batch_size)  # fmt: skip
 
 
 def activation_numbers(model: PreTrainedModel) -> int:
@@ -180,8 +176,8 @@ def state_bytes(config: PretrainedConfig) -> int:
         return 0
     keys = config.linear_num_key_heads * config.linear_key_head_dim
     values = config.linear_num_value_heads * config.linear_value_head_dim
-    state = values * config.linear_key_head_dim
-    return int(4 * layers * (state + (2 * keys + values) * config.linear_conv_kernel_dim))
+    width = config.linear_conv_kernel_dim
+    return int(4 * layers * (values * config.linear_key_head_dim + (2 * keys + values) * width))
 
 
 def plan_of(
@@ -297,13 +293,11 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
     is_full: whether the stage trains all weights.
     """
     config = settings.config
-    frozen, trained, heads = [SFT] * starts_from_sft(settings), [], {}
-    if isinstance(config, SFTConfig):
-        trained = [SFT]
-    elif isinstance(config, RMConfig):
-        trained, heads = [REWARD], {REWARD: config.heads}
-    else:
-        trained = [POLICY]
+    starts_from_sft = settings.definition.reads_sft and settings.policy.checkpoint != BASE
+    frozen = [SFT] * starts_from_sft
+    is_rm = isinstance(config, RMConfig)
+    trained = [SFT if isinstance(config, SFTConfig) else REWARD if is_rm else POLICY]
+    heads = {REWARD: config.heads} if is_rm else {}
     if isinstance(config, PPOConfig):
         for name, component in settings.reward.items():
             if isinstance(component, HeadConfig | RandomConfig):
@@ -318,14 +312,9 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
             for parameter in roles.trained_by(role):
                 parameter.requires_grad_(role in trained)
         for role, count in heads.items():
-            is_trained = role == VALUE or isinstance(config, RMConfig)
-            roles.heads[role] = nn.Linear(roles.hidden_size, count).requires_grad_(is_trained)
+            head = nn.Linear(roles.hidden_size, count)
+            roles.heads[role] = head.requires_grad_(is_rm or role == VALUE)
     return roles
-
-
-def starts_from_sft(settings: Settings) -> bool:
-    """Return whether the stage starts from an SFT model rather than from the base."""
-    return settings.definition.reads_sft and settings.policy.checkpoint != BASE
 
 
 def print_plan(settings: Settings) -> None:
@@ -336,12 +325,9 @@ def print_plan(settings: Settings) -> None:
     print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
         f"{settings.trainer.accelerator.upper()}, with prompts of {data.max_prompt_tokens} and "
-        f"responses of {response} tokens, without what libraries take; no weights were read"
+        f"responses of {response} tokens, without what libraries take; models of earlier stages "
+        "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
-    if starts_from_sft(settings):
-        print_line(
-            "assumed: models of earlier stages are LoRA adapters on this base (finetune=lora)"
-        )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
