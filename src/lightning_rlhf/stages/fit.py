@@ -42,7 +42,6 @@ from lightning_rlhf.evaluation.select import (
     choose,
     goal_of,
     load_weights,
-    stop_metric,
 )
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
@@ -142,7 +141,7 @@ def fit(settings: Settings) -> Path:
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
         saver = Checkpoints(run.folder / CHECKPOINTS, config, origin(run.settings), stop,
                             goal_of(run.settings), replicas)  # fmt: skip
-        rule = EarlyStop(stage.name, config.stop, stop_metric(run.settings))
+        rule = EarlyStop(stage.name, config.stop, next(iter(goal_of(run.settings, "stop")), None))
         trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
         exit_code = 1
         try:
