@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.report.fitness_page import FitnessReport
-
 from ..report.pages import check
-from .conftest import SHIPPED, PowerCut, Workplace, given
+from .conftest import SHIPPED, Workplace, given
 from .others import own_scores
 
 RULES = """
@@ -69,10 +67,10 @@ def sources(place: Workplace) -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["head", "judge", "classifier", "function"])
+@pytest.mark.parametrize("kind", ["head", "classifier", "function"])
 def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
     page, numbers, out = evaluate(place, kind, *sources(place)[kind])
-    reward = {"judge": "model", "classifier": "model"}.get(kind, kind)
+    reward = {"classifier": "model"}.get(kind, kind)
     named = rf"{kind}/mini/eval\_reward: {reward}"
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
@@ -149,33 +147,6 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     assert "prefers the longer response" in flags["length gap"]["words"]
     assert "length gap" in numbers["verdict"]
     assert "| length gap | **flag** |" in page
-
-
-def test_a_report_is_there_whole_or_not_at_all(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plug is pulled with one file of `final/` written; the same command then does it anew."""
-    command = [
-        "stage=eval_reward",
-        "run=cut",
-        "eval_reward.samples=8",
-        "eval_reward.batch_size=8",
-        given(place)[0],
-    ]
-    command += sources(place)["function"]
-
-    def one_file(report: FitnessReport, folder: Path) -> None:
-        (folder / "fitness.json").touch()
-        raise PowerCut
-
-    with monkeypatch.context() as patch:
-        patch.setattr(FitnessReport, "write", one_file)
-        assert place.mini(*command).status == 1
-    final = place.stage("eval_reward", "cut") / "final"
-    assert not final.exists()
-    place.mini(*command).succeeded  # noqa: B018
-    assert {"report.md", "fitness.json"} < {path.name for path in final.iterdir()}
-    assert not list(final.parent.glob("final.*"))
 
 
 @pytest.mark.parametrize(("stage", "function"), [("eval_reward", "broken"), ("ppo", "never")])

@@ -82,8 +82,6 @@ def evaluated(pipeline: Workplace) -> Evaluated:
             ["o/a/ppo/checkpoints/000005.ckpt", "o/b/ppo/checkpoints/000005.ckpt"],
             ["a/ppo step 5", "b/ppo step 5"],
         ),
-        (["ppo/checkpoints/000010.ckpt", "kept/000010.ckpt"], ["ppo step 10", "000010"]),
-        (["checkpoints/7.ckpt", "org/model", "o/sft/final"], ["7", "model", "o/sft"]),
     ],
 )
 def test_short_names(sources: list[str], names: list[str]) -> None:
@@ -98,15 +96,9 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     assert all(f" {policy} " in evaluated.out for policy in policies)
     assert "was trained with" not in evaluated.out
     assert "| policy | greedy response | reward | judge |" in evaluated.page
-
-
-def test_a_page_and_a_note_on_few_prompts(evaluated: Evaluated) -> None:
-    shown = " ".join(evaluated.out.split())
-    assert "a greedy one to each, too few to measure with (data.max_val_rows" in shown
-    assert "report.html" in evaluated.out
+    assert "one to each, too few to measure with" in " ".join(evaluated.out.split())
     page = check((evaluated.folder / "report.html").read_text())
     assert f"{EARLIER} - {FINAL}" in page.text
-    assert "Held-out prompts, side by side" in page.text
 
 
 def test_every_prompt_gets_a_greedy_response_and_two_samples(evaluated: Evaluated) -> None:
@@ -244,22 +236,18 @@ def damaged(place: Workplace, kind: str) -> list[str]:
             config["model"]["lora"]["r"] = "eight"
             (ppo / "config.json").write_text(json.dumps(config))
             final = checkpoint
-        case "empty":
-            (place.folder / "none.jsonl").write_text("")
-            return ["data.prompts.val=none.jsonl"]
     return [f"eval_policy.policies=[{final}]"]
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("seed", "base model is 'from_config, seed 7', that of .* is 'from_config, seed 0'"),
+        ("seed", "base model is 'from_config, seed 7', here it is 'from_config, seed 0'"),
         (
             "parent",
-            r"000003.ckpt.*its SFT model \(policy.checkpoint\) is '0123456789abcdef', that of",
+            r"000003.ckpt.*its SFT model \(policy.checkpoint\) is '0123456789abcdef', here",
         ),
         ("lora", "config.json: model.lora.r is 'eight'"),
-        ("empty", "none.jsonl holds no row that can be used, it is empty"),
     ],
 )
 def test_policies_and_prompts_that_do_not_fit(
@@ -274,7 +262,6 @@ def test_policies_and_prompts_that_do_not_fit(
         ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
         ("eval_policy.policies=[{mini}/none.ckpt]", "none.ckpt cannot be read: .*No such file"),
         ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "this is one of stage=sft"),
-        ("eval_policy.pass_k=[1,5]", "eval_policy.pass_k is 5; allowed: 1 to 4, the samples_per"),
         (
             "run=alone reward.checkpoint={mini}/rm/final policy.checkpoint=base",
             "compares policies, and .* has none",

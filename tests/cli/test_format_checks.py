@@ -8,13 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoTokenizer, LlamaForSequenceClassification
 
 from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import SHIPPED, Outcome, Workplace, given, tree
-from .others import TEMPLATE, save_classifier
+from .others import TEMPLATE, classifier_scores, save_classifier
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
@@ -62,7 +60,6 @@ def stopped(place: Workplace, *command: str) -> list[str]:
 BROKEN = {
     "separator": (TEMPLATE.replace("\\n", " "), " [assistant]"),
     "start": ("{{ bos_token }}" + TEMPLATE, "[start][start][user]"),
-    "end": (TEMPLATE.replace("'[end]'", "'[pad]'"), "[pad]"),
 }
 
 
@@ -115,27 +112,6 @@ def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
     assert lines[1].startswith("  text of a pair: '[start][user]")
 
 
-@torch.no_grad()
-def disliked(classifier: Path, file: Path) -> list[str]:
-    """Eight held-out pairs in `file`, the response that the classifier likes less being chosen."""
-    model = LlamaForSequenceClassification.from_pretrained(classifier).eval()
-    tokenizer = AutoTokenizer.from_pretrained(classifier)
-
-    def score(prompt: str, response: str) -> float:
-        text = f"[start][user]{prompt}\n[assistant]{response}"
-        ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-        return float(model(ids).logits[0, 0])
-
-    rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]
-    for row in rows:
-        sides = sorted(
-            (row["chosen"], row["rejected"]), key=lambda said: score(row["prompt"], said)
-        )
-        row["chosen"], row["rejected"] = sides
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return [f"data.preferences.val={file}"]
-
-
 class TestClassifiers:
     """Nobody wrote down what they said: the text alone tells, and the pairs of the data."""
 
@@ -158,21 +134,23 @@ class TestClassifiers:
     def test_one_that_likes_what_people_do_not_stops_ppo(
         self, judged: Workplace, tmp_path: Path
     ) -> None:
-        """A label of its other output does that. Its template loses the end of the response."""
-        command = self.classifier(judged, tmp_path, TEMPLATE.replace("[end]", ""))
-        said = disliked(tmp_path / "classifier", tmp_path / "pairs.jsonl")
-        lines = stopped(judged, *command, *said, "run=stopped")
-        assert lines[2:] == [
-            "  it ranks 0 pairs as labelled and 8 the other way round, which guessing does with "
-            "probability 0.0039: another output (label) or chat template, or lower is better (a "
-            "weight below 0)",
-            "  look: the chat template ends with the response; no '[end]' follows",
-            "Mend the text; or reward.format_check=warn goes on all the same",
-        ]
-        outcome = judged.mini(*command, *said, "run=penalty", "reward.weight=-1").succeeded
+        """A label of its other output does that."""
+        command = self.classifier(judged, tmp_path, TEMPLATE)
+        rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]
+        for row in rows:
+            sides = [{**row, "response": row[side]} for side in ("chosen", "rejected")]
+            low, high = classifier_scores(tmp_path / "classifier", sides)
+            if low > high:
+                row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+        file = tmp_path / "pairs.jsonl"
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        command.append(f"data.preferences.val={file}")
+        lines = stopped(judged, *command, "run=stopped")
+        assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
+        assert "reward.format_check=warn" in lines[3]
+        outcome = judged.mini(*command, "run=penalty", "reward.weight=-1").succeeded
         assert "0.00 of them ranked as labelled" in outcome.out
         assert "the other way round" not in outcome.out
-        assert "  look: the chat template ends with the response" in outcome.out
 
 
 def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:

@@ -97,26 +97,32 @@ def test_an_ensemble_hands_over_all_its_heads(ensemble: Workplace) -> None:
     assert len({tuple(row) for row in weight.tolist()}) == 3
 
 
+def heads_of(final: Path, sample: dict[str, Any], *, ended: bool) -> tuple[list[float], int]:
+    """Raw rewards of the three heads for a sample, and the number of its tokens."""
+    written = find(str(final), "").require_manifest("rm")
+    model = build(ModelConfig, written.config["model"], "model")
+    chat = ChatFormat(load_tokenizer(model, final), {})
+    said = chat.response_tokens(sample["response"])[: None if ended else -1]
+    row = torch.tensor([[*chat.prompt_tokens((Message("user", sample["prompt"]),)), *said]])
+    with torch.no_grad():
+        roles = load_reward(find(str(final), ""), model)
+        (heads,) = roles.rewards(row, torch.ones_like(row, dtype=torch.bool)).tolist()
+    assert len(heads) == 3
+    return heads, len(said)
+
+
 def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -> None:
     """score = (mean of the heads - mean - coef * their population deviation) / std."""
     free, priced = before_training(ensemble, "price0"), before_training(ensemble, "price2")
     assert [s["response"] for s in free] == [s["response"] for s in priced]  # the SFT model's
-    final = find(str(ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"), "")
-    written = final.require_manifest("rm")
-    model = build(ModelConfig, written.config["model"], "model")
-    chat = ChatFormat(load_tokenizer(model, final.path), {})
-    roles = load_reward(final, model)
+    final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
+    written = find(str(final), "").require_manifest("rm")
     # A response that was cut has no end token; one that reads back as it was written will do.
-    said = [chat.response_tokens(sample["response"])[:-1] for sample in free]
-    i = next(i for i, sample in enumerate(free) if len(said[i]) == sample["tokens"])
+    found = [(*heads_of(final, sample, ended=False), sample) for sample in free]
+    i = next(i for i, (_, length, sample) in enumerate(found) if length == sample["tokens"])
     assert not free[i]["ended"]
-    tokens = [*chat.prompt_tokens((Message("user", free[i]["prompt"]),)), *said[i]]
-    row = torch.tensor([tokens])
-    with torch.no_grad():
-        (heads,) = roles.rewards(row, torch.ones_like(row, dtype=torch.bool)).tolist()
-    assert len(heads) == 3
-    scaled = (statistics.fmean(heads) - written.reward_mean) / written.reward_std
-    spread = statistics.pstdev(heads) / written.reward_std
+    scaled = (statistics.fmean(found[i][0]) - written.reward_mean) / written.reward_std
+    spread = statistics.pstdev(found[i][0]) / written.reward_std
     assert spread > 0.01
     assert free[i]["score"] == pytest.approx(scaled, abs=1e-4)
     assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
@@ -132,13 +138,7 @@ def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Work
     outcome = ensemble.mini(*command).succeeded
     assert "differ by 0.000 of their standard deviation" in outcome.out
     written = find(str(final), "").require_manifest("rm")
-    model = build(ModelConfig, written.config["model"], "model")
-    chat = ChatFormat(load_tokenizer(model, final), {})
-    roles = load_reward(find(str(final), ""), model)
     for sample in before_training(ensemble, "text"):
-        prompt = chat.prompt_tokens((Message("user", sample["prompt"]),))
-        row = torch.tensor([[*prompt, *chat.response_tokens(sample["response"])]])
-        with torch.no_grad():
-            (heads,) = roles.rewards(row, torch.ones_like(row, dtype=torch.bool)).tolist()
+        heads, _ = heads_of(final, sample, ended=True)
         raw = statistics.fmean(heads) - written.reward_mean - 2 * statistics.pstdev(heads)
         assert sample["score"] == pytest.approx(raw / written.reward_std, abs=1e-4)

@@ -22,18 +22,12 @@ UNFIT = {
     "words": f"{NOT_FIT} 1 of 6 checks flagged (better than guessing), 0 not tested.",
     "reasons": ["better than guessing: ranks 50.0% of held-out pairs right"],
 }
-FIT = {"is_unfit": False, "words": "No check found a fault in it.", "reasons": []}
 
 
-def judged(place: Workplace, verdict: dict[str, Any] | None) -> None:
-    """Write a verdict into rm/final, or take it out, as a version without verdicts wrote it."""
+def judged(place: Workplace, verdict: dict[str, Any]) -> None:
+    """Write a verdict into rm/final."""
     file = place.stage("rm") / "final" / MANIFEST
-    manifest = json.loads(file.read_text())
-    if verdict is None:
-        manifest.pop("verdicts")
-    else:
-        manifest["verdicts"] = {"rm": verdict}
-    file.write_text(json.dumps(manifest))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"verdicts": {"rm": verdict}}))
 
 
 def ppo(run: str, *overrides: str) -> list[str]:
@@ -58,26 +52,15 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     return place
 
 
-@pytest.mark.parametrize(
-    ("verdict", "told"),
-    [(UNFIT, f"{UNFIT['words']} It is served all the same."), (FIT, FIT["words"]), (None, None)],
-    ids=["unfit", "fit", "none"],
-)
 def test_a_server_says_the_verdict(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    verdict: dict[str, Any] | None,
-    told: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    found = SimpleNamespace(
-        path=tmp_path, manifest=None, verdict=None if verdict is None else Verdict(**verdict)
-    )
+    found = SimpleNamespace(path=tmp_path, manifest=None, verdict=Verdict(**UNFIT))
     monkeypatch.setattr(build_rewards.checkpoint, "find", lambda *_: found)
     monkeypatch.setattr(build_rewards, "text_reward", lambda *_: lambda: None)
     build_rewards.text_scorer(str(tmp_path), [])
     lines = [line for line in capsys.readouterr().out.splitlines() if "reward /" in line]
-    assert lines == ([] if told is None else [f"reward {tmp_path}: {told}"])
+    assert lines == [f"reward {tmp_path}: {UNFIT['words']} It is served all the same."]
 
 
 def test_an_unfit_reward_is_refused_before_a_model_loads(

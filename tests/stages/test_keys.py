@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.evaluation.policies import differences
+from lightning_rlhf.evaluation.policies import check_policies
 from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.models.checkpoint import Final
 from lightning_rlhf.runs.stage import find_stage
@@ -34,42 +34,43 @@ def test_a_component_is_one_of_the_reward() -> None:
         metric_of(of_reward("short", "steady"), "ppo.stop", "eval/reward/", "max")
 
 
-def test_policies_trained_with_other_sampling_are_named() -> None:
+def run_of(sft: Final | None, **sampling: Any) -> Any:
+    tree = {"eval_policy": sampling}
+    settings = SimpleNamespace(stage="eval_policy", tree=tree)
+    return SimpleNamespace(settings=settings, parents={} if sft is None else {"sft": sft})
+
+
+def notes(capsys: pytest.CaptureFixture[str], run: Any, policies: Any) -> list[str]:
+    check_policies(run, policies, "key")
+    return " ".join(capsys.readouterr().out.split()).replace(" was trained", "\n").splitlines()
+
+
+def test_policies_trained_with_other_sampling_or_from_another_model_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     now = {"temperature": 1.0, "max_response_tokens": 8, "stop_strings": []}
-    settings: Any = SimpleNamespace(stage="eval_policy", tree={"eval_policy": now})
 
-    def policy(stage: str, **then: Any) -> Any:
-        manifest = SimpleNamespace(stage=stage, config={stage: then})
-        return SimpleNamespace(manifest=manifest)
-
-    policies = {"sft": policy("sft", lr=1.0), "same": policy("ppo", **now)}
-    assert not list(differences(settings, policies | {"hub": SimpleNamespace(manifest=None)}, None))
-    policies["warm"] = policy("ppo", **now | {"temperature": 0.7})
-    policies["own"] = policy("own", **now | {"stop_strings": ["."]})
-    assert list(differences(settings, policies, None)) == [
-        "warm was trained with ppo.temperature 0.7, is sampled with 1.0; own was trained with "
-        "own.stop_strings ['.'], is sampled with [] (keys of this stage: eval_policy.temperature, "
-        "max_response_tokens, stop_strings)"
-    ]
-
-
-def test_policies_trained_from_another_sft_model_are_named(tmp_path: Path) -> None:
-    settings: Any = SimpleNamespace(stage="eval_policy", tree={"eval_policy": {}})
-
-    def final(name: str, text: str, parent: str | None = None) -> Final:
+    def final(name: str, text: str, parent: str | None, **then: Any) -> Final:
         (tmp_path / name).mkdir()
         (tmp_path / name / "manifest.json").write_text(text)
         parents = {} if parent is None else {"sft": f"../{parent}"}
-        manifest: Any = SimpleNamespace(parents=parents, stage="ppo", config={})
+        same = {"base": "b", "base_seed": 0, "tokenizer_hash": "t", "chat_template": "c"}
+        manifest: Any = SimpleNamespace(parents=parents, stage="ppo", config={"ppo": then}, **same)
         return Final(path=tmp_path / name, manifest=manifest)
 
-    sft, _, _ = final("sft", "a"), final("copy", "a"), final("other", "b")
-    policies = {"own": final("own", "c", "sft"), "same": final("same", "c", "copy"),
-                "hub": final("hub", "c")}  # fmt: skip
-    assert not list(differences(settings, policies, sft))
-    policies["strange"] = final("strange", "c", "other")
-    assert not list(differences(settings, policies, None))
-    assert list(differences(settings, policies, sft)) == [
-        f"strange ({tmp_path}/strange) was trained from {tmp_path}/other; KL and gains are those "
-        f"to {tmp_path}/sft"
-    ]
+    sft, copy = final("sft", "a", None), final("copy", "a", None)
+    policies = {
+        "own": final("own", "c", "sft", **now), "same": final("same", "c", "copy", lr=1.0),
+        "copy": copy, "hub": Final(path=tmp_path, manifest=None),
+    }  # fmt: skip
+    final("other", "b", None)
+    assert notes(capsys, run_of(sft, **now), policies) == []
+    warm = {"warm": final("warm", "c", "sft", **now | {"temperature": 0.7})}
+    (lead, note) = notes(capsys, run_of(sft, **now), warm)
+    assert lead.startswith("warm (")
+    assert note == " with ppo.temperature 0.7, is sampled with eval_policy.temperature 1.0"
+    strange = {"strange": final("strange", "c", "other")}
+    assert notes(capsys, run_of(None, **now), strange) == []
+    (_, note) = notes(capsys, run_of(sft, **now), strange)
+    assert note.startswith(" from ")
+    assert note.endswith("/sft")

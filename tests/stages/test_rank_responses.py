@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-import pytest
-
 from lightning_rlhf.core.config import RankConfig
-from lightning_rlhf.data.readers import read
-from lightning_rlhf.data.rows import Demonstration, Message, Preference
 from lightning_rlhf.evaluation.evaluate_policy import rank_samples
 
 CONFIG = RankConfig(
@@ -73,16 +67,3 @@ def test_responses_that_differ_in_white_space_make_no_pair() -> None:
     found, left_out = rank_samples([sample(0, "yes", 1.0), sample(0, "yes ", 0.0)], CONFIG)
     assert found["preferences"] == []
     assert left_out == {"chosen and rejected are identical": 1}
-
-
-@pytest.mark.parametrize("pairs", ["best_worst", "all"])
-def test_the_readers_read_them(tmp_path: Path, pairs: Any) -> None:
-    found, _ = ranked(pairs=pairs)
-    for name, rows in (("p", found["preferences"]), ("d", found["demonstrations"])):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    pairs_read = read("preferences", str(tmp_path / "p.jsonl"), "stop").rows
-    assert len(pairs_read) == len(found["preferences"])
-    assert Preference((Message("user", "Question 0"),), "good", "bad", 3.0) in pairs_read
-    _, second = read("demonstrations", str(tmp_path / "d.jsonl"), "stop").rows
-    prompt = (Message("system", "Be brief."), Message("user", "Why?"))
-    assert second == Demonstration(prompt, "so")

@@ -94,45 +94,41 @@ def prepare_source(
         case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
             scorer = FunctionReward(function, config.arguments, key).for_columns(columns)
-            return lambda roles, batch_size: scorer
+            return lambda *_: scorer
         case kinds.HTTPConfig():
             server = HTTPReward(config, key, partial(print_line, style="yellow"))
             server.greet()
-            return lambda roles, batch_size: server
+            return lambda *_: server
         case kinds.TextModelConfig():
-            load = text_reward(config, key, reward_final(run, name), run.device)
-            return lambda roles, batch_size: load()
-        case kinds.HeadConfig():
-            return head_reward(run, key, role, config)
+            return text_reward(config, key, reward_final(run, name), run.device)
         case _:
-            own = torch.Generator().manual_seed(zlib.crc32(f"{run.settings.seed} {role}".encode()))
-            return partial(random_source, role, own)
+            return head_reward(run, key, role, config)
 
 
-def random_source(
-    role: str, generator: torch.Generator, roles: Roles, batch_size: MicrobatchSize
-) -> LearnedReward:
-    """Return a random head on the reference, for debugging."""
-    build_roles.random_reward(roles, role, generator)
-    rewards = partial(roles.rewards, role=role)
-    return LearnedReward(rewards, 0.0, 1.0, 0.0, batch_size, roles, role)
+def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) -> BuildSource:
+    """Return the function that loads a head on the reference, a random one, or that of stage=rm.
 
-
-def head_reward(run: Run, key: str, role: str, config: kinds.HeadConfig) -> BuildSource:
-    """Return the function that loads a reward model of stage=rm, onto the base or with its own."""
-    final, coef = run.parents[role], config.uncertainty_coef
-    if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
-        raise CheckpointError(
-            f"{final.path} was trained with another chat template than the policy's: it would "
-            "read other text than it was trained on. Train it again from this SFT model, or let "
-            f"it read text: reward=model reward.name_or_path={final.path}"
-        )
-    moments = reward_scale(final, config)
+    The latter comes with its adapter on the base, or with whole weights of its own.
+    """
+    final, moments, coef = run.parents.get(role), (0.0, 1.0), 0.0
+    if final is not None and isinstance(config, kinds.HeadConfig):
+        if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
+            raise CheckpointError(
+                f"{final.path} was trained with another chat template than the policy's: it would "
+                "read other text than it was trained on. Train it again from this SFT model, or "
+                f"let it read text: reward=model reward.name_or_path={final.path}"
+            )
+        moments, coef = reward_scale(final, config), config.uncertainty_coef
 
     def load(roles: Roles, batch_size: MicrobatchSize) -> LearnedReward:
-        vocabulary = checkpoint.tokenizer_hash(run.tokenizer)
-        owner = build_roles.attach_reward(roles, role, final, run.settings.model, vocabulary)
-        build_roles.warn_of_one_head(owner, role, coef, key)
+        owner = roles
+        if final is None:
+            seed = zlib.crc32(f"{run.settings.seed} {role}".encode())
+            build_roles.random_reward(roles, role, torch.Generator().manual_seed(seed))
+        else:
+            vocabulary = checkpoint.tokenizer_hash(run.tokenizer)
+            owner = build_roles.attach_reward(roles, role, final, run.settings.model, vocabulary)
+            build_roles.warn_of_one_head(owner, role, coef, key)
         if owner is not roles:
             owner.to(run.device)
         rewards = partial(owner.rewards, role=role)
@@ -151,10 +147,9 @@ def reward_scale(final: Final, config: kinds.ComponentConfig) -> tuple[float, fl
 
 def reward_final(run: Run, name: str) -> Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
-    final, key = run.parents.get(reward_role(run.settings, name)), reward_key(run.settings, name)
-    config = run.settings.reward[name]
+    final, config = run.parents.get(reward_role(run.settings, name)), run.settings.reward[name]
     if final is None and isinstance(config, kinds.TextModelConfig):
-        key = f"{key}.name_or_path"
+        key = f"{reward_key(run.settings, name)}.name_or_path"
         folder = checkpoint.local_folder(config.name_or_path, key, config.revision)
         final = checkpoint.find(str(folder), key)
     assert final is not None
@@ -163,17 +158,14 @@ def reward_final(run: Run, name: str) -> Final:
 
 def text_reward(
     config: kinds.TextModelConfig, key: str, final: Final, device: torch.device
-) -> Callable[[], TextReward]:
+) -> Callable[..., TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
     final: folder of the model.
     Raises an RLHFError where the section does not fit the model.
     """
-    device, coef, moments = (
-        torch.device(config.device or device),
-        config.uncertainty_coef,
-        (0.0, 1.0),
-    )
+    device, coef = torch.device(config.device or device), config.uncertainty_coef
+    moments = (0.0, 1.0)
     if is_own := final.manifest is not None:
         moments, why = reward_scale(final, config), f"{final.path} was written by stage=rm and"
         for option in ("revision", "tokenizer", "chat_template", "label"):
@@ -189,7 +181,7 @@ def text_reward(
         require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why}, which has ensembles")
         check_classifier(final.path, config, key)
 
-    def load() -> TextReward:
+    def load(*_: Any) -> TextReward:
         model: Any
         module: Any
         if is_own:
@@ -280,10 +272,10 @@ def critic_start(settings: Settings) -> tuple[str, kinds.HeadConfig]:
     Raises ConfigError where there is none, or its normalization or weight does not allow it.
     """
     heads = [(n, part) for n, part in settings.reward.items() if isinstance(part, kinds.HeadConfig)]
-    is_one = len(heads) == 1
-    fits = is_one and heads[0][1].normalization != "running" and heads[0][1].weight != 0
-    require(fits, "ppo.critic_init", "reward", "zero; or a reward with one component of kind head, "
-            "of normalization none or stored and a weight other than 0")  # fmt: skip
+    fits = [head.normalization != "running" and head.weight != 0 for _, head in heads]
+    require(fits == [True], "ppo.critic_init", "reward", "zero, or a reward with one component of "
+            "kind head, whose normalization is none or stored and whose weight is not 0; there are "
+            f"{len(heads)} of that kind")  # fmt: skip
     return heads[0]
 
 

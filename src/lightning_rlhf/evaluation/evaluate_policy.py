@@ -57,22 +57,18 @@ class EvalPolicy(Stage):
         return {f"policy {name}": one for name, one in found.items() if isinstance(one, Final)}
 
     def measure(self, run: Run) -> Path:
-        settings, sft = run.settings, run.parents.get(SFT)
+        settings = run.settings
         config: PolicyEvalConfig = settings.config
         count, n = config.samples_per_prompt, config.best_of
         sources = policies.find_policies(settings)
-        for source in sources.values():
-            policies.check_policy(source, sft, "eval_policy.policies")
+        policies.check_policies(run, sources, "eval_policy.policies")
         limit = settings.data.max_val_rows
         task = policies.Task(run, "val", limit, reads_demonstrations=True)
-        shown = [
-            f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts",
-            f"{count} sampled responses and a greedy one to each",
-            *note_on_few(len(task.prompts), to_validate=True),
-        ]
-        print_line(", ".join(shown))
-        for differing in policies.differences(settings, sources, sft):
-            print_line(differing, "yellow")
+        shown = (
+            f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
+            f"{count} sampled responses and a greedy one to each"
+        )
+        print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
         found = task.respond(sources, ways, ways | best)
@@ -86,10 +82,9 @@ class EvalPolicy(Stage):
             tables = comparison.evaluation_tables(content, is_brief=True)
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
                 if name in tables:
-                    table = tables[name].console()
-                    is_last = name.endswith("paired")
-                    table.caption = verdict_lines(task.verdicts) if is_last else None
-                    get_console().print(table)
+                    get_console().print(tables[name].console())
+            if (lines := verdict_lines(task.verdicts)) is not None:
+                get_console().print(lines)
             log_evaluation(loggers, content, rows)
             title = f"{run_name(settings)}: {', '.join((*sources, *best))} and the SFT model"
             comparison.write_evaluation(whole, title, content, rows, config.shown)
@@ -113,17 +108,17 @@ def evaluation_of(
     passed = comparison.passes(found, prompts, ks)
     numbers: dict[str, dict[str, dict[str, float | None]]] = {}
     for policy in found:
-        sampled, greedy = (
-            {name: x if math.isfinite(x) else None for name, x in evaluation_metrics(some).items()}
-            for some in (policy.samples["sampled"], policy.samples["greedy"])
-        )
+        sampled, greedy = (evaluation_metrics(policy.samples[one]) for one in comparison.DECODINGS)
         del greedy["eval/kl"]
         sampled |= passed[policy.name]
         if policy.perplexity is not None:
             sampled["eval/perplexity"] = policy.perplexity
         if policy.best_of is not None:
             sampled["eval/best_of_kl_bound"] = best_of_kl_bound(policy.best_of)
-        numbers[policy.name] = {"sampled": sampled, "greedy": greedy}
+        numbers[policy.name] = {
+            decoding: {name: x if math.isfinite(x) else None for name, x in some.items()}
+            for decoding, some in (("sampled", sampled), ("greedy", greedy))
+        }
     comparisons = comparison.compare_all(found, prompts, settings.seed)
     gain = comparisons[0]  # of the reward of the first policy's samples over the SFT model's
     metrics = {n: x for n, x in numbers[gain["policy"]]["sampled"].items() if x is not None}
@@ -254,8 +249,7 @@ class Rank(Stage):
     def measure(self, run: Run) -> Path:
         settings, sources = run.settings, self.sources(run.settings)
         config: RankConfig = settings.config
-        for source in sources.values():
-            policies.check_policy(source, run.parents.get(SFT), "rank.policy")
+        policies.check_policies(run, sources, "rank.policy")
         task = policies.Task(run, config.prompts, config.max_prompts)
         count = config.samples_per_prompt
         name, start = next(iter(sources.items()), (SFT, run.parents.get(SFT)))

@@ -41,7 +41,13 @@ from lightning_rlhf.report.fitness_page import FitnessReport
 from lightning_rlhf.rewards import format_check
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
-from lightning_rlhf.rollout import collector
+from lightning_rlhf.rollout.collector import (
+    decode_responses,
+    encode_responses,
+    sample_reference,
+    score_texts,
+    shard,
+)
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, run_name
@@ -125,7 +131,7 @@ def measure_reward(
     chat, longest = run.chat, run.settings.data.max_response_tokens
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-        found = collector.score_texts(source, about["title"], rows, texts, chat, run.device)
+        found = score_texts(source, about["title"], rows, texts, chat, run.device)
         return [float(one) for one in found]
 
     with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
@@ -150,7 +156,11 @@ def measure_reward(
         probed = sorted(first.values())[:PROBED]
         rows, good = [prompts[i] for i in probed], [pairs[i].chosen for i in probed]
         probes = format_check.make_probes(rows, good)
-        texts = [shortened(probe.response, chat, longest) for probe in probes]
+        tokens = [chat.response_tokens(probe.response) for probe in probes]
+        texts = [  # a policy's responses are not longer
+            probe.response if len(own) <= longest else chat.show(own[: longest - 1])
+            for probe, own in zip(probes, tokens, strict=True)
+        ]
         found = score([rows[probe.row] for probe in probes], texts)
         results = measure_probes([
             ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
@@ -162,12 +172,6 @@ def measure_reward(
         seed = run.settings.seed
         fitness = measure_fitness(scored, sampled, logit_scale=logit_scale, seed=seed)
     return FitnessReport(fitness=fitness, probes=results, **about)
-
-
-def shortened(text: str, chat: ChatFormat, longest: int) -> str:
-    """Return the start of a text that has at most `longest` tokens, its end token included."""
-    tokens = chat.response_tokens(text)
-    return text if len(tokens) <= longest else chat.show(tokens[: longest - 1])
 
 
 def write_fitness(
@@ -219,7 +223,7 @@ def sft_samples(
     chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
     parts = (chosen[start : start + size] for start in range(0, count, size))
     batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    shards = collector.shard(batches, replicas, divides=False)
+    shards = shard(batches, replicas, divides=False)
     params = SamplingParams(
         max_response_tokens=response,
         temperature=config.temperature,
@@ -228,7 +232,7 @@ def sft_samples(
     with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         tracked = working.track(shards, lambda batch: len(batch.numbers))
         generator = torch.Generator().manual_seed(settings.seed)
-        samples = collector.sample_reference(roles, tracked, params, generator, replicas)
+        samples = sample_reference(roles, tracked, params, generator, replicas)
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"
     check_positions(roles, longest, what)
@@ -238,70 +242,64 @@ def sft_samples(
 def check_formats(run: Run, reward: Reward) -> None:
     """Compare every reward model with its scores at training, and print the result.
 
+    The pairs are those that its own stage left, else held-out ones of the data.
     Raises CheckpointError where they differ and `format_check` is strict.
     """
-    for (name, config), source in zip(run.settings.reward.items(), reward.sources, strict=True):
+    settings = run.settings
+    for (name, config), source in zip(settings.reward.items(), reward.sources, strict=True):
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
             continue
         assert isinstance(source, LearnedReward | TextReward)
         with Working(f"checking the format of reward {name}"):
-            result = check_format(run, name, source)
-        if result is None:
-            print_line(
-                f"reward {name}: no held-out pairs to check its format with (data.preferences)"
-            )
+            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+        if isinstance(result, str):
+            print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
             continue
-        lines = result.lines(name, config.format_tolerance, shows_text=run.settings.debug)
         fits = result.fits(config.format_tolerance)
+        lines = result.lines(name, config.format_tolerance, shows_text=settings.debug)
         for line in lines:
             print_line(line, "" if fits else "bold red")
         if not fits and config.format_check == "strict":
             is_text = result.problems or result.rendered != result.own_rendered
             advice = "Mend the text" if is_text else "Its numbers differ by dtype or quantization"
-            key = reward_key(run.settings, name)
-            raise CheckpointError(
-                f"{lines[0]}. {advice}; or {key}.format_check=warn goes on all the same"
-            )
+            way = f"{reward_key(settings, name)}.format_check=warn goes on all the same"
+            raise CheckpointError(f"{lines[0]}. {advice}; or {way}")
 
 
 def check_format(
     run: Run, name: str, source: LearnedReward | TextReward
-) -> format_check.FormatResult | None:
-    """Return the comparison for one reward model; None where there are no pairs.
+) -> format_check.FormatResult | str:
+    """Return the comparison for one reward model, or why there are no pairs.
 
-    They are those that it was compared with in its own stage, else held-out ones of the data.
+    source: the reward model; it gives means of heads, as the recorded scores are.
     """
-    data, seed, final = run.settings.data, run.settings.seed, run.parents.get(
-        reward_role(run.settings, name)
-    )  # fmt: skip
+    data, seed, chat = run.settings.data, run.settings.seed, run.chat
+    final = run.parents.get(reward_role(run.settings, name))
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:
         try:
             held_out = draw_rows(load("preferences", data, seed).val, data.max_val_rows, seed)
         except (DataError, HubError) as error:  # PPO does not need the pairs
-            print_line(f"data.preferences, to check the format of rewards with: {error}")
-            return None
-        some = fitting_pairs(held_out, run.chat, data).rows[: format_check.COUNT]
+            return f"data.preferences: {error}"
+        some = fitting_pairs(held_out, chat, data).rows[: format_check.COUNT]
         pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in some]
     if not pairs:
-        return None
+        return "data.preferences has none"
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
-    source = replace(source, uncertainty_coef=0.0)  # the recorded scores are means
+    high, low = (
+        score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
+        for side in (chosen, rejected)
+    )
+    scores = high.tolist(), low.tolist()
     doubts, problems = list[str](), list[str]()
     if isinstance(source, TextReward):
         tokens = source.encode(rows[0], chosen[0])["input_ids"]
         rendered, problems = source.model.show(tokens), source.model.problems(tokens)
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
-        reply = collector.encode_responses(rows[:1], chosen[:1], run.chat).rollout
-        rendered = run.chat.show(real_tokens(reply.tokens, reply.mask)[0])
-    high, low = (
-        collector.score_texts(source, name, rows, side, run.chat, run.device) * source.std
-        + source.mean
-        for side in (chosen, rejected)
-    )
-    scores = high.tolist(), low.tolist()
+        reply = encode_responses(rows[:1], chosen[:1], chat).rollout
+        rendered = chat.show(real_tokens(reply.tokens, reply.mask)[0])
     if not known and run.settings.reward[name].weight > 0:
         problems += format_check.ranked_backwards(*scores)
     return format_check.compare_scores(known, *scores, rendered, problems, doubts)
@@ -346,9 +344,7 @@ class EvalReward(Stage):
 
         rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
         texts = [prompt_row(pair.prompt) for pair in pairs]
-        decoded = [
-            collector.decode_responses(some.to(run.device), texts, run.chat) for some in rollouts
-        ]
+        decoded = [decode_responses(some.to(run.device), texts, run.chat) for some in rollouts]
         with Working("scoring SFT samples", config.samples) as working:
             shown = working.track(decoded, lambda some: len(some.responses))
             parts = torch.cat([divided(reward, some, run.replicas) for some in shown])

@@ -19,7 +19,7 @@ from lightning_rlhf.callbacks.evaluation import judged_samples, load_judge
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.core.records import Rollout
 from lightning_rlhf.core.results import EvaluationResult
 from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.validation import build
@@ -30,9 +30,9 @@ from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation.build_rewards import prepare_reward, verdicts_on
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
 from lightning_rlhf.evaluation.select import load_weights
-from lightning_rlhf.io.console import Working
+from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, Manifest, digest, find, json_object
+from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, digest, find, json_object
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
@@ -63,13 +63,14 @@ class Kept:
     """A checkpoint of a stage that trains a policy, from which the policy's adapter is read."""
 
     path: Path
-    """Path of the file, in the folder `checkpoints/` of its run."""
-    run: Path
-    """Folder of its run."""
     origin: Origin
-    """Run of that folder, with the stage, the model and the version that the file names."""
+    """Run in whose folder it is, with the stage, the model and the version that the file names."""
+    tree: Mapping[str, Any]
+    """Configuration of that run."""
     lora: LoRASettings
     """Settings of the policy's adapter."""
+    sft: str | None
+    """Digest of the SFT model that it was trained from; None for the base model."""
 
 
 Source = Final | Kept
@@ -107,12 +108,14 @@ def find_policy(source: str, key: str) -> Source:
         require(stamp["stage"] not in (SFT, "rm"), key, source,
                 f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of "
                 f"stage={stamp['stage']}")  # fmt: skip
-        tree = read_config(run / CONFIG, "a checkpoint is read with its run")
-        lora, name = section(tree, "model", "lora")["lora"], f"{run / CONFIG}: model.lora"
-        origin = Origin(
-            **{key: stamp[key] for key in ("stage", "model", "version")}, run=run_id(run)
+        tree, parents = (
+            read_config(run / name, "a checkpoint is read with its run")
+            for name in (CONFIG, PARENTS)
         )
-        return Kept(path, run, origin, build(LoRASettings, lora, name))
+        lora, where = section(tree, "model", "lora")["lora"], f"{run / CONFIG}: model.lora"
+        found = {name: stamp[name] for name in ("stage", "model", "version")}
+        origin = Origin(**found, run=run_id(run))
+        return Kept(path, origin, tree, build(LoRASettings, lora, where), parents.get(SFT))
     final = find(source, key)
     file = final.path / "config.json"
     kinds = json_object(file).get("architectures") if file.is_file() else None
@@ -150,64 +153,45 @@ def short_names(sources: Sequence[str]) -> list[str]:
     return [next(ends(own), source) for source, own in zip(sources, parts, strict=True)]
 
 
-def check_policy(policy: Source, sft: Final | None, key: str) -> None:
-    """Raise ConfigError unless a policy stands on the base model of the SFT model.
+def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
+    """Check that policies stand on the base of the SFT model, and print how they were trained else.
 
-    Both must have the same base weights, tokenizer and chat template; a checkpoint must be trained
-    from this SFT model.
+    All must have its base weights, tokenizer and chat template; a checkpoint must be trained from
+    this SFT model. Other keys of sampling than those of the stage, and another SFT model, are
+    printed.
 
-    key: key of the configuration that names the policy.
+    key: key of the configuration that names the policies. Raises ConfigError that names it.
     """
-
-    def family(one: Manifest) -> dict[str, Any]:
-        base = one.base + f", seed {one.base_seed}" * (one.base == FROM_CONFIG)
-        names = "base model", "vocabulary", "chat template"
-        return dict(zip(names, (base, one.tokenizer_hash, one.chat_template), strict=True))
-
-    ours: dict[str, Any] = {}
-    theirs: dict[str, Any] = {}
-    if isinstance(policy, Kept):
-        then = read_config(policy.run / PARENTS, "a checkpoint is read with its run")
-        ours = {"SFT model (policy.checkpoint)": then.get(SFT)}
-        theirs = {"SFT model (policy.checkpoint)": None if sft is None else digest(sft.path)}
-    elif sft is not None and sft.manifest is not None and policy.manifest is not None:
-        ours, theirs = family(policy.manifest), family(sft.manifest)
-    for what, found in ours.items():
-        require(found == theirs[what], key, str(policy.path),
-                f"policies trained from the same base model; its {what} is {found!r:.80}, that of "
-                f"this command is {theirs[what]!r:.80}")  # fmt: skip
-
-
-def differences(
-    settings: Settings, policies: Mapping[str, Source], sft: Final | None
-) -> Iterator[str]:
-    """Yield what makes the comparison unequal: policies trained with other keys of sampling.
-
-    And those trained from another model than the SFT model `sft`, where that is not the base model.
-    """
-    now, sampling, parents = settings.tree[settings.stage], [], []
+    settings, sft = run.settings, run.parents.get(SFT)
+    now, here = settings.tree[settings.stage], None if sft is None else digest(sft.path)
     for name, policy in policies.items():
-        stage, tree = "", {}
+        stage, tree, parent, facts = "", dict[str, Any](), None, dict[str, tuple[Any, Any]]()
         if isinstance(policy, Kept):
-            stage, tree = policy.origin.stage, read_config(policy.run / CONFIG, "it is needed")
-        elif policy.manifest is not None:
-            stage, tree = policy.manifest.stage, policy.manifest.config
+            stage, tree = policy.origin.stage, dict(policy.tree)
+            facts = {"SFT model (policy.checkpoint)": (policy.sft, here)}
+        elif (ours := policy.manifest) is not None:
+            stage, tree, parent = ours.stage, ours.config, policy.parent(SFT)
+            theirs = ours if sft is None or sft.manifest is None else sft.manifest
+            seeds = [f", seed {x.base_seed}" * (x.base == FROM_CONFIG) for x in (ours, theirs)]
+            facts = {
+                "base model": (ours.base + seeds[0], theirs.base + seeds[1]),
+                "vocabulary": (ours.tokenizer_hash, theirs.tokenizer_hash),
+                "chat template": (ours.chat_template, theirs.chat_template),
+            }
+        for what, (found, wanted) in facts.items():
+            require(found == wanted, key, str(policy.path), "policies trained from the same base "
+                    f"model; its {what} is {found!r:.80}, here it is {wanted!r:.80}")  # fmt: skip
         then = tree.get(stage) or {}
-        sampling += [
-            f"{name} was trained with {stage}.{key} {then[key]!r}, is sampled with {now[key]!r}"
-            for key in DECODING
-            if key in then and then[key] != now[key]
+        notes = [
+            f"with {stage}.{one} {then[one]!r}, is sampled with {settings.stage}.{one} {now[one]!r}"
+            for one in DECODING
+            if one in then and then[one] != now[one]
         ]
-        parent = policy.parent(SFT) if isinstance(policy, Final) else None
-        if sft is None or parent is None or parent == sft.path.resolve():
-            continue
-        if not parent.is_dir() or digest(parent) != digest(sft.path):
-            parents.append(f"{name} ({policy.path}) was trained from {parent}")
-    if sampling:
-        keys = f"{settings.stage}.{', '.join(DECODING)}"
-        yield f"{'; '.join(sampling)} (keys of this stage: {keys})"
-    if sft is not None and parents:
-        yield f"{'; '.join(parents)}; KL and gains are those to {sft.path}"
+        if sft is not None and parent not in (None, sft.path.resolve()):
+            is_same = parent.is_dir() and digest(parent) == here
+            notes += [] if is_same else [f"from {parent}; KL and gains are those to {sft.path}"]
+        for note in notes:
+            print_line(f"{name} ({policy.path}) was trained {note}", "yellow")
 
 
 class Task:
@@ -315,7 +299,16 @@ class Task:
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
         kind = NativeSampler if roles.caches else HFSampler
-        batches = shard(self.batches(count), run.replicas, divides=roles.caches)
+        most, size = config.batch_size, max(1, config.batch_size // count)
+        batches = shard(
+            (
+                (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
+                for start in range(0, len(self.prompts), size)
+                for n in (min(most, count - made) for made in range(0, count, most))
+            ),
+            run.replicas,
+            divides=roles.caches,
+        )
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
             temperature=temperature,
@@ -346,16 +339,6 @@ class Task:
                 f"for the memory of the device; allowed: a smaller number: {error}"
             ) from error
         return found
-
-    def batches(self, count: int) -> Iterator[tuple[Prompts, int]]:
-        """Yield batches of prompts, each with its number of responses, of `count` to a prompt."""
-        most = self.run.settings.config.batch_size
-        size = max(1, most // count)
-        for start in range(0, len(self.prompts), size):
-            some = self.prompts[start : start + size]
-            prompts = collate_prompts(some, self.run.chat.pad_token_id)
-            for made in range(0, count, most):
-                yield prompts, min(most, count - made)
 
     @torch.no_grad()
     def loss(self, roles: Roles, role: str) -> float:

@@ -1,9 +1,10 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import lightning as L
 import torch
@@ -27,26 +28,16 @@ from lightning_rlhf.runs.stage import Settings
 Goal = Sequence[tuple[str, Mode]]
 
 
-def goal_of(settings: Settings) -> Goal:
+def goal_of(settings: Settings, section: Literal["best", "stop"] = "best") -> Goal:
     """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
 
-    Empty where neither names one. Raises ConfigError as `metric_of`.
+    section: "stop" for the metric that has to gain, which is by default the same.
+    Empty where none is named. Raises ConfigError as `metric_of`.
     """
-    best = settings.config.best
-    if best.metric is None:
-        return settings.definition.goal
-    return (metric_of(settings, f"{settings.stage}.best", best.metric, best.mode),)
-
-
-def stop_metric(settings: Settings) -> tuple[str, Mode] | None:
-    """Return the metric that has to gain, by default that of `goal_of`; None where none is named.
-
-    Raises ConfigError as `metric_of`.
-    """
-    stop = settings.config.stop
-    if stop.metric is None:
-        return next(iter(goal_of(settings)), None)
-    return metric_of(settings, f"{settings.stage}.stop", stop.metric, stop.mode)
+    named = getattr(settings.config, section)
+    if named.metric is not None:
+        return (metric_of(settings, f"{settings.stage}.{section}", named.metric, named.mode),)
+    return goal_of(settings) if section == "stop" else settings.definition.goal
 
 
 def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tuple[str, Mode]:
@@ -87,11 +78,12 @@ def check_final(settings: Settings, steps: int | None) -> None:
     """
     config: StageConfig = settings.config
     stage, step, stop = settings.stage, config.final, config.stop
-    for section, is_wanted, metric, found in (
-        ("best", step == "best", goal_of(settings), f"{stage}.final is 'best'"),
-        ("stop", stop.patience, stop_metric(settings), f"{stage}.stop.patience is {stop.patience}"),
-    ):
-        if is_wanted and not metric:
+    wanted: Mapping[Literal["best", "stop"], tuple[object, str]] = {
+        "best": (step == "best", f"{stage}.final is 'best'"),
+        "stop": (stop.patience, f"{stage}.stop.patience is {stop.patience}"),
+    }
+    for section, (is_wanted, found) in wanted.items():
+        if not goal_of(settings, section) and is_wanted:
             raise ConfigError(
                 f"{found}, and stage={stage} names no metric of its evaluations (Stage.goal); "
                 f"allowed with a metric in {stage}.{section}.metric"

@@ -17,13 +17,8 @@ from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.core.text_metrics import pass_at_k
 from lightning_rlhf.io.console import json_line
-from lightning_rlhf.report.estimates import (
-    interval_text,
-    mean_interval,
-    number_text,
-    rate_interval,
-    single,
-)
+from lightning_rlhf.report import estimates
+from lightning_rlhf.report.estimates import interval_text, number_text
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
@@ -38,24 +33,21 @@ UNSCORED: Mapping[Decoding, Sequence[str]] = {"sampled": ("kl", "tokens"), "gree
 """Keys of a sample that are compared and have no better or worse; the log-ratio of a greedy
 response is no estimate of the KL."""
 DEFINITIONS = (
-    "Greedy responses take the most probable token each time; the others are sampled, with "
-    "the same random numbers for every policy, so that differences are paired. A difference "
-    "is the mean over prompts of the difference of two policies' means over responses; its "
-    "95% interval is a studentised bootstrap over prompts. The win rate is the share of "
-    "responses that score above the other policy's response to the same prompt with the same "
-    "random numbers, a tie counting one half; its 95% interval is a percentile bootstrap over"
-    " the prompts and three more: one won, one tied, one lost. KL is the mean over sampled "
-    "responses of the sum over tokens of log p - log p_SFT at the sampling temperature. "
-    "Perplexity of the demonstrations is exp of the mean loss over the response tokens of "
-    "held-out demonstrations; that of the responses is exp of minus the mean log-probability "
-    "that the SFT model, at the sampling temperature, gives their tokens. The shares of different "
-    "words and pairs of words (distinct-1, distinct-2) are the number of different ones divided by "
-    "the number of all, over all responses. pass@k, for scores of 0 and 1 alone, is "
-    "1 - C(n - c, k) / C(n, k) for n responses of which c pass, averaged over prompts. The KL of "
-    "the best of n, which has no log-probability, is estimated from the scores s of the SFT "
-    "model's responses to a prompt, as "
-    "sum over s of w log(w / p) with p the share of s and w = P(x <= s)^n - P(x < s)^n; it is at "
-    "most log n - (n - 1) / n, which only scores without ties reach."
+    "Greedy responses take the most probable token each time; the others are sampled, with the "
+    "same random numbers for every policy, so that differences are paired: means over prompts of "
+    "the difference of two policies' means over responses, with a 95% interval by studentised "
+    "bootstrap over prompts. The win rate is the share of responses that score above the other "
+    "policy's with the same random numbers, a tie counting one half; its 95% interval is a "
+    "percentile bootstrap over the prompts and three more: one won, one tied, one lost. KL is the "
+    "mean over sampled responses of the sum over tokens of log p - log p_SFT at the sampling "
+    "temperature. Perplexity of the demonstrations is exp of the mean loss over the response "
+    "tokens of held-out demonstrations; that of the responses exp of minus the mean "
+    "log-probability that the SFT model, at the sampling temperature, gives their tokens. The "
+    "shares of different words and pairs of words (distinct-1, distinct-2) are those among all of "
+    "all responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n "
+    "responses of which c pass, averaged over prompts. The KL of the best of n is estimated from "
+    "the scores s of the SFT model's responses to a prompt, as sum over s of w log(w / p) with p "
+    "the share of s and w = P(x <= s)^n - P(x < s)^n; it is at most log n - (n - 1) / n."
 )
 """Definitions of the numbers."""
 
@@ -137,9 +129,13 @@ def compare_policies(
         "number": number,
         "prompts": len(difference),
         "difference": float(difference.mean()),
-        "interval": single(mean_interval(difference, seed)) if several else None,
+        "interval": estimates.single(estimates.mean_interval(difference, seed))
+        if several
+        else None,
         "win_rate": float(wins.mean()) if len(wins) else None,
-        "win_interval": single(rate_interval(wins, seed)) if len(wins) > 1 else None,
+        "win_interval": estimates.single(estimates.rate_interval(wins, seed))
+        if len(wins) > 1
+        else None,
         "ties": float(ties.mean()) if len(ties) else None,
     }
 
@@ -285,8 +281,8 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
                 f"{one['policy']} - {one['other']}",
                 one["number"],
                 f"{one['difference']:+z.3f}{interval_text(one['interval'])}",
-                rate_text(one["win_rate"]) + interval_text(one["win_interval"], 2),
-                rate_text(one["ties"]),
+                number_text(one["win_rate"]) + interval_text(one["win_interval"]),
+                number_text(one["ties"]),
             ]
             for one in content["comparisons"]
             if one["decoding"] == decoding and is_shown(one["number"])
@@ -298,8 +294,3 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         title = "Sampled responses, pass@k"
         tables["pass@k"] = Table(title=title, columns=["", *policies], rows=passed)
     return tables
-
-
-def rate_text(found: float | None) -> str:
-    """Return a rate with two decimals; a dash for None."""
-    return ABSENT if found is None else f"{found:.2f}"

@@ -17,8 +17,6 @@ from torch import Tensor
 from lightning_rlhf.callbacks.evaluation import KeepLastBatch
 from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.core.config import DPOConfig, SFTConfig
-from lightning_rlhf.core.errors import require
 from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import DataError, require
@@ -26,15 +24,11 @@ from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Record, SampledResponses
 from lightning_rlhf.core.text_metrics import unigram_perplexity
+from lightning_rlhf.data import batches
 from lightning_rlhf.data.batches import (
     Schedule,
     StageData,
-    collate_demonstrations,
-    collate_preferences,
-    collate_prompts,
 )
-from lightning_rlhf.data import batches
-from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
@@ -48,8 +42,8 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule
 from lightning_rlhf.modules.dpo import DPOModule
+from lightning_rlhf.modules.preferences import DPOModule
 from lightning_rlhf.modules.reward import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
