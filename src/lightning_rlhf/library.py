@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli.arguments import composition_error, parse_arguments, refuse_other_stages
+from lightning_rlhf.cli.arguments import composition_error, refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
@@ -38,13 +38,12 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
         ConfigError: a key or a value is not one of those that are allowed, which the message names.
     """
     words = [*overrides, f"stage={stage}"]
-    given = parse_arguments(words)
     register_resolvers()
     try:
         with no_outer_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("config", words)
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
-        raise ConfigError(composition_error(error, given)) from error
+        raise ConfigError(composition_error(error, words)) from error
     require(cfg.recipe is None, "recipe", cfg.recipe, "none, since a recipe runs stages itself")
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if stage in names:

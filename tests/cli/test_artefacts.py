@@ -14,7 +14,6 @@ import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
-from transformers import pipeline as make_pipeline
 
 from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.models.build_roles import start_from
@@ -76,18 +75,6 @@ def test_a_merged_policy_is_a_start_for_the_stages_here(place: Workplace) -> Non
     start_from(config, final, trainable=False, seed=0)  # compares the fingerprint
 
 
-def test_the_text_generation_pipeline_loads_adapter_and_merged(place: Workplace) -> None:
-    said = []
-    for name in ("final", "final_merged"):
-        folder = str(place.stage("ppo") / name)
-        generate = make_pipeline("text-generation", model=folder, device="cpu")
-        turns = [{"role": "user", "content": "What is the capital of Peru?"}]
-        out = generate(turns, max_new_tokens=6, do_sample=False)
-        said.append(out[0]["generated_text"][-1])
-    assert said[0] == said[1]
-    assert said[0]["role"] == "assistant"
-
-
 @torch.no_grad()
 def test_the_code_in_a_reward_models_card_gives_the_scores_that_ppo_pays(place: Workplace) -> None:
     """To 1e-5, of the adapter and merged, with padding on either side."""
@@ -121,7 +108,6 @@ def test_a_merged_reward_model_is_a_classifier_without_an_argument(place: Workpl
     )
     assert info["missing_keys"] == info["unexpected_keys"] == set()
     assert model.config.num_labels == 1
-    assert model.config.pad_token_id is not None
 
 
 # Moved.

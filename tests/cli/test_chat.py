@@ -106,7 +106,7 @@ def test_commands(pair: Conversation, tmp_path: Path) -> None:
     assert pair.temperature == 0.5
     assert "/temperature is 'hot'; allowed: 0, or a number from 1e-6 to 100" in out
     assert "/temperature is -1.0" in out
-    assert "the command is '/no'; allowed: /temperature, /system" in out
+    assert "the command is '/no'; allowed: those of /help" in out
     assert out.count("score") == 4  # two turns of two models
     assert out.count("KL") == 2
     rows = [json.loads(line) for line in (tmp_path / "chat.jsonl").read_text().splitlines()]

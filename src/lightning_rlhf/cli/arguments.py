@@ -164,11 +164,11 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
             )
 
 
-def composition_error(error: Exception, given: Namespace) -> str:
+def composition_error(error: Exception, words: Sequence[str]) -> str:
     """Return in one line, without secrets, why Hydra could not compose the configuration.
 
-    Where nothing is known that helps, it is the first paragraph of the library's message, or all
-    numbered choices of it, and the first line of its cause.
+    Where nothing is known that helps, it is the first paragraph of the library's message, and that
+    of its cause. words: overrides of the command.
     """
     cause = error.__cause__
     if isinstance(error, OverrideParseException):
@@ -189,7 +189,7 @@ def composition_error(error: Exception, given: Namespace) -> str:
         choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
         reason = f"{without_address(choice)} is not known; allowed: {', '.join(error.options)}"
     else:
-        told = (without_secrets(str(found), given.overrides) for found in (error, cause or ""))
+        told = (without_secrets(str(found), words) for found in (error, cause or ""))
         reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in told)[:400]
     return " ".join(reason.split())
 

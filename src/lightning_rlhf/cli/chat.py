@@ -339,8 +339,7 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
                         check_value(word, heat, ZeroOrTemperature)
                         conversation.temperature = heat
                     case _ if word.startswith("/"):
-                        known = "/temperature, /system, /reset, /save, /quit, /help"
-                        require(False, "the command", word, known)
+                        require(False, "the command", word, "those of /help")
                     case _:
                         conversation.ask(text, show)
                         is_saved = False

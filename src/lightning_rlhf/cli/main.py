@@ -74,7 +74,6 @@ def main() -> None:
     if words == ["--version"]:
         print(f"lightning-rlhf {lightning_rlhf.__version__}")
         return
-    given = Namespace(overrides=words)
     try:
         if first in arguments.COMMANDS:
             # What the folders that it reads name is not run.
@@ -103,7 +102,7 @@ def main() -> None:
         if "debug=true" in words:
             text = arguments.without_secrets(traceback.format_exc(), words)
             print(visible(text), file=sys.stderr)
-        console.print_error(arguments.composition_error(error, given))
+        console.print_error(arguments.composition_error(error, words))
         sys.exit(1)
 
 
@@ -222,8 +221,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
             else:
                 recipes.run_program(found, folder, cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
-            given = Namespace(overrides=overrides, multirun=False, config_name=None)
-            reason = arguments.composition_error(error, given)
+            reason = arguments.composition_error(error, overrides)
             raise ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
