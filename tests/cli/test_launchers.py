@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.cli import arguments, sweep
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.cli.sweep import STOPPED, end_early, run_job, stoppable, stopped_by
+from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 from lightning_rlhf.runs.console import CONF
 
@@ -118,7 +118,7 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
         def receive() -> None:
             while not (tmp_path / "begun").exists():
                 time.sleep(0.02)
-            end_early(signal.SIGTERM)
+            Path(os.environ[STOP], str(int(signal.SIGTERM))).touch()
 
         threading.Thread(target=receive, daemon=True).start()
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED

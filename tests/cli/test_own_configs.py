@@ -80,16 +80,6 @@ def test_a_preset_has_the_numbers_of_the_one_it_starts_from(own: Workplace) -> N
     assert (found["rm"]["epochs"], found["trainer"]["threads"]) == (1, None)
 
 
-def test_a_section_that_is_not_added_is_named(own: Workplace) -> None:
-    told = "+stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
-    for folder in (["--config-dir", "own"], ["hydra.searchpath=[file://own]"]):
-        assert told in own.call(*folder, "stage=mine").error
-    (own.folder / "recipe.yaml").write_text(
-        "title: M\nstages: [mine]\nprogram: null\noverrides: []\npromises: []\nnext: []\n"
-    )
-    assert told in own.call("--config-dir", "own", "recipe=.").error
-
-
 def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:
     """Which reads the stage that is chosen, as the command line may not."""
     (own.folder / "own" / "my.yaml").write_text(

@@ -16,7 +16,6 @@ from lightning_rlhf.cli.recipe import (
     data_of_run,
     is_newer,
     read_recipe,
-    split_step,
     step_overrides,
 )
 from lightning_rlhf.runs.console import RECIPES
@@ -37,12 +36,6 @@ def overrides(
     return step_overrides(recipe, step, given, job, folder)
 
 
-def test_a_step_is_a_stage_and_its_job() -> None:
-    assert [split_step(step) for step in STEPS] == [
-        ("sft", None), ("rank", "one"), ("dpo", "one"), ("dpo", "two"),
-    ]  # fmt: skip
-
-
 def test_overrides_of_a_step() -> None:
     assert overrides("sft") == ("stage=sft", "data=small")
     assert overrides("dpo@two") == ("stage=dpo", "data=small", "dpo.beta=0.5", "job='two'")
@@ -56,6 +49,7 @@ def test_overrides_of_a_step() -> None:
         "stage=dpo", "data=small", "dpo.beta=0.1", source, "job='one'",
     )  # fmt: skip
     assert overrides("dpo@one", job="kl=0.1")[-1] == "job='kl=0.1/one'"
+    assert "advantage=rloo" not in overrides("sft", "advantage=rloo")
 
 
 @pytest.mark.parametrize("name", ["a,b", "it's", "José", "(a)[b]{c}"])
@@ -89,13 +83,6 @@ def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
     assert not reads("/out/runs/preferences.jsonl")
     assert not reads("org/name:train")
     assert not reads(None)
-
-
-def test_each_round_of_the_shipped_recipe_trains_on_its_own_pairs() -> None:
-    recipe = read_recipe(RECIPES / "rounds")
-    for number in ("round1", "round2"):
-        own = recipe.steps[f"dpo@{number}"]
-        assert any(f"{number}/rank/final/preferences.jsonl" in word for word in own)
 
 
 def test_a_recipe_as_written_is_that_of_the_run_in_another_folder() -> None:

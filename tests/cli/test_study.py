@@ -55,7 +55,7 @@ class Launched:
             self.results.append(
                 Job(
                     overrides=list(words), folder=self.run_folder or f"r/{len(self.results)}",
-                    stage="ppo", status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
+                    status="done", metrics={METRIC: float(values["ppo.kl_coef"])},
                 )
             )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import re
 import shutil
 import signal
@@ -15,6 +16,7 @@ import pytest
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli import sweep as sweeps
+from lightning_rlhf.cli.arguments import VisibleFormatter
 from lightning_rlhf.cli.sweep import BASIC, Job, Jobs, job_name, job_place, jobs_table
 from lightning_rlhf.evaluation import compare
 from lightning_rlhf.runs.folders import folder_of
@@ -153,6 +155,12 @@ def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace
     assert all(f" done {accuracy:.3f} " in shown for accuracy in found), shown
 
 
+def test_hydra_s_lines_show_what_a_terminal_would_obey_and_no_report_of_a_trial() -> None:
+    text = "\t#6 : run=\x1b[31m job='kl_coef=0.1' callbacks.trial.storage=/a"
+    record = logging.LogRecord("hydra", logging.INFO, "", 0, text, (), None)
+    assert VisibleFormatter("%(message)s").format(record) == "        #6 : run=\\x1b[31m"
+
+
 @pytest.mark.parametrize(
     ("overrides", "varied", "name"),
     [
@@ -263,21 +271,19 @@ def test_a_launcher_that_gives_up_leaves_what_the_folders_tell(
 
 
 @pytest.mark.parametrize(
-    ("recipe", "job", "folder", "stage"),
+    ("recipe", "job", "folder"),
     [
-        ("dpo", None, "eval_policy", "eval_policy"),
-        ("rounds", "seed=1", "seed=1/round2/eval_policy", "eval_policy"),
-        ("bandit", "seed=1", "seed=1/ppo", "ppo"),
+        ("dpo", None, "eval_policy"),
+        ("rounds", "seed=1", "seed=1/round2/eval_policy"),
+        ("bandit", "seed=1", "seed=1/ppo"),
     ],
 )
-def test_a_recipe_is_judged_by_its_last_step(
-    recipe: str, job: str | None, folder: str, stage: str
-) -> None:
+def test_a_recipe_is_judged_by_its_last_step(recipe: str, job: str | None, folder: str) -> None:
     cfg = OmegaConf.create(
         {"outputs": "o", "run": "r", "model": {"name": "m"}, "stage": None, "recipe": recipe,
          "job": job}
     )  # fmt: skip
-    assert job_place(cfg) == (stage, Path("o/r/m") / folder)
+    assert job_place(cfg) == Path("o/r/m") / folder
 
 
 def test_the_trials_of_a_study_are_in_the_order_of_its_metric(

@@ -56,13 +56,6 @@ def _mean(parts: list[dict[str, Any]], key: str) -> float:
 # The world
 
 
-def test_facts_have_one_right_answer_and_another_wrong_one() -> None:
-    for item in world.ITEMS:
-        if item.topic in world.FACT_TOPICS:
-            assert len(item.right) == 1, item
-            assert item.wrong not in ("", *item.right), item
-
-
 def test_no_sentence_has_two_meanings() -> None:
     sentences = [
         grammar.fill(template, item.subject, answer)
@@ -90,15 +83,6 @@ def test_held_out_wordings_are_in_no_training_file() -> None:
     for name in ("sft_train.jsonl", "preferences_train.jsonl", "prompts_train.jsonl"):
         assert not held_out & _texts(name), name
     assert _texts("sft_val.jsonl") == _texts("preferences_val.jsonl") == held_out
-
-
-def test_every_item_of_a_held_out_wording_is_trained_on_in_other_wordings() -> None:
-    for name in ("sft_train.jsonl", "preferences_train.jsonl", "prompts_train.jsonl"):
-        seen = [world.PROMPT_BY_TEXT[text].item for text in sorted(_texts(name))]
-        for text in _texts("prompts_val.jsonl"):
-            item = world.PROMPT_BY_TEXT[text].item
-            # One wording is held out, so all others are seen.
-            assert seen.count(item) == len(world.WORDINGS[item.topic]) - 1, (name, text)
 
 
 def test_held_out_facts_are_demonstrated_but_get_no_feedback() -> None:
@@ -204,18 +188,11 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
         (STORY, HAPPY, 1.25),
         (STORY, "Tom was a shy cat. One day Tom found a big box. Nobody came and Tom cried.", 0.75),
         (STORY, HAPPY.replace("Tom", "Max"), -1.0),
-        # Without its middle curt: 1 + 0.25 - 0.3; without its end unfinished: 0 - 0.3.
+        # Without its middle curt: 1 + 0.25 - 0.3.
         (STORY, "Tom was a shy cat. Tom slept well that night.", 0.95),
-        (STORY, "Tom was a shy cat. One day Tom found a big box.", -0.3),
         # In another order it is no story.
         (STORY, "One day Tom found a big box. Tom was a shy cat. Tom slept well that night.", 0.0),
-        # 17 words and two fillers of 6 and 6: 29 words are free in a story; 1.25 - 0.5.
-        (
-            STORY,
-            f"People talk about this a lot. {HAPPY} Well, let me think about that.",
-            0.75,
-        ),
-        # A third filler of 7: 36 words are 6 too many; 1.25 - 3 x 0.25 - 6 x 0.05 = 0.2.
+        # 17 words and fillers of 6, 6 and 7: 36 words are 6 too many; 1.25 - 3 x 0.25 - 6 x 0.05.
         (
             STORY,
             f"People talk about this a lot. {HAPPY} Well, let me think about that. "
@@ -262,18 +239,6 @@ def test_tokenizer_round_trips_all_texts(tokenizer: Any) -> None:
     # Bytes are tokens too, so that text from outside the world has tokens.
     outside = "Größe? \u2603 \n42"
     assert tokenizer.decode(tokenizer(outside)["input_ids"]) == outside
-
-
-def test_chat_template_adds_markers_and_nothing_else(tokenizer: Any) -> None:
-    turns = [
-        {"role": "system", "content": "Be kind."},
-        {"role": "user", "content": "Hi."},
-        {"role": "assistant", "content": " Hello. "},
-    ]
-    whole = "<|system|>Be kind.<|end|><|user|>Hi.<|end|><|assistant|> Hello. <|end|>"
-    assert tokenizer.apply_chat_template(turns, tokenize=False) == whole
-    asked = tokenizer.apply_chat_template(turns[1:2], tokenize=False, add_generation_prompt=True)
-    assert asked == "<|user|>Hi.<|end|><|assistant|>"
 
 
 def test_tokenizer_is_trained_again_to_the_same_bytes(tmp_path: Path) -> None:

@@ -276,8 +276,9 @@ def run_steps(
 
     ran = []
     for step, settings in stages.items():
-        state, final = state_of(settings), folder_of(settings) / FINAL
-        if start_over or (state == "done" and is_newer(data_of_run(settings, folder), final)):
+        state: State = "outdated" if start_over else state_of(settings)
+        final = folder_of(settings) / FINAL
+        if state == "done" and is_newer(data_of_run(settings, folder), final):
             state = "outdated"
         if state == "done":
             print_line(f"{step}: done already, {final.parent}", "green")

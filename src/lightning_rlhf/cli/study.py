@@ -291,9 +291,8 @@ class TrialReport(Callback):
         self.end(trainer, trainer.is_global_zero and PRUNED in self.trial().user_attrs)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
-            return
-        if not is_evaluation(trainer) or trained(trainer) == 0:
+        is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if not is_fitting or not is_evaluation(trainer) or trained(trainer) == 0:
             return
         metrics: dict[str, Any] = dict(trainer.callback_metrics)
         require_metrics(f"{KEY}.metric", [(self.metric, "max")], metrics)
@@ -301,16 +300,14 @@ class TrialReport(Callback):
         if trainer.is_global_zero:
             trial, step = self.trial(), trained(trainer)
             trial.report(float(metrics[self.metric]), step)
-            is_pruned = trial.should_prune()
-            if is_pruned:
+            if is_pruned := trial.should_prune():
                 trial.set_user_attr(PRUNED, step)
                 print_line(f"pruned after step {step}: {self.metric} is behind other trials")
         self.end(trainer, is_pruned)
 
     def end(self, trainer: Trainer, is_pruned: bool) -> None:
         """End the run after this step in all processes, where the first one's trial is pruned."""
-        if trainer.strategy.broadcast(is_pruned):
-            trainer.should_stop = True
+        trainer.should_stop |= trainer.strategy.broadcast(is_pruned)
 
 
 def open_storage(place: str) -> optuna.storages.BaseStorage:

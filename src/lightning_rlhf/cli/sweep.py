@@ -8,7 +8,6 @@ import sys
 import tempfile
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -73,8 +72,7 @@ class Job:
     failure: str | None = None
     """Why it has no result; None for a finished job."""
     folder: str | None = None
-    """Folder of the run; None where the configuration names none."""
-    stage: str | None = None
+    """Folder of the run, which has the name of its stage; None where it has none."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """All metrics at the end of the run."""
     summary: Sequence[str] = ()
@@ -85,11 +83,9 @@ class Job:
 
 
 def set_name(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
-    """Set `job`, the name of the folder of a sweep's job.
+    """Set `job`, the name of the folder of a sweep's job: the values that vary.
 
-    It holds the values that vary, or all of them where no value varies, or where the folder of the
-    short name has a run of another configuration.
-
+    It holds all values where none varies, or where that folder has a run of another configuration.
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
     whole = job_name(overrides, None)
@@ -98,9 +94,8 @@ def set_name(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str])
             cfg.job = name
             settings = read_settings(cfg)
             file = folders.folder_of(settings) / CONFIG
-            if not file.is_file() or cfg.overwrite:
-                return
-            if not folders.changes(settings.definition, settings.tree, file):
+            is_free = cfg.overwrite or not file.is_file()
+            if is_free or not folders.changes(settings.definition, settings.tree, file):
                 return
 
 
@@ -115,9 +110,9 @@ def job_name(overrides: Sequence[str], varied: Collection[str] | None) -> str | 
     """
     values = {key_of(word): word.partition("=")[2].strip("'\"") for word in overrides}
     keys = sorted(k for k in values if k not in NAMELESS and (varied is None or k in varied))
-    ends = Counter(key.rpartition(".")[2] for key in keys)
-    short = {key: key.rpartition(".")[2] for key in keys}
-    text = ",".join(f"{short[k] if ends[short[k]] == 1 else k}={values[k]}" for k in keys)
+    ends = [key.rpartition(".")[2] for key in keys]
+    shown = (end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True))
+    text = ",".join(f"{name}={values[key]}" for name, key in zip(shown, keys, strict=True))
     name = re.sub(r"[^\w.+=,-]", "-", text).rstrip(".")
     if name != text or len(name.encode()) > LONGEST:
         start = name.encode()[:LONGEST].decode(errors="ignore")
@@ -125,11 +120,11 @@ def job_name(overrides: Sequence[str], varied: Collection[str] | None) -> str | 
     return name or None
 
 
-def job_place(cfg: DictConfig) -> tuple[str, Path]:
-    """Return the stage of a job and the folder that it writes to.
+def job_place(cfg: DictConfig) -> Path:
+    """Return the folder that a job writes to, which has the name of its stage.
 
-    For a whole recipe they are those of its last step; one that is a program, or that is not known,
-    has the stage `ppo`. Raises ConfigError where the configuration names no folder.
+    For a whole recipe it is that of its last step; one that is a program, or that is not known, has
+    the stage `ppo`. Raises ConfigError where the configuration names no folder.
     """
     require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
     stage, job = cfg.stage or "ppo", cfg.job
@@ -139,9 +134,8 @@ def job_place(cfg: DictConfig) -> tuple[str, Path]:
             for step in recipes.read_recipe(recipes.recipe_folder(recipe)).stages[-1:]:
                 stage, inner = recipes.split_step(step)
                 job = "/".join(str(part) for part in (job, inner) if part is not None) or None
-    return stage, folders.run_folder(
-        Path(cfg.outputs), str(cfg.run), str(cfg.model.name), stage, job
-    )
+    place = Path(cfg.outputs), str(cfg.run), str(cfg.model.name)
+    return folders.run_folder(*place, stage, job)
 
 
 def job_settings(cfg: DictConfig) -> Settings | None:
@@ -163,7 +157,7 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     """
     if stopped_by() is not None:
         return STOPPED
-    _, folder = job_place(cfg)
+    folder = job_place(cfg)
     folders.refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
@@ -174,7 +168,7 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
             status = run_command(command, {IN_SWEEP: "1"}, output, stopped_by)
     except Stopped as stop:
         if is_sweeper():  # a signal to another process ends its job alone
-            end_early(stop.signum)
+            Path(os.environ[STOP], str(stop.signum)).touch()
         return STOPPED
     if stopped_by() is not None and status:
         return STOPPED
@@ -187,7 +181,7 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
 def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Write the reason to the job's folder unless it holds a finished run; return the reason."""
     with suppress(RLHFError):  # there is no folder
-        _, folder = job_place(cfg)
+        folder = job_place(cfg)
         if not (folder / FINAL).is_dir():
             folders.leave_failed(folder, reason)
     return reason
@@ -200,10 +194,10 @@ def ended(job: Job, failure: str | None) -> Job:
     """
     job = replace(job, status=STOPPED if failure == STOPPED else "failed", failure=failure)
     try:
-        stage, folder = job_place(job.cfg)
+        folder = job_place(job.cfg)
         tree: Any = OmegaConf.to_container(job.cfg)
-        definition = chosen_stage(tree | {"stage": stage})[2]()
-        job = replace(job, folder=str(folder), stage=stage, summary=list(definition.summary))
+        definition = chosen_stage(tree | {"stage": folder.name})[2]()
+        job = replace(job, folder=str(folder), summary=list(definition.summary))
         has_final, written = (folder / FINAL).is_dir(), folder / FAILED
         if failure == UNKNOWN and written.is_file():
             job = replace(job, failure=written.read_text().strip())
@@ -229,11 +223,6 @@ def is_sweeper() -> bool:
     return os.environ.get(STOP, "").endswith(f"-{os.getpid()}")
 
 
-def end_early(signum: int) -> None:
-    """End the sweep after a signal: the jobs of this machine write a checkpoint and end."""
-    Path(os.environ[STOP], str(signum)).touch()
-
-
 @contextmanager
 def stoppable(*, is_apart: bool) -> Iterator[None]:
     """Within the block, pass a signal on to the jobs that run apart from this process."""
@@ -241,7 +230,7 @@ def stoppable(*, is_apart: bool) -> Iterator[None]:
     def receive(signum: int, frame: FrameType | None) -> None:
         signal.signal(signum, signal.SIG_DFL)
         os.write(2, b"\nending the jobs, with a checkpoint each; a second signal ends at once\n")
-        end_early(signum)
+        Path(os.environ[STOP], str(signum)).touch()
 
     with tempfile.TemporaryDirectory(f"-{os.getpid()}", "lightning-rlhf-") as os.environ[STOP]:
         before = {s: signal.signal(s, receive) for s in SIGNALS} if is_apart else {}
@@ -315,8 +304,8 @@ class Jobs:
         """Show table, failed jobs and page; return the exit status."""
         if not self.results:
             return 0
-        stages = [str(job.stage) for job in self.results if job.stage]
-        stage = "ppo" if "ppo" in stages or not stages else stages[0]
+        stages = [Path(job.folder).name for job in self.results if job.folder] or ["ppo"]
+        stage = "ppo" if "ppo" in stages else stages[0]
         known = find_stage(stage)
         goal = self.goal or next(iter(() if known is None else known.goal), None)
         if self.goal is not None:
