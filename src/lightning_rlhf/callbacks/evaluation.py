@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,13 @@ from lightning_rlhf.callbacks.files import (
     train_samples,
     write_samples,
 )
-from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.metrics import perplexity, publish
 from lightning_rlhf.callbacks.progress import is_evaluation
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.results import RESULT, EvaluationResult
-from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
 from lightning_rlhf.io.console import json_line, visible, visible_line
 from lightning_rlhf.io.storage import (
     flush,
@@ -262,6 +261,22 @@ def judged_samples(
     return samples
 
 
+def distinct(texts: Iterable[str], n: int) -> float:
+    """Return distinct-n: how varied the texts are, 0 to 1; repetition lowers it.
+
+        distinct_n = |{different n-grams}| / |n-grams|, over all texts together
+
+    Source: Li et al. 2016, https://arxiv.org/abs/1510.03055, section 5.1
+    Departs: an n-gram is of words, which white space separates. 0 where no text has n words.
+    """
+    grams = [
+        tuple(words[i : i + n])
+        for words in (text.split() for text in texts)
+        for i in range(len(words) - n + 1)
+    ]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
 def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means over samples, and numbers of all samples together.
 
@@ -290,7 +305,8 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of samples that score above the other of the same place, a tie as half."""
-    return fmean(outcome(a["score"], b["score"]) for a, b in zip(samples, others, strict=True))
+    pairs = [(a["score"], b["score"]) for a, b in zip(samples, others, strict=True)]
+    return fmean(0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs)
 
 
 def load_judge(source: str) -> Judge:

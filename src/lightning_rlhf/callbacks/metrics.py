@@ -4,6 +4,7 @@ A step returns a record of core/results.py; metrics are defined in core/metrics.
 """
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,6 @@ from lightning_rlhf.core.results import (
     SFTStep,
 )
 from lightning_rlhf.core.shaping import paid_sum
-from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.parallel.replicas import Replicas
 
 SUMS = (
@@ -197,6 +197,11 @@ def stacked(result: Any) -> tuple[list[str], Float[Tensor, " M"]]:
     """Return the names of the `step_sums` of a result, and their numbers."""
     sums = step_sums(result)
     return list(sums), torch.stack([*sums.values()])
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss) for a mean negative log-likelihood in nats a token, inf on overflow."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 def step_metrics(names: Sequence[str], sums: Float[Tensor, "N M"], phase: str) -> dict[str, float]:

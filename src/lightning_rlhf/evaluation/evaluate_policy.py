@@ -22,6 +22,7 @@ from lightning_rlhf.callbacks.evaluation import (
     load_judge,
 )
 from lightning_rlhf.callbacks.loggers import log_table
+from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core.config import PolicyEvalConfig, ResponsesConfig
 from lightning_rlhf.core.errors import LogitsError, TrainingError
 from lightning_rlhf.core.kl import best_of_kl_bound
@@ -29,7 +30,6 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.core.records import Prompts, Rollout
 from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
 from lightning_rlhf.data.readers import draw_rows, load

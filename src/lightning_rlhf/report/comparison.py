@@ -1,5 +1,6 @@
 """Policies compared on the same prompts: paired differences, win rates and pass@k."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -12,7 +13,6 @@ from numpy import ndarray
 
 from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.core.metrics import PASS
-from lightning_rlhf.core.text_metrics import pass_at_k
 from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval, single
 
 Sample = Mapping[str, Any]
@@ -178,6 +178,17 @@ def passes(
                 if usable := [pass_at_k(row.tolist(), k) for row in rows if len(row) >= k]:
                     found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
     return found
+
+
+def pass_at_k(passed: Sequence[bool], k: int) -> float:
+    """Return the unbiased estimate of the probability that one of k responses passes.
+
+        pass@k = 1 - C(n - c, k) / C(n, k), with n responses of which c pass; k <= n
+
+    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1
+    """
+    n, c = len(passed), sum(passed)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def best_of(samples: Sequence[Sample], n: int, count: int) -> list[Sample]:
