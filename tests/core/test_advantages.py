@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.advantages import (
+from lightning_rlhf.core.experience import (
     gae,
     group_centered,
     group_normalised,

@@ -34,8 +34,6 @@ VALUES = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
-FIELDS = st.sampled_from(["prompt", "response", "messages", "chosen", "rejected", "margin", "x"])
-ROWS = st.dictionaries(FIELDS, VALUES, max_size=4) | VALUES
 STARTS = {
     "jsonl": b'{"prompt": "a", "response": "b"}\n',
     "jsonl.gz": b"",
@@ -71,15 +69,6 @@ def test_any_bytes(tmp_path: Path, kind: str, content: bytes, ending: str) -> No
     for whole in (content, STARTS[ending] + content, gzip.compress(content)[: len(content)]):
         file.write_bytes(whole)
         rows_or_error(kind, file)
-
-
-@QUICK
-@given(kind=KINDS, rows=st.lists(ROWS, max_size=3))
-def test_any_values(tmp_path: Path, kind: str, rows: list[Any]) -> None:
-    file = tmp_path / "x.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    count = rows_or_error(kind, file)
-    assert count is None or 0 < count <= len(rows)
 
 
 @QUICK

@@ -93,24 +93,6 @@ def test_wilsons_interval_by_hand() -> None:
     assert found.interval == pytest.approx((0.595846, 0.982125), abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("longer", "shorter", "chosen_longer", "rule"),
-    [
-        (20, 0, "100.0% of the 20", "; taking the longer response is right in 100.0%, whatever"),
-        (60, 240, "20.0% of the 300", "; taking the shorter response is right in 80.0%, whatever"),
-        (50, 50, "50.0% of the 100", " pairs of different lengths (95% interval "),
-    ],
-)
-def test_the_rule_of_length_is_told_with_how_often_it_is_right(
-    longer: int, shorter: int, chosen_longer: str, rule: str
-) -> None:
-    """Shares are of the pairs of different lengths."""
-    sides = [("long", "s")] * longer + [("s", "long")] * shorter + [("a", "b")] * 9
-    line = length_share([pair("a", chosen, rejected) for chosen, rejected in sides]).line
-    assert line.startswith(f"length: chosen is longer in {chosen_longer} pairs")
-    assert rule in line
-
-
 def test_responses_of_one_length() -> None:
     found = length_share([pair("a", "1", "2")])
     assert (found.share, found.interval, found.one_sided) == (None, None, False)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.advantages import gae
+from lightning_rlhf.core.experience import gae
 from lightning_rlhf.core.masking import masked_moments
 
 from .conftest import close

@@ -14,7 +14,7 @@ from torchrl.objectives.value.functional import (
     vec_generalized_advantage_estimate,
 )
 
-from lightning_rlhf.core.advantages import gae, rewards_to_go
+from lightning_rlhf.core.experience import gae, rewards_to_go
 
 from .conftest import close, ragged
 

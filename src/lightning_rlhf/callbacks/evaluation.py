@@ -21,6 +21,15 @@ from rich.text import Text
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.callbacks.files import SAMPLES, Sample, eval_samples
 from lightning_rlhf.callbacks.metrics import publish
+from lightning_rlhf.callbacks.files import (
+    SAMPLES,
+    Sample,
+    eval_samples,
+    read_samples,
+    train_samples,
+    write_samples,
+)
+from lightning_rlhf.callbacks.metrics import perplexity, publish
 from lightning_rlhf.callbacks.progress import is_evaluation
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
 from lightning_rlhf.core.masking import real_tokens
@@ -36,6 +45,15 @@ from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
+from lightning_rlhf.io.console import json_line, visible, visible_line
+from lightning_rlhf.io.storage import (
+    flush,
+    flush_entry,
+    full_disk_told,
+    json_lines,
+    make_folder,
+    written_whole,
+)
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:
@@ -256,6 +274,22 @@ def judged_samples(
     return samples
 
 
+def distinct(texts: Iterable[str], n: int) -> float:
+    """Return distinct-n: how varied the texts are, 0 to 1; repetition lowers it.
+
+        distinct_n = |{different n-grams}| / |n-grams|, over all texts together
+
+    Source: Li et al. 2016, https://arxiv.org/abs/1510.03055, section 5.1
+    Departs: an n-gram is of words, which white space separates. 0 where no text has n words.
+    """
+    grams = [
+        tuple(words[i : i + n])
+        for words in (text.split() for text in texts)
+        for i in range(len(words) - n + 1)
+    ]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
 def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return means over samples, and numbers of all samples together.
 
@@ -284,7 +318,8 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
 
 def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
     """Return the share of samples that score above the other of the same place, a tie as half."""
-    return fmean(outcome(a["score"], b["score"]) for a, b in zip(samples, others, strict=True))
+    pairs = [(a["score"], b["score"]) for a, b in zip(samples, others, strict=True)]
+    return fmean(0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs)
 
 
 def load_judge(source: str) -> Judge:

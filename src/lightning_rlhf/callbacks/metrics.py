@@ -4,6 +4,7 @@ A step returns a record of core/results.py; metrics are defined in core/metrics.
 """
 
 import math
+import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,6 @@ from lightning_rlhf.core import results
 from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.shaping import paid_sum
-from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.parallel.replicas import Replicas
 
 QUANTILES = (5, 25, 50, 75, 95)
@@ -160,6 +160,11 @@ def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
         columns["logps_rejected"] = result.rejected_logprob
         columns["tokens"] = result.chosen_tokens
     return {name: column.float().sum() for name, column in columns.items()}
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss) for a mean negative log-likelihood in nats a token, inf on overflow."""
+    return math.inf if loss > math.log(sys.float_info.max) else math.exp(loss)
 
 
 def step_metrics(batches: Sequence[Mapping[str, Tensor]], phase: str) -> dict[str, float]:

@@ -246,8 +246,9 @@ def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, i
     """
     other = (*prompt[:i], replace(prompt[i], content=_OTHER_TEXT), *prompt[i + 1 :])
     changed = chat.opened(other)
-    start = len(commonprefix((text, changed)))
-    end = len(text) - len(commonprefix((text[start:][::-1], changed[start:][::-1])))
+    start = len(commonprefix((text, changed)))  # noqa: RUF071 - the texts are no paths
+    reversed_ends = text[start:][::-1], changed[start:][::-1]
+    end = len(text) - len(commonprefix(reversed_ends))  # noqa: RUF071
     if chat.end_marker is None:
         return start, end, None
     if prompt[i].tool_calls:

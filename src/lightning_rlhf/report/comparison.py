@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +22,8 @@ from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report import estimates
 from lightning_rlhf.report.estimates import interval_text, number_text
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
+from lightning_rlhf.core.metrics import PASS
+from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval, single
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600
@@ -178,6 +182,17 @@ def passes(
                 if usable := [pass_at_k(row, k) for row in rows if len(row) >= k]:
                     found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
     return found
+
+
+def pass_at_k(passed: Sequence[bool], k: int) -> float:
+    """Return the unbiased estimate of the probability that one of k responses passes.
+
+        pass@k = 1 - C(n - c, k) / C(n, k), with n responses of which c pass; k <= n
+
+    Source: Chen et al. 2021, https://arxiv.org/abs/2107.03374, equation 1
+    """
+    n, c = len(passed), sum(passed)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
 def best_of(samples: Sequence[Sample], n: int, count: int) -> list[Sample]:

@@ -2,9 +2,13 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from statistics import fmean
 from typing import Any, ClassVar
 
 import torch
@@ -25,6 +29,7 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Record, SampledResponses
 from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data import batches
+from lightning_rlhf.core.records import Record
 from lightning_rlhf.data.batches import (
     Schedule,
     StageData,
@@ -338,3 +343,19 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
         print_line("responses to held-out prompts, sampled from the trained model:")
         for one in texts:
             print_line(visible_line(f"  {one['prompt'][:160]} -> {one['response'][:160]}"))
+
+
+def unigram_perplexity(known: Iterable[Sequence[int]], texts: Iterable[Sequence[int]]) -> float:
+    """Return the perplexity of texts under the frequencies of tokens in others; lower is better.
+
+        exp(- mean over the tokens t of texts of log p(t)),   p(t) = (n(t) + 1) / (N + V)
+
+    n(t) is the number of t in `known`, N that of all its tokens, V that of the different ones and
+    one more, which stands for every token that is not there.
+
+    Source: Jurafsky and Martin, Speech and Language Processing, chapter 3, add-one smoothing
+    Departs: V counts the tokens of `known`, not those of the tokenizer.
+    """
+    counts = Counter(chain.from_iterable(known))
+    total = counts.total() + len(counts) + 1
+    return math.exp(fmean(math.log(total / (counts[t] + 1)) for t in chain.from_iterable(texts)))

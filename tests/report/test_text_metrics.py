@@ -7,18 +7,16 @@ import math
 
 import pytest
 
+from lightning_rlhf.callbacks.evaluation import distinct, win_rate
+from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core.errors import percent
-from lightning_rlhf.core.text_metrics import (
-    distinct,
-    outcome,
-    pass_at_k,
-    perplexity,
-    unigram_perplexity,
-)
+from lightning_rlhf.report.comparison import pass_at_k
+from lightning_rlhf.stages.supervised import unigram_perplexity
 
 
 def test_a_tie_is_half_a_win() -> None:
-    assert [outcome(2.0, 1.0), outcome(1.0, 1.0), outcome(0.0, 1.0)] == [1.0, 0.5, 0.0]
+    ours, theirs = ([{"score": score} for score in scores] for scores in ((2, 1, 1), (1, 1, 2)))
+    assert [win_rate([a], [b]) for a, b in zip(ours, theirs, strict=True)] == [1.0, 0.5, 0.0]
 
 
 def test_distinct_counts_ngrams_over_all_texts() -> None:
@@ -39,7 +37,7 @@ def test_the_unigram_model_counts_one_more_of_each_token() -> None:
     assert unigram_perplexity([[1, 1], [2]], texts) == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [(1, 1, 1), (5, 0, 2), (5, 2, 1), (5, 2, 3), (4, 4, 4)])
+@pytest.mark.parametrize(("n", "c", "k"), [(1, 1, 1), (5, 0, 2), (5, 2, 3), (4, 4, 4)])
 def test_pass_at_k_is_the_share_of_choices_of_k_with_a_pass(n: int, c: int, k: int) -> None:
     """Counted over all choices of k of the n responses."""
     passed = [i < c for i in range(n)]
@@ -47,15 +45,6 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_pass(n: int, c: int, k: i
     assert pass_at_k(passed, k) == pytest.approx(sum(choices) / len(choices))
 
 
-@pytest.mark.parametrize(
-    ("share", "decimals", "expected"),
-    [
-        (0.0, 1, "0.0%"), (-0.0, 1, "0.0%"), (-1e-17, 1, "0.0%"), (-0.0004, 1, "0.0%"),
-        (-0.001, 1, "-0.1%"), (0.1234, 1, "12.3%"), (1.0, 1, "100.0%"), (0.4, 0, "40%"),
-        (-0.004, 0, "0%"),
-    ],
-)  # fmt: skip
-def test_a_percentage_that_rounds_to_zero_has_no_sign(
-    share: float, decimals: int, expected: str
-) -> None:
-    assert percent(share, decimals) == expected
+def test_a_percentage_that_rounds_to_zero_has_no_sign() -> None:
+    assert [percent(share) for share in (-1e-17, -0.001, 0.1234)] == ["0.0%", "-0.1%", "12.3%"]
+    assert percent(-0.004, 0) == "0%"
