@@ -19,15 +19,10 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.files import SAMPLES, Sample, eval_samples
-from lightning_rlhf.callbacks.metrics import publish
 from lightning_rlhf.callbacks.files import (
     SAMPLES,
     Sample,
     eval_samples,
-    read_samples,
-    train_samples,
-    write_samples,
 )
 from lightning_rlhf.callbacks.metrics import perplexity, publish
 from lightning_rlhf.callbacks.progress import is_evaluation
@@ -37,7 +32,6 @@ from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.results import RESULT, EvaluationResult
-from lightning_rlhf.core.text_metrics import distinct, outcome, perplexity
 from lightning_rlhf.data import rollouts
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.chat import ChatFormat
@@ -45,15 +39,6 @@ from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
-from lightning_rlhf.io.console import json_line, visible, visible_line
-from lightning_rlhf.io.storage import (
-    flush,
-    flush_entry,
-    full_disk_told,
-    json_lines,
-    make_folder,
-    written_whole,
-)
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 
 if TYPE_CHECKING:

@@ -27,61 +27,6 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
-from lightning_rlhf.callbacks.metrics import perplexity
-from lightning_rlhf.core.config import PolicyEvalConfig, ResponsesConfig
-from lightning_rlhf.core.errors import LogitsError, TrainingError
-from lightning_rlhf.core.kl import best_of_kl_bound
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.metrics import HELD_OUT
-from lightning_rlhf.core.records import Prompts, Rollout
-from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.data.batches import collate_prompts
-from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
-from lightning_rlhf.data.readers import draw_rows, load
-from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.evaluation.build_rewards import (
-    build_reward,
-    for_columns,
-    light_sources,
-    verdicts_on,
-)
-from lightning_rlhf.evaluation.evaluate_reward import check_formats, leave_final
-from lightning_rlhf.evaluation.policies import (
-    KEY,
-    Source,
-    check_policy,
-    find_policies,
-    load_policy,
-    other_decoding,
-    other_sft,
-)
-from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.build_roles import check_positions, check_room
-from lightning_rlhf.models.checkpoint import Final, Verdict
-from lightning_rlhf.models.config import REFERENCE, SFT
-from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.report.comparison import (
-    DECODINGS,
-    Comparison,
-    Decoding,
-    PolicySamples,
-    best_of,
-    compare_all,
-    passes,
-)
-from lightning_rlhf.report.evaluation_page import (
-    NUMBERS,
-    PAGE,
-    console_tables,
-    logged_tables,
-    write_evaluation,
-)
-from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
-from lightning_rlhf.rollout.hf import HFSampler
-from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.runs.console import note_on_few
 from lightning_rlhf.runs.folders import FINAL, PARENTS, run_name
 from lightning_rlhf.runs.run import Run

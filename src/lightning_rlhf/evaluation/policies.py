@@ -17,11 +17,11 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks.evaluation import judged_samples, load_judge
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
+from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Rollout
 from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.text_metrics import perplexity
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise

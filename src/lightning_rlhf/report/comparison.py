@@ -1,9 +1,8 @@
 """Policies compared on the same prompts: paired differences, win rates, pass@k, and their files."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -17,13 +16,13 @@ from numpy import ndarray
 from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
-from lightning_rlhf.core.text_metrics import pass_at_k
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report import estimates
-from lightning_rlhf.report.estimates import interval_text, number_text
+from lightning_rlhf.report.estimates import (
+    interval_text,
+    number_text,
+)
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
-from lightning_rlhf.core.metrics import PASS
-from lightning_rlhf.report.estimates import Interval, mean_interval, rate_interval, single
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
 CHARACTERS = 600

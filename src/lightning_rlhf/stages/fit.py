@@ -28,13 +28,6 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, TrainingError, counted, require
 from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
-from lightning_rlhf.evaluation.select import (
-    check_final,
-    check_learned,
-    choose,
-    goal_of,
-    load_weights,
-)
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
@@ -115,7 +108,9 @@ def fit(settings: Settings) -> Path:
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
         saver = Checkpoints(run.folder / folders.CHECKPOINTS, config, origin(run.settings), stop,
                             select.goal_of(run.settings), replicas)  # fmt: skip
-        rule = EarlyStop(stage.name, config.stop, next(iter(select.goal_of(run.settings, "stop")), None))
+        rule = EarlyStop(
+            stage.name, config.stop, next(iter(select.goal_of(run.settings, "stop")), None)
+        )
         trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
         exit_code = 1
         try:

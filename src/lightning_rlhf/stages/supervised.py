@@ -1,14 +1,13 @@
 """The stages that make passes over rows: supervised fine-tuning, reward models, and DPO."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from statistics import fmean
+from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import torch
@@ -21,15 +20,12 @@ from torch import Tensor
 from lightning_rlhf.callbacks.evaluation import KeepLastBatch
 from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.callbacks.recorder import KeepLastBatch
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Record, SampledResponses
-from lightning_rlhf.core.text_metrics import unigram_perplexity
 from lightning_rlhf.data import batches
-from lightning_rlhf.core.records import Record
 from lightning_rlhf.data.batches import (
     Schedule,
     StageData,
@@ -47,9 +43,7 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.dpo import DPOModule
-from lightning_rlhf.modules.preferences import DPOModule
-from lightning_rlhf.modules.reward import RewardModule
+from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report.curves import DPO_PANELS, RM_PANELS, SFT_PANELS
