@@ -23,7 +23,7 @@ from counting import Memory
 from lightning_rlhf.core import logprobs
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.records import Experience, Prompts
-from lightning_rlhf.kernels import attention, decoder, lora
+from lightning_rlhf.kernels import decoder, lora
 from lightning_rlhf.kernels import layers as kernel_layers
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
@@ -126,6 +126,16 @@ def by_library(module: PPOModule, *kinds: type[FastLayer]) -> Iterator[None]:
             layer.__class__ = kind
 
 
+@contextmanager
+def library_attention(module: PPOModule) -> Iterator[None]:
+    """Compute attention and its gradient as transformers does."""
+    kernel_layers.use_fast_sdpa(module.roles.causal_lm, fast=False)
+    try:
+        yield
+    finally:
+        kernel_layers.use_fast_sdpa(module.roles.causal_lm, fast=True)
+
+
 def together(*contexts: Callable[[], Any]) -> Callable[[], Any]:
     """Return a context of all of them."""
 
@@ -146,7 +156,7 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     torch_products = partial(patch.object, kernel_layers, "fp32_by_onednn", bool)
     peft = partial(by_library, module, FusedLoRALinear)
     chunks = partial(by_library, module, ChunkedDeltaNet)
-    sdpa = partial(patch.object, attention, "_is_slow", lambda query: False)
+    sdpa = partial(library_attention, module)
     return {
         FAST: nullcontext,
         "norms off": norms,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from matplotlib.figure import Figure
 
-from lightning_rlhf.callbacks.loggers import RunIdentity, wandb_tags
+from lightning_rlhf.callbacks.loggers import RunIdentity
 from lightning_rlhf.runs import run
 
 from .conftest import Workplace
@@ -44,4 +44,4 @@ def test_a_job_is_named_in_pictures_report_and_dashboard(
     assert {headings[file] for file in ("rewards.png", "length.png")} == {name}
     (identity,) = identities
     assert (identity.name, identity.job) == (name, "rm.lr-0.1")
-    assert wandb_tags(identity) == ["rm", "mini", "rm.lr-0.1"]
+    assert identity.tags == ["rm", "mini", "rm.lr-0.1"]

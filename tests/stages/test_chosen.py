@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_rlhf.callbacks.files import OUTLINE, RUN, Origin, outline_of, stamp
+from lightning_rlhf.callbacks.files import OUTLINE, RUN, Origin, outline_of
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation.select import load_weights
 
@@ -21,7 +21,7 @@ def written(folder: Path, **tensors: torch.Tensor) -> Path:
     """Write a checkpoint with roles.weight and critic.weight, changed by `tensors`."""
     state = {"roles.weight": torch.tensor([[1.0, 2.0]]), "critic.weight": torch.tensor([[3.0]])}
     state |= {f"{name}.weight": tensor for name, tensor in tensors.items()}
-    content: dict[str, Any] = {"state_dict": state, RUN: stamp(ORIGIN, 3)}
+    content: dict[str, Any] = {"state_dict": state, RUN: asdict(ORIGIN) | {"step": 3}}
     content[OUTLINE] = outline_of(content)
     path = folder / "000003.ckpt"
     torch.save(content, path)
