@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
 from lightning_rlhf.kernels import layers, lora
-from lightning_rlhf.kernels.layers import compiles_by_shape, linear, product
+from lightning_rlhf.kernels.layers import linear, product
 from lightning_rlhf.kernels.lora import JointLinear
 from lightning_rlhf.kernels.patch import patch_layers
 
@@ -89,33 +89,6 @@ def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves
 ) -> None:
     processor(name, vectors)
     assert layers.fp32_by_onednn() is expected
-
-
-@pytest.mark.parametrize("faster", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "device", "autocast", "expected"),
-    [
-        (torch.float32, "cpu", False, "where oneDNN is faster"),
-        (torch.float32, "cpu", True, "anywhere"),
-        (torch.float64, "cpu", False, "nowhere"),
-        (torch.bfloat16, "meta", False, "nowhere"),
-    ],
-)
-def test_what_onednn_multiplies_is_compiled_for_few_shapes(
-    dtype: torch.dtype,
-    device: str,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    faster: bool,
-    autocast: bool,
-) -> None:
-    """It keeps what it compiled, 0.6 MB a shape."""
-    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: faster)
-    x = torch.empty(2, dtype=dtype, device=device)
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        where = {"anywhere": True, "nowhere": False}.get(expected, faster)
-        assert compiles_by_shape(x) is where
 
 
 # Several layers of one input as one product
