@@ -70,40 +70,25 @@ def test_what_is_later_than_the_checkpoint_is_forgotten(
     assert "000003" not in checkpoints(finished, "ppo")
 
 
-class TestWhatIsRefused:
-    """One message, before a model is looked for."""
-
-    def refused(self, place: Workplace, *overrides: str) -> str:
-        return place.mini("stage=sft", *overrides).error
-
-    @pytest.fixture
-    def place(self, finished: Workplace, monkeypatch: pytest.MonkeyPatch) -> Workplace:
-        shutil.rmtree(finished.stage("sft") / "final")
-
-        def load(*arguments: Any, **named: Any) -> None:
-            raise AssertionError("it is too late to refuse")
-
-        monkeypatch.setattr("lightning_rlhf.stages.fit.entered", load)
-        return finished
-
-    def test_a_damaged_one_names_the_one_before(self, place: Workplace) -> None:
-        newest = place.stage("sft") / "checkpoints" / "000006.ckpt"
-        with newest.open("r+b") as file:
-            file.truncate(1000)
-        error = self.refused(place, "resume=true")
-        assert f"{Path('outputs/default/mini/sft/checkpoints/000006.ckpt')} cannot be read" in error
-        assert error.endswith("Delete it, or give resume=000005, to go on from the one before it")
-
-    def test_a_foreign_one(self, place: Workplace) -> None:
-        foreign = place.stage("rm") / "checkpoints" / "000006.ckpt"
-        shutil.copy(foreign, place.stage("sft") / "checkpoints" / "000007.ckpt")
-        error = self.refused(place, "resume=true")
-        assert "000007.ckpt is foreign: of stage rm, not sft" in error
-
-    def test_one_that_is_not_there(self, place: Workplace) -> None:
-        error = self.refused(place, "resume=4")
-        assert error.startswith("resume=000004: ")
-        assert error.endswith("allowed: true, 000005, 000006, best")
+def test_what_is_refused_before_a_model_is_looked_for(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint that is not there, a damaged one, and one of another stage."""
+    shutil.rmtree(finished.stage("sft") / "final")
+    monkeypatch.setattr("lightning_rlhf.stages.fit.entered", None)
+    error = finished.mini("stage=sft", "resume=4").error
+    assert error.startswith("resume=000004: ")
+    assert error.endswith("allowed: true, 000005, 000006, best")
+    folder = finished.stage("sft") / "checkpoints"
+    with (folder / "000006.ckpt").open("r+b") as file:
+        file.truncate(1000)
+    error = finished.mini("stage=sft", "resume=true").error
+    assert "outputs/default/mini/sft/checkpoints/000006.ckpt cannot be read" in error
+    assert error.endswith("Delete it, or give resume=000005, to go on from the one before it")
+    foreign = finished.stage("rm") / "checkpoints" / "000006.ckpt"
+    shutil.copy(foreign, folder / "000007.ckpt")
+    error = finished.mini("stage=sft", "resume=true").error
+    assert "000007.ckpt is foreign: of stage rm, not sft" in error
 
 
 # Signals and locks, in processes.
