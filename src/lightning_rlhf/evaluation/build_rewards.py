@@ -40,7 +40,6 @@ from lightning_rlhf.rewards import config as kinds
 from lightning_rlhf.rewards import weighted
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
-from lightning_rlhf.rewards.weighted import Features, LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.folders import CONFIG, FINAL, differing_keys, folder_of, read_config
@@ -57,8 +56,8 @@ NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_
 RANDOM = Verdict(True, "Not fit: a random head means nothing, it only shows that all runs.", ())
 FUNCTIONS = "functions.json"
 """File of stage=eval_reward with a hash of the code of each function that it judged."""
-BuildSource = Callable[[Roles, MicrobatchSize], Source]
-BuildReward = Callable[[Roles, MicrobatchSize], Reward]
+BuildSource = Callable[[Roles, MicrobatchSize], weighted.Source]
+BuildReward = Callable[[Roles, MicrobatchSize], weighted.Reward]
 """Function from the models, with the SFT model as reference, and the number of responses that a
 head on their base reads at once, to the reward. It raises an RLHFError where weights do not fit."""
 
@@ -76,11 +75,11 @@ def prepare_reward(run: Run, columns: Collection[str]) -> BuildReward:
         critic_start(settings)
     parts = [prepare_source(run, *item, columns) for item in settings.reward.items()]
 
-    def build(roles: Roles, batch_size: MicrobatchSize) -> Reward:
+    def build(roles: Roles, batch_size: MicrobatchSize) -> weighted.Reward:
         with Working("loading the reward"):
             sources = tuple(part(roles, batch_size) for part in parts)
         terms = tuple(config.term(name) for name, config in settings.reward.items())
-        return Reward(terms, sources)
+        return weighted.Reward(terms, sources)
 
     return build
 
@@ -120,7 +119,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
             )
         moments, coef = reward_scale(final, config), config.uncertainty_coef
 
-    def load(roles: Roles, batch_size: MicrobatchSize) -> LearnedReward:
+    def load(roles: Roles, batch_size: MicrobatchSize) -> weighted.LearnedReward:
         owner = roles
         if final is None:
             seed = zlib.crc32(f"{run.settings.seed} {role}".encode())
@@ -132,7 +131,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
         if owner is not roles:
             owner.to(run.device)
         rewards = partial(owner.rewards, role=role)
-        return LearnedReward(rewards, *moments, coef, batch_size, owner, role)
+        return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role)
 
     return load
 
@@ -158,7 +157,7 @@ def reward_final(run: Run, name: str) -> Final:
 
 def text_reward(
     config: kinds.TextModelConfig, key: str, final: Final, device: torch.device
-) -> Callable[..., TextReward]:
+) -> Callable[..., weighted.TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
     final: folder of the model.
@@ -181,7 +180,7 @@ def text_reward(
         require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why}, which has ensembles")
         check_classifier(final.path, config, key)
 
-    def load(*_: Any) -> TextReward:
+    def load(*_: Any) -> weighted.TextReward:
         model: Any
         module: Any
         if is_own:
@@ -203,7 +202,7 @@ def text_reward(
             module, role, there = model.model, "", positions(model.model.config)
         limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
         batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
-        return TextReward(model, *moments, coef, batch_size, limit, key, module, role)
+        return weighted.TextReward(model, *moments, coef, batch_size, limit, key, module, role)
 
     return load
 
@@ -216,11 +215,11 @@ class OwnModel(weighted.TextModel):
     chat: ChatFormat
     device: torch.device
 
-    def encode(self, row: Mapping[str, Any], response: str) -> Features:
+    def encode(self, row: Mapping[str, Any], response: str) -> weighted.Features:
         prompt = self.chat.prompt_tokens(tuple(map(Message.of, row["messages"])))
         return {"input_ids": [*prompt, *self.chat.response_tokens(response)]}
 
-    def read(self, features: Sequence[Features]) -> Float[Tensor, "n H"]:
+    def read(self, features: Sequence[weighted.Features]) -> Float[Tensor, "n H"]:
         tokens, mask = pad([one["input_ids"] for one in features], self.chat.pad_token_id, "right")
         with torch.autocast(self.device.type, enabled=False):
             return self.roles.rewards(tokens.to(self.device), mask.to(self.device))

@@ -41,13 +41,7 @@ from lightning_rlhf.report.fitness_page import FitnessReport
 from lightning_rlhf.rewards import format_check
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
-from lightning_rlhf.rollout.collector import (
-    decode_responses,
-    encode_responses,
-    sample_reference,
-    score_texts,
-    shard,
-)
+from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.folders import FINAL, run_name
@@ -131,7 +125,7 @@ def measure_reward(
     chat, longest = run.chat, run.settings.data.max_response_tokens
 
     def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-        found = score_texts(source, about["title"], rows, texts, chat, run.device)
+        found = collector.score_texts(source, about["title"], rows, texts, chat, run.device)
         return [float(one) for one in found]
 
     with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
@@ -223,7 +217,7 @@ def sft_samples(
     chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
     parts = (chosen[start : start + size] for start in range(0, count, size))
     batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    shards = shard(batches, replicas, divides=False)
+    shards = collector.shard(batches, replicas, divides=False)
     params = SamplingParams(
         max_response_tokens=response,
         temperature=config.temperature,
@@ -232,7 +226,7 @@ def sft_samples(
     with Working("sampling from the SFT model", sum(len(one.numbers) for one in shards)) as working:
         tracked = working.track(shards, lambda batch: len(batch.numbers))
         generator = torch.Generator().manual_seed(settings.seed)
-        samples = sample_reference(roles, tracked, params, generator, replicas)
+        samples = collector.sample_reference(roles, tracked, params, generator, replicas)
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"
     check_positions(roles, longest, what)
@@ -288,7 +282,7 @@ def check_format(
         return "data.preferences has none"
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
     high, low = (
-        score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
+        collector.score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
         for side in (chosen, rejected)
     )
     scores = high.tolist(), low.tolist()
@@ -298,7 +292,7 @@ def check_format(
         rendered, problems = source.model.show(tokens), source.model.problems(tokens)
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
-        reply = encode_responses(rows[:1], chosen[:1], chat).rollout
+        reply = collector.encode_responses(rows[:1], chosen[:1], chat).rollout
         rendered = chat.show(real_tokens(reply.tokens, reply.mask)[0])
     if not known and run.settings.reward[name].weight > 0:
         problems += format_check.ranked_backwards(*scores)
@@ -334,8 +328,9 @@ class EvalReward(Stage):
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"
             )
-        notes = note_on_few(len(pairs), to_validate=True)
-        print_line(", ".join([f"{len(pairs)} held-out pairs", *notes]))
+        print_line(
+            ", ".join([f"{len(pairs)} held-out pairs", *note_on_few(len(pairs), to_validate=True)])
+        )
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
         reward = build_reward(roles, MicrobatchSize(f"{self.name}.batch_size", config.batch_size))
@@ -344,8 +339,10 @@ class EvalReward(Stage):
 
         rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
         texts = [prompt_row(pair.prompt) for pair in pairs]
-        decoded = [decode_responses(some.to(run.device), texts, run.chat) for some in rollouts]
         with Working("scoring SFT samples", config.samples) as working:
+            decoded = (
+                collector.decode_responses(one.to(run.device), texts, run.chat) for one in rollouts
+            )
             shown = working.track(decoded, lambda some: len(some.responses))
             parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
         moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]

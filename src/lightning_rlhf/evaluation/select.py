@@ -90,8 +90,10 @@ def check_final(settings: Settings, steps: int | None) -> None:
             )
     if not isinstance(step, int):
         return
-    require(not stop.is_on, f"{stage}.final", step,
-            f"last, best, since {stage}.stop may end the run before that step")  # fmt: skip
+    if stop.is_on:
+        raise ConfigError(
+            f"{stage}.final is {step}; allowed where a rule may end the run: last, best"
+        )
     if steps is not None:
         every = config.validation_interval(steps)
         is_evaluated = step <= steps and (step % every == 0 or step == steps)

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -72,16 +72,44 @@ def compare_all(policies: Sequence[PolicySamples], prompts: int, seed: int) -> l
     """Return the comparisons of each policy with the first, then of the others with each other.
 
     prompts: number of prompts; seed: of the resamples.
+
+    Returns: for each of `scores` and of UNSCORED, which has no win rate, that some prompt has in
+    both policies, the names of the policies, of the decoding and of the number, with
+        prompts: number of prompts for which both policies have the number;
+        difference: mean over prompts of the difference of the policies' means over responses;
+        interval: its 95% interval, by bootstrap over prompts; None for one prompt;
+        win_rate: mean over prompts of the share of paired responses of `policy` that score higher,
+            a tie counting one half, with win_interval like the other interval;
+        ties: mean over prompts of the share of ties.
     """
     first, *others = policies
     pairs = [(policy, first) for policy in others] + [(b, a) for a, b in combinations(others, 2)]
-    found = (
-        compare_policies(policy, other, decoding, name, prompts, seed)
-        for policy, other in pairs
-        for decoding in DECODINGS
-        for name in [*scores(policies), *UNSCORED[decoding]]
-    )
-    return [one for one in found if one is not None]
+    names, found = scores(policies), []
+    for pair, decoding in product(pairs, DECODINGS):
+        for number in (*names, *UNSCORED[decoding]):
+            ours, theirs = (number_table(one.samples[decoding], number, prompts) for one in pair)
+            difference = (ours.mean(axis=1) - theirs.mean(axis=1)).compressed()
+            if not len(difference):
+                continue
+            paired = ((ours > theirs) + 0.5 * (ours == theirs), ours == theirs)
+            wins, ties = (one.mean(axis=1).compressed() for one in paired)
+            if number in UNSCORED[decoding]:
+                wins = ties = wins[:0]
+            sets = (estimates.mean_interval, difference), (estimates.rate_interval, wins)
+            ends = [estimates.single(of(x, seed)) if len(x) > 1 else None for of, x in sets]
+            found.append({
+                "policy": pair[0].name,
+                "other": pair[1].name,
+                "decoding": decoding,
+                "number": number,
+                "prompts": len(difference),
+                "difference": float(difference.mean()),
+                "interval": ends[0],
+                "win_rate": float(wins.mean()) if len(wins) else None,
+                "win_interval": ends[1],
+                "ties": float(ties.mean()) if len(ties) else None,
+            })  # fmt: skip
+    return found
 
 
 def scores(policies: Sequence[PolicySamples]) -> list[str]:
@@ -94,53 +122,6 @@ def scores(policies: Sequence[PolicySamples]) -> list[str]:
     judged = sorted({part for sample in found for part in sample["judge"]})
     components = [f"{REWARD}/{part}" for part in parts] if len(parts) > 1 else []
     return [REWARD, *components, *(f"judge/{part}" for part in judged)]
-
-
-def compare_policies(
-    policy: PolicySamples,
-    other: PolicySamples,
-    decoding: Decoding,
-    number: str,
-    prompts: int,
-    seed: int,
-) -> dict[str, Any] | None:
-    """Return one number of a policy less that of another; None where no prompt has it in both.
-
-    number: as in `number_column`: one of `scores`, or a key of UNSCORED, which has no win rate.
-
-    Returns: the names, with
-        prompts: number of prompts for which both policies have the number;
-        difference: mean over prompts of the difference of the policies' means over responses;
-        interval: its 95% interval, by bootstrap over prompts; None for one prompt;
-        win_rate: mean over prompts of the share of paired responses of `policy` that score higher,
-            a tie counting one half, with win_interval like the other interval;
-        ties: mean over prompts of the share of ties.
-    """
-    ours, theirs = (number_table(one.samples[decoding], number, prompts) for one in (policy, other))
-    difference = (ours.mean(axis=1) - theirs.mean(axis=1)).compressed()
-    if not len(difference):
-        return None
-    paired = ((ours > theirs) + 0.5 * (ours == theirs), ours == theirs)
-    wins, ties = (one.mean(axis=1).compressed() for one in paired)
-    if number in UNSCORED[decoding]:
-        wins = ties = wins[:0]
-    several = len(difference) > 1
-    return {
-        "policy": policy.name,
-        "other": other.name,
-        "decoding": decoding,
-        "number": number,
-        "prompts": len(difference),
-        "difference": float(difference.mean()),
-        "interval": estimates.single(estimates.mean_interval(difference, seed))
-        if several
-        else None,
-        "win_rate": float(wins.mean()) if len(wins) else None,
-        "win_interval": estimates.single(estimates.rate_interval(wins, seed))
-        if len(wins) > 1
-        else None,
-        "ties": float(ties.mean()) if len(ties) else None,
-    }
 
 
 def number_column(samples: Sequence[Sample], number: str) -> Float[ndarray, " S"]:
