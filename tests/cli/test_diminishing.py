@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.diminishing import print_diminishing
-from lightning_rlhf.evaluation.gold_stop import paired_stop
+from lightning_rlhf.evaluation.diminishing import paired_stop, print_diminishing
 
 from .conftest import Workplace
 
@@ -72,8 +71,9 @@ def test_the_stop_is_that_of_the_evaluations(tmp_path: Path, workplace: Workplac
     evaluation(folder, 40, 0.7, 0.7, 0.7)
     out = workplace.call("diminishing", str(folder)).succeeded.out
     assert (
-        "stop at iteration 20 [20-20] by the gold score: 1, the highest of 3 evaluations on 2 "
-        "prompts; at the end 0.7; from 20 [20-20] on the reward rose by 20"
+        "stop at iteration 20 [20-20] by the gold score: 1, the earliest of 3 evaluations on 2 "
+        "prompts that is not below the highest (1 at 20) beyond the noise, nor below the end (0.7)"
+        "; from 20 [20-20] on the reward rose by 20"
     ) in " ".join(out.split())
     found = json.loads((folder / "diminishing.json").read_text())
     assert found["stop"] == {"metric": "eval/judge/gold", "iteration": 20, "interval": [20, 20]}

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.metrics import heading_of
 from lightning_rlhf.report.run_page import Evaluated, Level, Verdict, conclude
 
 REWARD, GOLD, KL = "eval/reward_mean", "eval/judge/gold", "eval/kl"
@@ -53,11 +52,6 @@ def test_the_sentence() -> None:
         "[0.2, 0.3] to 1; the KL to the SFT model is 5 [4, 6] nats a response; the diagnosis has 1 "
         "finding; s."
     )
-
-
-def test_names_above_a_column() -> None:
-    assert heading_of("eval/judge/gold") == "Gold score"
-    assert heading_of("eval/judge/of_mine") == "of_mine"
 
 
 def test_a_loss_is_better_when_it_falls() -> None:

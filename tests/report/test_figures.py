@@ -59,16 +59,6 @@ def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None
     assert 4 < rows < 4.5  # ten panels in rows of three
 
 
-@pytest.mark.parametrize("stage", TRAINED, ids=lambda stage: stage.name)
-def test_a_run_of_a_single_step_has_a_legible_figure(stage: Stage, tmp_path: Path) -> None:
-    assert stage.panels is not None
-    names = [metric for panel in stage.panels([]) for metric in panel.metrics]
-    curves = {name: ([1], [0.5]) for name in names}
-    path = draw_curves(tmp_path, curves, stage.title, stage.unit, stage.panels)
-    assert path == tmp_path / "curves.png"
-    assert imread(path).shape[1] >= 1600
-
-
 def test_metrics_of_a_stage_without_panels_have_one_each(tmp_path: Path) -> None:
     """Training and validation share one, and times have none."""
     names = ["update/dpo_loss", "eval/dpo_loss", "time/step_s", "margin"]

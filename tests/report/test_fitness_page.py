@@ -132,18 +132,3 @@ def test_numbers_for_machines(tmp_path: Path) -> None:
     assert content["findings"][0]["check"]["threshold"] == 0.5
     assert content["probes"][0]["kind"] == "repeated"
     assert content["problems"]["duplicates"]["count"] == 11
-
-
-def test_what_was_not_looked_at_is_said(tmp_path: Path) -> None:
-    fitness = measure(simulated(40, per_token=0.0), logit_scale=None)
-    written = write(tmp_path, 1, [], fitness=fitness, probes=(), problems=None)
-    page = written["page"]
-    assert "None was scored." in page
-    assert "Not looked through." in page
-    assert "ECE |" not in page
-
-
-def test_a_bootstrap_without_width_is_explained(tmp_path: Path) -> None:
-    sure = [pair(prompt=str(i)) for i in range(60)]
-    page = write(tmp_path, 1, [], fitness=measure(sure))["page"]
-    assert "up to 5.0% of such pairs" in page  # 3 / 60

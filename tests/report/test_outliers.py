@@ -80,16 +80,6 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(
     assert written(axes) == [text]
 
 
-def test_curves_without_an_outlier_have_the_limits_of_matplotlib(
-    tmp_path: Path, drawn: dict[str, Figure]
-) -> None:
-    losses = [step / 10 for step in range(41)]
-    draw_curves(tmp_path, {"ppo_loss": (range(41), losses)}, JOB, "iteration", ppo_panels)
-    (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
-    assert axes.get_ylim() == pytest.approx((-0.2, 4.2))
-    assert triangles(axes) == []
-
-
 def test_a_level_to_compare_with_stays_in_view(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     values = [*(0.9 + step % 2 / 100 for step in range(40)), -5.0]
     curves = {"update/accuracy": (range(41), values)}

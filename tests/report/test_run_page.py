@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.metrics import FAN
 from lightning_rlhf.report.curves import (
     BLUE,
     Mark,
@@ -18,11 +17,10 @@ from lightning_rlhf.report.curves import (
     Plot,
     Series,
     curve_plots,
-    fan_plot,
     frontier_plots,
     kl_note,
 )
-from lightning_rlhf.report.figures import MOST_POINTS, dots, figure_of, svg, tick_text
+from lightning_rlhf.report.figures import MOST_POINTS, dots, svg
 from lightning_rlhf.report.run_page import (
     Evaluated,
     PromiseRow,
@@ -161,11 +159,6 @@ def test_numbers_that_are_not_finite_are_left_out(bad: float) -> None:
     assert figure.count("<use") == 2
 
 
-def test_nothing_measured_is_said() -> None:
-    empty = [Series(label="a", color=BLUE, points=[(0, math.nan)])]
-    assert "not measured" in figure_of(plot(series=empty))
-
-
 def test_a_long_line_keeps_its_extremes_and_few_dots() -> None:
     points = [(float(i), 9.0 if i == 77_777 else float(i % 7)) for i in range(100_000)]
     series = Series(label="a", color=BLUE, points=points, dots=True)
@@ -183,15 +176,6 @@ def test_a_banded_metric_without_a_panel_gets_a_plot() -> None:
     assert (first.title, first.unit, first.healthy) == ("Shown", "nats a token", None)
     assert (second.title, second.healthy) == ("update/clip_fraction", (None, 0.3))
     assert second.meaning == "below 0.3"
-
-
-def test_what_was_measured_once_is_no_curve() -> None:
-    curves = {"once": ([3], [1.0]), "twice": ([1, 2], [1.0, 2.0])}
-    assert [plot.title for plot in curve_plots(curves, None, "step")] == ["twice"]
-
-
-def test_ticks_are_short() -> None:
-    assert [tick_text(x) for x in (0.25, 1500.0, 5e11, 1.5e12)] == ["0.25", "1500", "500G", "1.5T"]
 
 
 def test_numbers_have_the_digits_that_their_interval_leaves() -> None:
@@ -214,17 +198,6 @@ def test_a_verdict_is_a_list_with_its_level_in_words(tmp_path: Path) -> None:
     assert "! PPO: doubtful." in page.text
     assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]
     assert [tag for tag, _ in page.elements].count("li") == 2
-
-
-def test_the_fan_takes_all_five_quantiles() -> None:
-    curves = {name: ([1, 2], [float(k), k + 1.0]) for k, name in enumerate(FAN)}
-    found = fan_plot(curves, "iteration")
-    assert found is not None
-    assert [(list(a.low), list(a.high)) for a in found.areas] == [
-        ([0.0, 1.0], [4.0, 5.0]), ([1.0, 2.0], [3.0, 4.0]),
-    ]  # fmt: skip
-    del curves[FAN[0]]
-    assert fan_plot(curves, "iteration") is None
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,6 @@ def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
     assert "newer" not in text
 
 
-def test_side_by_side_where_nothing_changed_and_nobody_judged(tmp_path: Path) -> None:
-    path = samples(tmp_path / "s.jsonl", ["same"] * 3, {})
-    text = shown(side_by_side(path, path, n=2))
-    assert text.count("question") == 2
-    assert "gold" not in text
-
-
 @pytest.mark.parametrize(
     ("size", "n", "expected"), [(10, 5, [0, 2, 4, 6, 8]), (3, 5, [0, 1, 2]), (0, 5, [])]
 )
@@ -96,9 +89,3 @@ def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None
     assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
     assert html.endswith('<p class="soft">n</p>\n')
     assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()
-
-
-def test_a_title_is_shown_literally() -> None:
-    """As that of a sweep, of overrides that a user typed."""
-    title = "policies=[/data/a/final]"
-    assert title in shown(Table(title=title, columns=["a"], rows=[["b" * 80]]).console())

@@ -2,20 +2,19 @@
 
 import json
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
 
-import numpy as np
 from rich.table import Table as RichTable
 from scipy.special import stdtrit
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.evaluation.run_report import PROMISES, write
-from lightning_rlhf.io.storage import read_text, written_whole
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.report.estimates import interval_text
@@ -29,7 +28,7 @@ from lightning_rlhf.runs.folders import (
     read_config,
     volatile,
 )
-from lightning_rlhf.runs.measured import RunFiles, damage_named, read_run
+from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.runs.stage import STAGES, find_stage
 
 STEPS = "steps.json"
@@ -46,9 +45,7 @@ def write_report(folder: Path) -> Path:
 
     Raises CheckpointError where there is no run, or one of its files is damaged.
     """
-    if (folder / CONFIG).is_file():
-        return write([read_package_run(folder)], folder)
-    runs = runs_of(folder)
+    runs = [folder] if (folder / CONFIG).is_file() else runs_of(folder)
     if not runs:
         raise CheckpointError(
             f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
@@ -62,10 +59,8 @@ def runs_of(folder: Path) -> list[Path]:
 
     Raises CheckpointError where the list of steps is damaged.
     """
-    steps: list[Path] = []
-    if (folder / STEPS).is_file():
-        with damage_named(folder / STEPS) as path:
-            steps = [folder / name for name in json.loads(read_text(path))]
+    with damage_named(folder / STEPS) as path:
+        steps = [folder / name for name in optional_json(path) or ()]
     found = dict.fromkeys([*steps, *(folder / name for name in STAGES)])
     return [path for path in found if (path / CONFIG).is_file()]
 
@@ -138,13 +133,10 @@ def mean_curve(
     curves: Sequence[Mapping[float, float]],
 ) -> tuple[list[float], list[float], list[float], list[float]]:
     """Return steps, mean, lowest and highest value over runs, at the steps that all runs have."""
-    steps = sorted(set.intersection(*(set(curve) for curve in curves))) if curves else []
-    table = np.array([[curve[step] for step in steps] for curve in curves])
-    if not steps:
-        return [], [], [], []
-    ends = table.mean(axis=0), table.min(axis=0), table.max(axis=0)
-    mean, low, high = (row.tolist() for row in ends)
-    return [float(step) for step in steps], mean, low, high
+    steps = sorted(set.intersection(*map(set, curves))) if curves else []
+    rows = [[curve[step] for curve in curves] for step in steps]
+    lows, highs = list(map(min, rows)), list(map(max, rows))
+    return list(map(float, steps)), list(map(fmean, rows)), lows, highs
 
 
 @dataclass(frozen=True)
@@ -173,15 +165,19 @@ class RunComparison:
 
     def results(self) -> Table:
         """Return a row for each group, with the means over its seeds."""
-        has_seeds = any(len(group.runs) > 1 for group in self.groups)
-        rows = []
-        for group in self.groups:
-            ends = [run.metrics for run in group.runs]
-            means = (over_seeds([end[m] for end in ends if m in end]) for m in self.metrics)
-            rows.append([group.label, ", ".join(run.seed for run in group.runs), *means])
         note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
-        columns = ["runs", "seed", *map(heading_of, self.metrics)]
-        return Table(title="Results", columns=columns, rows=rows, note=note if has_seeds else "")
+        has_seeds = any(len(group.runs) > 1 for group in self.groups)
+        return Table(
+            title="Results",
+            columns=["runs", "seed", *map(heading_of, self.metrics)],
+            rows=[
+                [group.label, ", ".join(run.seed for run in group.runs),
+                 *(over_seeds([run.metrics[m] for run in group.runs if m in run.metrics])
+                   for m in self.metrics)]
+                for group in self.groups
+            ],
+            note=note if has_seeds else "",
+        )  # fmt: skip
 
     def differences(self) -> Table:
         """Return the keys in which the groups differ, with a column for each group."""
@@ -230,21 +226,14 @@ class RunComparison:
 
     def frontier_plot(self) -> Plot:
         """Return reward against KL, a line for each run."""
-        return Plot(
-            title="Reward against KL on held-out prompts",
-            x_label="KL to the reference, nats a response",
-            unit="score",
-            series=[
-                Series(
-                    label=group.label if run is group.runs[0] else "",
-                    color=color,
-                    points=joined(run.curves, HELD_OUT_KL, HELD_OUT),
-                    dots=True,
-                )
-                for group, color in zip(self.groups, cycle(PALETTE), strict=False)
-                for run in group.runs
-            ],
-        )
+        series = [
+            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
+                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
+            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
+            for run in group.runs
+        ]  # fmt: skip
+        return Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
+                    x_label="KL to the reference, nats a response")  # fmt: skip
 
     def console(self) -> Iterator[RichTable]:
         """Yield the tables for the console."""
@@ -297,15 +286,13 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
             f"folder above them{there * bool(others)}"
         )
     definition = find_stage(chosen)
+    summary, headlines, unit = ((), (), "step") if definition is None else (
+        definition.summary, definition.headlines, definition.unit)  # fmt: skip
     measured = {name for run in runs for name in (*run.curves, *run.metrics)}
-    summary = tuple(definition.summary) if definition is not None else ()
-    first = [name for name in (*summary, GOLD) if name in measured]
-    evaluated = sorted(name for name in measured if name.startswith("eval/"))
-    headlines = definition.headlines if definition is not None else ()
+    first = [name for name in dict.fromkeys([*summary, GOLD]) if name in measured]
     plotted = [name for name in dict.fromkeys([*first, *headlines]) if name in measured]
-    unit = "step" if definition is None else definition.unit
-    metrics = list(dict.fromkeys(first or evaluated))
-    return RunComparison(chosen, unit, grouped(runs), metrics, plotted or evaluated)
+    evaluated = sorted(name for name in measured if name.startswith("eval/"))
+    return RunComparison(chosen, unit, grouped(runs), first or evaluated, plotted or evaluated)
 
 
 def runs_in(folder: Path) -> list[Path]:
@@ -329,50 +316,37 @@ def runs_in(folder: Path) -> list[Path]:
 def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
     """Return the runs in groups that differ in their seed alone, in the order of the runs.
 
-    A second run of a seed is the first of another group: it would count as an independent one.
+    A second run of a seed is the first of another group: it would count as an independent one. Keys
+    that do not change a run's results, or that its stage does not read, are left out.
     """
-    ignored = {SEED, *(key for run in runs for key in ignored_keys(run))}
+    stages = [run.definition for run in runs if run.definition is not None]
+    ignored = {SEED, *(key for one in stages for key in (*volatile(one), *one.unread))}
     groups: list[list[RunFiles]] = []
     for run in runs:
         for group in groups:
-            seeds = [other.tree.get(SEED) for other in group]
-            is_new = run.tree.get(SEED) not in seeds
+            is_new = run.tree.get(SEED) not in [other.tree.get(SEED) for other in group]
             if is_new and not differing_keys(run.tree, group[0].tree, ignored):
                 group.append(run)
                 break
         else:
             groups.append([run])
-    first = groups[0][0]
-    keys = sorted(
-        {key for group in groups[1:] for key in differing_keys(group[0].tree, first.tree, ignored)}
-    )
-    values = []
-    for group in groups:
-        flat = flatten(group[0].tree)
-        texts = {k: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
-                 for k, x in flat.items()}  # fmt: skip
-        values.append({key: texts.get(key, "not there") for key in keys})
-    labels = [group_label(found) for found in values]
-    if len({*labels}) < len(labels) or not all(labels):
-        labels = [common_name([run.name for run in group]) for group in groups]
-    if len({*labels}) < len(labels) or not all(labels):
-        labels = [group[0].name for group in groups]
+    trees = [group[0].tree for group in groups]
+    keys = sorted({key for tree in trees[1:] for key in differing_keys(tree, trees[0], ignored)})
+    values = [
+        {key: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
+         for key in keys for x in (flat.get(key, "not there"),)}
+        for flat in map(flatten, trees)
+    ]  # fmt: skip
+    short = ({key.rpartition(".")[2]: x for key, x in found.items() if len(x) <= SHORT}
+             for found in values)  # fmt: skip
+    names = [[run.name.split("/") for run in group] for group in groups]
+    for labels in (
+        [", ".join(f"{key}={x}" for key, x in found.items()) for found in short],
+        # r/m/ppo of r/m/seed=1/ppo and r/m/seed=2/ppo
+        ["/".join(parts[0] for parts in zip(*one, strict=False) if len({*parts}) == 1)
+         for one in names],
+        [group[0].name for group in groups],
+    ):  # fmt: skip
+        if len({*labels}) == len(labels) and all(labels):
+            break
     return list(map(SeedGroup, labels, groups, values))
-
-
-def common_name(names: Sequence[str]) -> str:
-    """Return the parts of the names of runs that are the same in all: r/m/ppo of r/m/seed=1/ppo and
-    r/m/seed=2/ppo."""
-    parts = [name.split("/") for name in names]
-    return "/".join(found[0] for found in zip(*parts, strict=False) if len({*found}) == 1)
-
-
-def ignored_keys(run: RunFiles) -> Collection[str]:
-    """Return the keys of a run that do not change its results, or that its stage does not read."""
-    return () if run.definition is None else (*volatile(run.definition), *run.definition.unread)
-
-
-def group_label(values: Mapping[str, str]) -> str:
-    """Return a group's short values as its label."""
-    short = {key.rpartition(".")[2]: value for key, value in values.items()}
-    return ", ".join(f"{key}={value}" for key, value in short.items() if len(value) <= SHORT)

@@ -1,11 +1,13 @@
 """The point of diminishing returns of a PPO run: a saturating fit, a stop, and one sentence.
 
-diminishing.json and diminishing.png in the run's folder, and a line on the console.
+diminishing.json and diminishing.png in the run's folder, and a line on the console. The stop of a
+run with a judge is that of its gold scores.
 """
 
 import json
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,38 +18,47 @@ from numpy import ndarray
 from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
+from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
-from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
-from lightning_rlhf.evaluation.gold_stop import SEED, GoldStop, Point, paired_stop
+from lightning_rlhf.core.metrics import FLOPS, GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import read_text, written_whole
+from lightning_rlhf.io.storage import json_lines, read_text, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Plot, Series, frontier_plots
-from lightning_rlhf.report.estimates import Interval
+from lightning_rlhf.report.estimates import Interval, mean_interval, single
 from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.runs.folders import METRICS
-from lightning_rlhf.runs.measured import damage_named, read_metrics
+from lightning_rlhf.runs.measured import by_prompt, damage_named, read_metrics
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 ITERATIONS = "iterations"
 """Unit of compute where FLOPS, a cumulative metric, was not measured."""
 NAMES = {REWARD: "reward", GOLD: "gold score"}
-AHEAD = 0.1
-"""Share of the run's compute that is bought further."""
-GAIN = 0.01
-"""Share of the run's gain below which a further AHEAD of the compute is not worth it."""
+AHEAD, GAIN = 0.1, 0.01
+"""Share of the run's compute that is bought further, and of its gain below which that is not worth
+it."""
 LEVEL = 0.9
 """Share of runs in which an interval is to hold the truth."""
 FEWEST_POINTS = 12
 """Minimum number of points; with fewer, the noise cannot be told from the curve."""
-
-_RESAMPLES = 200
-_SCALES = (-5.0, 2.3)
-"""Logarithms of the smallest and the largest scale of a fit, as shares of the range of x."""
-_STARTS = (-3.0, -1.5, 0.0)
-"""Logarithms of scales from which a fit starts."""
+SEED, _RESAMPLES = 0, 200
+_SCALES, _STARTS = (-5.0, 2.3), (-3.0, -1.5, 0.0)
+"""Logarithms of the smallest and the largest scale of a fit, as shares of the range of x, and of
+scales from which a fit starts."""
 _FALSE_GAINS = 0.05
 """Share of runs without a gain in which one is found, at most."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """Iteration after which something holds, with its interval; None is beyond the run."""
+
+    iteration: int | None
+    interval: tuple[int, int | None]
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return f"{self.iteration} [{low}-{'end' if high is None else high}]"
 
 
 @dataclass(frozen=True)
@@ -82,11 +93,10 @@ class Frontier:
         if self.fit is None:
             return None
         low, high, knee = map(self.at, (*self.fit.interval, self.fit.knee))
-        before = len(self.x) if low is None else int(np.searchsorted(self.x, low, side="right"))
-        places = [None if x is None else int(np.searchsorted(self.x, x)) for x in (knee, high)]
-        last, until = (None if k is None else int(self.after[min(k, len(self.x) - 1)])
-                       for k in places)  # fmt: skip
-        return Point(last, (int(self.after[max(before - 1, 0)]), until))
+        last, until = (None if x is None else int(self.after[self.x >= min(x, self.x[-1])][0])
+                       for x in (knee, high))  # fmt: skip
+        start = len(self.x) if low is None else int((self.x <= low).sum())
+        return Point(last, (int(self.after[max(start - 1, 0)]), until))
 
     def at(self, share: float) -> float | None:
         """Return the x at a share of its range; None beyond the run."""
@@ -94,11 +104,55 @@ class Frontier:
 
     def as_json(self) -> dict[str, Any]:
         """Return the knee as iterations, and as x in its unit."""
-        found = None
-        if (knee := self.knee) is not None and self.fit is not None:
-            ends = [self.at(end) for end in self.fit.interval]
-            found = asdict(knee) | {"at": self.at(self.fit.knee), "at_interval": ends}
+        found = None if self.fit is None or self.knee is None else {
+            **asdict(self.knee), "at": self.at(self.fit.knee),
+            "at_interval": list(map(self.at, self.fit.interval)),
+        }  # fmt: skip
         return {"metric": self.metric, "unit": self.unit, "points": len(self.y), "knee": found}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GoldStop:
+    """Earliest evaluation whose gold score is as good as that of the best one and of the end."""
+
+    step: int
+    """Iteration of the evaluation at which to stop; 0 is the SFT model."""
+    first: int
+    """Earliest evaluation whose gold score is not below the best one's beyond the noise."""
+    last: int
+    """Latest such evaluation."""
+    best: int
+    end: int
+    evaluations: int
+    prompts: int
+    gold: float
+    """Mean gold score over prompts at `step`."""
+    gold_at_best: float
+    gold_at_end: float
+    reward_rise: float
+    """Reward at the end less the one at `step`, mean over the same prompts."""
+    reward_interval: Interval
+    """95% interval of `reward_rise`."""
+
+    @property
+    def point(self) -> Point:
+        """Return the stop, with the evaluations that cannot be told from the best as interval."""
+        return Point(self.step, (self.first, None if self.last == self.end else self.last))
+
+    @property
+    def diverges(self) -> bool:
+        """Return whether the reward rose after the stop, beyond the noise; gold did not."""
+        return self.reward_interval[0] > 0
+
+    def __str__(self) -> str:
+        words = (
+            f"stop at iteration {self.point} by the gold score: {self.gold:z.3g}, the earliest of "
+            f"{self.evaluations} evaluations on {counted(self.prompts, 'prompt')} that is not below"
+            f" the highest ({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below "
+            f"the end ({self.gold_at_end:z.3g})"
+        )
+        rise = f"from {self.point} on the reward rose by {self.reward_rise:.2g}"
+        return f"{words}; {rise} and the gold score did not" if self.diverges else words
 
 
 @dataclass(frozen=True)
@@ -111,7 +165,6 @@ class Diminishing:
     gold: Frontier | None
     """Gold score against compute; None without a judge."""
     gold_stop: GoldStop | None
-    """Stop by paired evaluations; None where the responses of fewer than two are known."""
 
     @property
     def decisive(self) -> Frontier:
@@ -120,55 +173,41 @@ class Diminishing:
 
     @property
     def stop(self) -> Point | None:
-        """Return the stop of the paired evaluations, else the knee, else the end of the run.
-
-        It is None without a gain.
-        """
-        if self.gold_stop is not None:
-            return self.gold_stop.point
-        if (knee := self.decisive.knee) is None or knee.iteration is not None:
+        """Return the stop by gold, else the knee, else the end of the run; None without a gain."""
+        knee = self.decisive.knee if self.gold_stop is None else self.gold_stop.point
+        if knee is None or knee.iteration is not None:
             return knee
         return Point(int(self.reward.after[-1]) + 1, knee.interval)
 
     @property
     def sentence(self) -> str:
         """Return the conclusion as one line."""
-        knee, name = self.decisive.knee, NAMES[self.decisive.metric]
+        knee, more = self.decisive.knee, f"a further {AHEAD:.0%} of compute bought"
+        bought = f"{GAIN:.0%} of the gain in {NAMES[self.decisive.metric]}"
         if knee is None:
             words = "no gain within this run: the reward did not rise beyond its noise"
         elif knee.iteration is None:
-            words = (
-                f"no knee within this run: to its end a further {AHEAD:.0%} of compute bought at "
-                f"least {GAIN:.0%} of the gain in {name} (a knee before iteration "
-                f"{knee.interval[0]} is unlikely)"
-            )
+            words = f"no knee within this run: to its end {more} at least {bought} (a knee before "
+            words += f"iteration {knee.interval[0]} is unlikely)"
         else:
-            words = (
-                f"after iteration {knee} a further {AHEAD:.0%} of compute bought less than "
-                f"{GAIN:.0%} of the gain in {name}"
-            )
+            words = f"after iteration {knee} {more} less than {bought}"
         return words if self.gold_stop is None else f"{words}; {self.gold_stop}"
 
     def as_json(self) -> dict[str, Any]:
-        """Return all numbers; an iteration or position of None is beyond the run.
-
-        `divergence` is the stop, if the reward rose after it while gold did not; else None.
-        """
-        stop, by_gold = self.stop, self.gold_stop
-        metric = self.decisive.metric if by_gold is None else GOLD
+        """Return all numbers; an iteration or position of None is beyond the run."""
+        stop = None if self.stop is None else asdict(self.stop)
+        metric = self.decisive.metric if self.gold_stop is None else GOLD
         curves = [curve for curve in (self.reward, self.by_kl, self.gold) if curve is not None]
-        diverges = by_gold is not None and by_gold.diverges
+        diverges = self.gold_stop is not None and self.gold_stop.diverges
         return {
             "sentence": self.sentence,
             "unit_of_compute": self.reward.unit,
-            "share_of_compute": AHEAD,
-            "share_of_gain": GAIN,
-            "level": LEVEL,
-            "stop": None if stop is None else {"metric": metric} | asdict(stop),
-            "gold_stop": None if by_gold is None else asdict(by_gold),
-            "divergence": asdict(stop) if diverges and stop is not None else None,
+            "share_of_compute": AHEAD, "share_of_gain": GAIN, "level": LEVEL,
+            "stop": None if stop is None else {"metric": metric, **stop},
+            "gold_stop": None if self.gold_stop is None else asdict(self.gold_stop),
+            "divergence": stop if diverges else None,
             "curves": [curve.as_json() for curve in curves],
-        }
+        }  # fmt: skip
 
 
 def measure_returns(curves: Curves, gold_stop: GoldStop | None = None) -> Diminishing:
@@ -255,14 +294,12 @@ def _best(
     found = [(float(np.var(y)), (float(y.mean()), 0.0, 0.0))]
     for log_scale in starts:
         first = (y[0], y[-1] - y[0], log_scale)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", OptimizeWarning)  # no covariance is used
-            try:
-                best, _ = curve_fit(saturating, u, y, first, ftol=1e-4, xtol=1e-4)
-            except RuntimeError:  # no convergence
-                continue
-        left = float(np.mean((y - saturating(u, *best)) ** 2))
-        found.append((left, (float(best[0]), float(best[1]), float(best[2]))))
+        # Where the fit does not converge there is none; no covariance is used.
+        with warnings.catch_warnings(), suppress(RuntimeError):
+            warnings.simplefilter("ignore", OptimizeWarning)
+            best, _ = curve_fit(saturating, u, y, first, ftol=1e-4, xtol=1e-4)
+            left = float(np.mean((y - saturating(u, *best)) ** 2))
+            found.append((left, (float(best[0]), float(best[1]), float(best[2]))))
     return min(found)
 
 
@@ -289,15 +326,74 @@ def _resampled(
     return lfilter([1.0], [1.0, -r], drawn)
 
 
-def _points(
-    curves: Curves, metric: str, ahead: int
-) -> tuple[Int[ndarray, " N"], Float[ndarray, " N"]]:
+def _points(curves: Curves, metric: str, ahead: int) -> tuple[ndarray, ndarray]:
     """Return the finite values of a metric and, at each, its step less `ahead`."""
-    steps, values = curves.get(metric, ([], []))
-    latest = dict(zip(steps, values, strict=True))
-    kept = sorted(step for step, value in latest.items() if np.isfinite(value))
-    after = np.array(kept, dtype=int) - ahead
-    return after, np.array([latest[step] for step in kept], dtype=float)
+    latest = dict(zip(*curves.get(metric, ((), ())), strict=True))
+    kept = sorted((step, value) for step, value in latest.items() if np.isfinite(value))
+    after, values = np.array(kept, dtype=float).reshape(-1, 2).T
+    return after.astype(int) - ahead, values
+
+
+def find_gold_stop(
+    gold: Mapping[int, Float[ndarray, " N"]], reward: Mapping[int, Float[ndarray, " N"]]
+) -> GoldStop | None:
+    """Return the earliest evaluation that is as good as the best and as the end.
+
+        stop = min {t : high(g_t - g_b) >= 0 and mean(g_t) >= mean(g_T)}
+
+    with g_t the gold scores of the prompts in evaluation t, b the evaluation with the highest mean,
+    T the last one, and high the upper end of the 95% interval of the mean of paired differences, by
+    bootstrap over prompts. That the best is partly so by luck makes the stop later, not earlier.
+
+    gold, reward: iteration of an evaluation -> a score's mean over the responses to each prompt,
+        of the same prompts; NaN for a prompt without a gold score, which is left out.
+    Returns: None with fewer than two evaluations, or fewer than two prompts with gold in all.
+    """
+    steps = sorted(gold)
+    scores = np.stack([gold[step] for step in steps]) if steps else np.zeros((0, 0))
+    known = ~np.isnan(scores).any(axis=0)
+    if len(steps) < 2 or known.sum() < 2:
+        return None
+    scores = scores[:, known]
+    means = scores.mean(axis=1)
+    best = int(np.argmax(means))
+    _, high = mean_interval(scores - scores[best], SEED)
+    within = np.flatnonzero(high >= 0)
+    stop = int(within[means[within] >= means[-1]][0])
+    rise = (reward[steps[-1]] - reward[steps[stop]])[known]
+    return GoldStop(
+        step=steps[stop],
+        first=steps[within[0]],
+        last=steps[within[-1]],
+        best=steps[best],
+        end=steps[-1],
+        evaluations=len(steps),
+        prompts=int(known.sum()),
+        gold=float(means[stop]),
+        gold_at_best=float(means[best]),
+        gold_at_end=float(means[-1]),
+        reward_rise=float(rise.mean()),
+        reward_interval=single(mean_interval(rise, SEED)),
+    )
+
+
+def paired_stop(folder: Path) -> GoldStop | None:
+    """Return where to stop by the gold scores of the evaluations; None where they are not known.
+
+    Evaluations of other prompts than those of the last one are left out.
+    """
+    gold: dict[int, ndarray] = {}
+    reward: dict[int, ndarray] = {}
+    prompts: list[int] = []
+    for path in sorted((folder / SAMPLES).glob("eval_*.jsonl"), reverse=True):
+        samples = [sample for _, sample in json_lines(path)]
+        with damage_named(path):
+            found = [sample["index"] for sample in samples]
+            prompts = prompts or found
+            if found == prompts:
+                step = int(path.stem.removeprefix("eval_"))
+                gold[step], reward[step] = (by_prompt(samples, name) for name in (GOLD, HELD_OUT))
+    return find_gold_stop(gold, reward)
 
 
 def pictured(found: Diminishing, curves: Curves) -> list[Plot]:
@@ -316,11 +412,8 @@ def pictured(found: Diminishing, curves: Curves) -> list[Plot]:
 def print_diminishing(folder: Path, title: str) -> bool:
     """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
 
-    Return False, with nothing written or printed, where the run has fewer than FEWEST_POINTS
-    iterations.
-
-    title: name of the run.
-    Raises CheckpointError where the folder or its metrics.csv is damaged.
+    Return False, with nothing written or printed, where a run has fewer than FEWEST_POINTS
+    iterations. Raises CheckpointError where the folder or its metrics.csv is damaged.
     """
     curves = read_metrics(folder)
     if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
@@ -328,18 +421,15 @@ def print_diminishing(folder: Path, title: str) -> bool:
     found = measure_returns(curves, paired_stop(folder))
     with written_whole(folder / NUMBERS) as beside:
         text = json.dumps(found.as_json(), indent=1, allow_nan=False)
-        beside.write_text(text + "\n", encoding="utf-8")
+        beside.write_text(f"{text}\n", encoding="utf-8")
     heading = f"{title}. {found.sentence[:1].upper()}{found.sentence[1:]}"
     draw_plots(folder / PICTURE, heading, pictured(found, curves))
-    print_line(f"diminishing returns: {found.sentence} ({folder / PICTURE})")
+    repeat_conclusion(folder)
     return True
 
 
 def repeat_conclusion(folder: Path) -> None:
-    """Print the conclusion that a run left in diminishing.json, if it left one.
-
-    Raises CheckpointError where the file is damaged.
-    """
+    """Print the conclusion that a run left in diminishing.json, if it left one."""
     if (file := folder / NUMBERS).is_file():
         with damage_named(file):
             sentence = json.loads(read_text(file))["sentence"]

@@ -8,12 +8,9 @@ from typing import Any
 from markupsafe import Markup
 from matplotlib.ticker import EngFormatter
 
-from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, read_rows, train_samples
+from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import RLHFError
-from lightning_rlhf.core.metrics import BEFORE_AFTER, label_of
-from lightning_rlhf.core.metrics import FITNESS as FITNESS_METRICS
-from lightning_rlhf.core.metrics import HELD_OUT as REWARD
-from lightning_rlhf.core.metrics import HELD_OUT_KL as KL
+from lightning_rlhf.core.metrics import BEFORE_AFTER, FITNESS, HELD_OUT, HELD_OUT_KL, label_of
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import delete, json_lines, written_whole
@@ -40,31 +37,25 @@ from lightning_rlhf.report.run_page import (
     token_part,
     write_page,
 )
+from lightning_rlhf.report import evaluation_page, fitness_page, run_page
+from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.run_page import Evaluated, Level, PromiseRow, StageReport, Verdict, part
 from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
+from lightning_rlhf.runs import measured
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
-from lightning_rlhf.runs.measured import (
-    LOWEST,
-    RunFiles,
-    damage_named,
-    evaluation_files,
-    optional_json,
-    read_run,
-    with_intervals,
-)
+from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json
 from lightning_rlhf.runs.stage import Stage
 
 PROMISES = "promises.json"
-DIMINISHING, DIAGNOSIS = "diminishing.json", "diagnosis.json"
-PAIRS = 6
-"""Number of held-out prompts whose responses are shown."""
-MOST_TOKENS = 400
-"""Largest number of tokens that are shown of a response."""
+PAIRS, MOST_TOKENS = 6, 400
+"""Number of held-out prompts whose responses are shown, and largest number of tokens of one."""
 PHASES = {
     "time/rollout_s": "sampling",
     "time/score_s": "scoring",
     "time/update_s": "updates",
     "time/other_s": "evaluation, logs, checkpoints",
 }
+FINDING = ("rule", "iteration", "symptom", "cause", "remedy")
 NO_FINDING = Markup("<p>No rule found a symptom.</p>")
 Pair = Mapping[str, str]
 """A prompt with its responses `before` and `after`, and the numbers of each."""
@@ -78,8 +69,8 @@ def leave_report(folder: Path, definition: Stage) -> None:
     """
     try:
         delete(folder / FAILED)
-        if (folder / CONFIG).is_file() and read_rows(folder / METRICS):
-            print_line(f"report: {write([read_run(folder, definition)], folder)}")
+        if (folder / CONFIG).is_file() and files.read_rows(folder / METRICS):
+            print_line(f"report: {write([measured.read_run(folder, definition)], folder)}")
     except (RLHFError, OSError) as error:
         print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
@@ -91,65 +82,57 @@ def write(runs: Sequence[RunFiles], folder: Path) -> Path:
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
     stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
     with written_whole(folder / PAGE, kind="page") as beside:
-        write_page(beside, name, stages, promises)
+        run_page.write_page(beside, name, stages, promises)
     return folder / PAGE
 
 
 def stage_report(run: RunFiles, number: int = 1) -> StageReport:
     """Return what the page says about a run, which is the `number`th one of the page."""
-    curves, stage = run.curves, run.definition
+    curves, stage, folder = run.curves, run.definition, run.folder
     unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
-    final, samples = run.folder / FINAL, run.folder / SAMPLES
-    with damage_named(run.folder / DIMINISHING) as path:
-        diminishing = optional_json(path)
-        frontiers = frontier_plots(curves, diminishing)
-        sentence = None if diminishing is None else str(diminishing["sentence"])
-        diverges = diminishing is not None and diminishing["divergence"] is not None
-        note = "" if diminishing is None else f"{sentence}; {kl_note(diminishing)}"
-    with damage_named(run.folder / DIAGNOSIS) as path:
+    with damage_named(folder / "diminishing.json") as path:
+        returns: dict[str, Any] = optional_json(path) or {}
+        frontiers = frontier_plots(curves, returns or None)
+        note = f"{returns['sentence']}; {kl_note(returns)}" if returns else ""
+        diverges = bool(returns) and returns["divergence"] is not None
+    with damage_named(folder / "diagnosis.json") as path:
         findings = optional_json(path)
-        found = [
-            {key: str(one[key]) for key in ("rule", "iteration", "symptom", "cause", "remedy")}
-            for one in findings or ()
-        ]
-    policies = policy_evaluated(final / EVALUATION)
+        found = [{key: str(one[key]) for key in FINDING} for one in findings or ()]
+    policies = policy_evaluated(folder / FINAL)
     evaluated = policies or evaluations(run)
-    verdict = conclude(
+    verdict = run_page.conclude(
         evaluated,
-        (stage.goal if stage else ()) or ((REWARD, "max"),),
+        (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
         is_finished=run.is_finished,
         findings=len(found),
-        sentence=sentence or results(run, evaluated) or None,
+        sentence=returns.get("sentence") or results(run, evaluated) or None,
         diverges=diverges,
         rewards=reward_verdicts(run),
     )
-    tables = [] if policies or not evaluated else [evaluated_table(evaluated)]
-    tables += [*policy_tables(final / EVALUATION), *fitness_tables(run)]
+    tables = policy_tables(folder / FINAL)
+    if not policies:
+        tables += [run_page.evaluated_table(evaluated)] if evaluated else []
+    tables += fitness_tables(run)
     tables += [] if policies else single_numbers(run, evaluated)
-    pairs = changed(run.folder) or policy_pairs(final, PAIRS) or demonstrated(samples / HELD_OUT)
     seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
     total = sum(seconds.values()) or 1.0
     fan = fan_plot(curves, unit)
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
-    data = [(key, value) for key, value in flat.items() if key.startswith("data.")]
-    others = [(key, value) for key, value in flat.items() if not key.startswith("data.")]
+    others, data = ([one for one in flat.items() if one[0].startswith("data.") is is_data]
+                    for is_data in (False, True))  # fmt: skip
+    tokens = token_samples(files.train_samples(folder))
     return StageReport(
         name=run.name,
         title=run.title,
         verdict=verdict,
         sections=[
-            ("Curves", plots(curve_plots(curves, panels, unit))),
-            ("Distribution of the reward", plots([] if fan is None else [fan])),
-            (
-                "Frontiers and the point of diminishing returns",
-                plots(frontiers, " ".join(clauses(note))),
-            ),
+            ("Curves", run_page.plots(curve_plots(curves, panels, unit))),
+            ("Distribution of the reward", run_page.plots([] if fan is None else [fan])),
+            ("Frontiers and the point of diminishing returns",
+             run_page.plots(frontiers, " ".join(run_page.clauses(note)))),
             *(("", table.html()) for table in tables),
-            ("Held-out prompts, side by side", part("pairs", pairs)),
-            (
-                "Training samples, token by token",
-                token_part(token_samples(train_samples(run.folder)), str(number)),
-            ),
+            ("Held-out prompts, side by side", part("pairs", pairs(folder))),
+            ("Training samples, token by token", run_page.token_part(tokens, str(number))),
             ("Diagnosis", part("findings", found) or ("" if findings is None else NO_FINDING)),
             ("Time", part("time", [(phase, s, s / total) for phase, s in seconds.items()])),
             ("", part("table", totals(run))),
@@ -157,65 +140,56 @@ def stage_report(run: RunFiles, number: int = 1) -> StageReport:
             ("", part("folded", data, "Data")),
             ("", part("folded", origins(run), "Versions")),
         ],
-    )
+    )  # fmt: skip
 
 
 def fitness_tables(run: RunFiles) -> list[Table]:
     """Return the numbers of a fitness report, and where the report is; nothing without one."""
     found = {
-        name.removeprefix(FITNESS_METRICS).replace("_", " "): f"{values[-1]:z.3g}"
+        name.removeprefix(FITNESS).replace("_", " "): f"{values[-1]:z.3g}"
         for name, (_, values) in run.curves.items()
-        if name.startswith(FITNESS_METRICS)
+        if name.startswith(FITNESS)
     }
-    if not found:
-        return []
     low, high = found.pop("accuracy low", None), found.pop("accuracy high", None)
     if "accuracy" in found and low is not None:
         found["accuracy"] += f" [{low}, {high}]"
-    return [
-        Table(
-            title="Fitness of the reward",
-            columns=["", "value [95%]"],
-            rows=list(map(list, found.items())),
-            note=f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}",
-        )
-    ]
+    note = f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}"
+    table = Table(title="Fitness of the reward", columns=["", "value [95%]"],
+                  rows=list(map(list, found.items())), note=note)  # fmt: skip
+    return [table] if found else []
 
 
 def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
     """Return what a stage without a goal ends with, as `rank`; "" where the page says it."""
     stage = run.definition
-    if stage is None or stage.goal or (run.folder / FINAL / EVALUATION).is_file():
+    if stage is None or stage.goal or (run.folder / FINAL / evaluation_page.NUMBERS).is_file():
         return ""
     shown = {one.metric for one in evaluated}
-    ends = [name for name in stage.summary if name in run.curves and name not in shown]
-    ends = [name for name in ends if not name.startswith(FITNESS_METRICS)]
     return "; ".join(
-        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}" for name in ends
-    )
+        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}" for name in stage.summary
+        if name in run.curves and name not in shown and not name.startswith(FITNESS)
+    )  # fmt: skip
 
 
 def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]:
     """Return the metrics that were measured once, and are shown nowhere else, as a table."""
     shown = {one.metric for one in evaluated}
-    others = (FITNESS_METRICS, "time/", "compute/")
     rows = [
         [name, plain_number(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
         for name, (_, values) in run.curves.items()
-        if len(values) == 1 and name not in shown and not name.startswith(others)
-    ]
+        if len(values) == 1 and name not in shown
+        and not name.startswith((FITNESS, "time/", "compute/"))
+    ]  # fmt: skip
     return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)] if rows else []
 
 
 def totals(run: RunFiles) -> list[tuple[str, str]]:
     """Return the totals of compute of a run, with their units."""
-    found = [
-        (name, amount(run.curves[name][1][-1], DEFINITIONS[name].unit))
-        for name in run.curves
-        if name.startswith("compute/") and name in DEFINITIONS
-    ]
+    found = [(name, amount(values[-1], DEFINITIONS[name].unit))
+             for name, (_, values) in run.curves.items()
+             if name.startswith("compute/") and name in DEFINITIONS]  # fmt: skip
     if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
-        found.append(("the whole stage", duration(run.manifest.metrics["time/stage_s"])))
+        found.append(("the whole stage", run_page.duration(run.manifest.metrics["time/stage_s"])))
     return found
 
 
@@ -227,7 +201,7 @@ def plain_number(value: float) -> str:
 def amount(value: float, unit: str) -> str:
     """Return an amount of compute: "139,600 tokens", "2.15 TFLOP", "805.90 MB" or "4.5 min"."""
     if unit == "s":
-        return duration(value)
+        return run_page.duration(value)
     if unit == "tokens":
         return f"{value:,.0f} tokens"
     return EngFormatter("B" if unit == "bytes" else unit, places=2)(value)
@@ -235,24 +209,21 @@ def amount(value: float, unit: str) -> str:
 
 def evaluations(run: RunFiles) -> list[Evaluated]:
     """Return the metrics in `final/`, else of the last evaluation, with gains and intervals."""
-    ends = {name: run.curves[name][1] for name in run.curves if name.startswith("eval/")}
+    ends = {name: values for name, (_, values) in run.curves.items() if name.startswith("eval/")}
     metrics = {name: values[-1] for name, values in ends.items()}
     metrics |= {f"start/{name}": values[0] for name, values in ends.items() if len(values) > 1}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
-    with damage_named(run.folder / SAMPLES):
-        found = with_intervals(metrics, run.folder).values()
-    rank = list(BEFORE_AFTER)
-    return sorted(
-        (one for one in found if one.metric.startswith("eval/")),
-        key=lambda one: rank.index(one.metric) if one.metric in rank else len(rank),
-    )
+    with damage_named(run.folder / files.SAMPLES):
+        found = measured.with_intervals(metrics, run.folder)
+    names = [name for name in (*BEFORE_AFTER, *found) if name in found]
+    return [found[name] for name in dict.fromkeys(names) if name.startswith("eval/")]
 
 
 def reward_verdicts(run: RunFiles) -> list[Verdict]:
     """Return verdicts of fitness reports: on the run's own reward model, or on what it is paid."""
     final = run.folder / FINAL
-    with damage_named(final / FITNESS):
-        own = read_judgement(final)
+    with damage_named(final / fitness_page.NUMBERS):
+        own = fitness_page.read_judgement(final)
     found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
     if run.manifest is not None:
         found |= run.manifest.verdicts
@@ -260,8 +231,8 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
         with damage_named(numbers := final / run.definition.numbers):
             told = (optional_json(numbers) or {}).get("verdicts", {})
             found |= {name: vars(Judgement(**fields)) for name, fields in told.items()}
-    _, pairs = run.curves.get(f"{FITNESS_METRICS}pairs", ((), (0,)))
-    is_measured = pairs[-1] >= MIN_COUNT and LOWEST in run.curves
+    _, count = run.curves.get(f"{FITNESS}pairs", ((), (0,)))
+    is_measured = count[-1] >= fitness_page.MIN_COUNT and measured.LOWEST in run.curves
     good: Level = "good" if is_measured else "unknown"
     flat = flatten(run.tree)
     verdicts = []
@@ -273,51 +244,62 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
     return verdicts
 
 
-def policy_tables(path: Path) -> list[Table]:
-    """Return the tables of evaluation.json; none without the file."""
-    if (found := optional_json(path)) is None:
-        return []
-    with damage_named(path):
-        return [table for table in evaluation_tables(found).values() if table.rows]
+def policy_tables(final: Path) -> list[Table]:
+    """Return the tables of evaluation.json in `final/`; none without the file."""
+    with damage_named(final / evaluation_page.NUMBERS) as path:
+        found = optional_json(path)
+        tables = {} if found is None else evaluation_page.evaluation_tables(found)
+    return [table for table in tables.values() if table.rows]
 
 
-def policy_evaluated(path: Path) -> list[Evaluated]:
-    """Return the metrics of the first policy, with its gain over the SFT model; [] without a file.
+def policy_evaluated(final: Path) -> list[Evaluated]:
+    """Return the metrics of the first policy, with its gain over the SFT model.
 
-    path: evaluation.json.
+    They are those of evaluation.json in `final/`; [] without the file.
     """
-    if (found := optional_json(path)) is None:
-        return []
-    with damage_named(path):
+    with damage_named(final / evaluation_page.NUMBERS) as path:
+        if (found := optional_json(path)) is None:
+            return []
         metrics: dict[str, float] = found["metrics"]
-        gain = metrics.get("eval/reward_gain")
+        value, gain = metrics[HELD_OUT], metrics.get("eval/reward_gain")
         low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
         reward = Evaluated(
-            metric=REWARD,
-            value=metrics[REWARD],
-            before=None if gain is None else metrics[REWARD] - gain,
+            metric=HELD_OUT,
+            value=value,
+            before=None if gain is None else value - gain,
             gain=gain,
             gain_interval=None if low is None or high is None else (low, high),
         )
-        kl = [Evaluated(metric=KL, value=metrics[KL])] if KL in metrics else []
-        return [reward, *kl]
+        known = [HELD_OUT_KL] if HELD_OUT_KL in metrics else []
+        return [reward, *(Evaluated(metric=name, value=metrics[name]) for name in known)]
 
 
-def policy_pairs(final: Path, count: int) -> list[Pair]:
-    """Return greedy responses of the SFT model and of the first policy to the same prompts.
+def pairs(folder: Path) -> list[Pair]:
+    """Return two responses beside each other to each of some held-out prompts.
 
-    final: `final/` folder of an evaluation of policies; [] for one of another stage.
+    They are those of the first evaluation and of the one in `final/`; of an evaluation of policies
+    the greedy ones of the SFT model and of the first policy; after SFT the demonstrations, and
+    samples of the trained model. [] for a run without such files.
     """
-    path = final / RESPONSES
-    if not (final / EVALUATION).is_file() or not path.is_file():
-        return []
-    with damage_named(path):
-        rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:count]
-        responses = [list(row["responses"].items())[:2] for row in rows]
+    found = measured.evaluation_files(folder)
+    if found is not None and found[0] != found[1]:
+        return [pair_of(before["prompt"], "first", before, "last", after)
+                for before, after in paired_samples(*found, PAIRS)]  # fmt: skip
+    final, shown = folder / FINAL, folder / files.SAMPLES / files.HELD_OUT
+    path = final / evaluation_page.SAMPLES
+    if (final / evaluation_page.NUMBERS).is_file() and path.is_file():
+        with damage_named(path):
+            rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:PAIRS]
+            responses = [list(row["responses"].items())[:2] for row in rows]
+            return [pair_of(row["prompt"], *before, *after)
+                    for row, (before, after) in zip(rows, responses, strict=True)]  # fmt: skip
+    kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
+    with damage_named(shown):
         return [
-            pair_of(row["prompt"], *before, *after)
-            for row, (before, after) in zip(rows, responses, strict=True)
-        ]
+            {"prompt": row["prompt"], "before": row["demonstration"], "after": row["response"],
+             **kinds}
+            for _, row in (json_lines(shown) if shown.is_file() else ())
+        ]  # fmt: skip
 
 
 def pair_of(
@@ -329,29 +311,6 @@ def pair_of(
         "before_numbers": f"{name}: {score_text(before)}",
         "after_numbers": f"{other}: {score_text(after)}",
     }  # fmt: skip
-
-
-def changed(folder: Path) -> list[Pair]:
-    """Return responses of the first evaluation and of the one in `final/` to the same prompts."""
-    files = evaluation_files(folder)
-    if files is None or files[0] == files[1]:
-        return []
-    return [
-        pair_of(before["prompt"], "first", before, "last", after)
-        for before, after in paired_samples(*files, PAIRS)
-    ]
-
-
-def demonstrated(path: Path) -> list[Pair]:
-    """Return the responses sampled after SFT beside the demonstrations; none without the file."""
-    rows = [row for _, row in json_lines(path)] if path.is_file() else []
-    kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
-    with damage_named(path):
-        return [
-            {"prompt": row["prompt"], "before": row["demonstration"], "after": row["response"]}
-            | kinds
-            for row in rows
-        ]
 
 
 def token_samples(path: Path) -> list[dict[str, Any]]:

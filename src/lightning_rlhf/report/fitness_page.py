@@ -337,9 +337,7 @@ class FitnessReport:
         text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8").format(
             title=plain(self.title, CHARACTERS),
             conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
-            advice=self.advice,
-            sampled_from=self.sampled_from,
-            scale=self.scale,
+            advice=self.advice, sampled_from=self.sampled_from, scale=self.scale,
             numbers="\n\n".join(_numbers(self.fitness)),
             pictures="\n\n".join(links),
             checks=table(("check", "outcome", "measured", "threshold", "in words"), [
@@ -355,8 +353,7 @@ class FitnessReport:
                   for one in problems.counted),
                 f"- {problems.length.line}",
             ]),
-            min_count=MIN_COUNT,
-            min_probes=MIN_PROBES,
+            min_count=MIN_COUNT, min_probes=MIN_PROBES,
         )  # fmt: skip
         (folder / PAGE).write_text(text, encoding="utf-8")
         measured = asdict(self.fitness)

@@ -15,30 +15,19 @@ from markupsafe import Markup
 
 from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT_KL, Goal, heading_of, label_of
+from lightning_rlhf.report import tables
 from lightning_rlhf.report.curves import Plot
 from lightning_rlhf.report.estimates import Interval, interval_text
 from lightning_rlhf.report.figures import figure_of
-from lightning_rlhf.report.tables import (
-    BLUE,
-    GREEN,
-    ORANGE,
-    RED,
-    Table,
-    colour,
-    cut,
-    marked,
-    scale,
-    shown,
-)
+from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, Table, colour, marked, shown
 
 TEMPLATES = Path(__file__).parent / "templates"
 Level = Literal["good", "doubtful", "bad", "unknown"]
 LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")
 """Levels of a verdict; of several the last one counts."""
 MARKS: Mapping[Level, str] = {"good": "✓", "doubtful": "!", "bad": "✗", "unknown": "–"}
-"""Sign of each level of a verdict, which is readable without colour."""
 WORDS: Mapping[Level, str] = {level: level for level in LEVELS} | {"unknown": "not judged"}
-"""Name of each level."""
+"""Sign of each level of a verdict, which is readable without colour, and its name."""
 Kept = Literal["kept", "within noise", "broken"]
 KEPT: Mapping[Kept, Level] = {"kept": "good", "within noise": "doubtful", "broken": "bad"}
 """Verdict on a promise of a recipe -> its level."""
@@ -121,11 +110,13 @@ def environment() -> Environment:
         lstrip_blocks=True,
     )
     found.globals |= {
-        "draw": figure_of, "marks": MARKS, "words": WORDS, "patch": patch,
+        "draw": figure_of, "marks": MARKS, "words": WORDS,
         "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
     }  # fmt: skip
-    found.filters |= {"cut": cut, "marked": marked, "duration": duration, "clauses": clauses,
-                      "breakable": breakable}  # fmt: skip
+    found.filters |= {
+        "cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses,
+        "breakable": lambda name: Markup("/<wbr>").join(map(shown, name.split("/"))),
+    }  # fmt: skip
     return found
 
 
@@ -143,11 +134,6 @@ def plots(found: Sequence[Plot], note: str = "", *, is_soft: bool = False) -> st
     return part("plots", found, note, is_soft)
 
 
-def breakable(name: str) -> Markup:
-    """Return a path that may be broken into lines behind each slash."""
-    return Markup("/<wbr>").join(shown(part) for part in name.split("/"))
-
-
 def clauses(words: str) -> list[str]:
     """Return the parts of a verdict, each as a sentence."""
     parts = (part.strip().rstrip(".") for part in words.split(";"))
@@ -161,11 +147,6 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
-def patch(color: str) -> Markup:
-    """Return a patch of a token's colour."""
-    return Markup(f'<span class="patch" style="background: rgb({color} / .55)"></span>')
-
-
 def token_part(responses: Sequence[Mapping[str, Any]], name: str = "") -> str:
     """Return responses token by token as HTML, coloured on one scale for all; "" without any.
 
@@ -173,18 +154,17 @@ def token_part(responses: Sequence[Mapping[str, Any]], name: str = "") -> str:
         `rows`, headings and cells of the table of the tokens.
     name: different for each such part of a page.
     """
-    advantage, kl = (
-        scale([x for one in responses for x in one[key]]) for key in ("advantage", "kl")
-    )
+    advantage, kl = (tables.scale([x for one in responses for x in one[key]])
+                     for key in ("advantage", "kl"))  # fmt: skip
     drawn = []
     for one in responses:
-        styles = [
+        styles = (
             f"--advantage: {colour(a / advantage, GREEN, RED)}; "
             f"--kl: {colour(k / kl, ORANGE, BLUE)}"
             for a, k in zip(one["advantage"], one["kl"], strict=True)
-        ]
-        titles = ["\n".join(map(" ".join, zip(one["names"], row, strict=True)))
-                  for row in one["rows"]]  # fmt: skip
+        )
+        titles = ("\n".join(map(" ".join, zip(one["names"], row, strict=True)))
+                  for row in one["rows"])  # fmt: skip
         tokens = list(zip(map(marked, one["text"]), styles, titles, strict=True))
         drawn.append({**one, "tokens": tokens})
     return part("tokens", drawn, name)
@@ -210,21 +190,18 @@ def conclude(
     rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
     """
     known = {one.metric: one for one in evaluated}
-    judged = [
+    facts = [
         judge(known[metric], direction == "min")
-        for metric, direction in (*goal[:1], (GOLD, "max"))
-        if metric in known
-    ]
-    facts = judged or ([] if rewards else [Verdict("unknown", "nothing was evaluated")])
+        for metric, direction in (*goal[:1], (GOLD, "max")) if metric in known
+    ] or ([] if rewards else [Verdict("unknown", "nothing was evaluated")])  # fmt: skip
     if not is_finished:
         facts.insert(0, Verdict("doubtful", "the run has not finished"))
     if {PERPLEXITY, UNIGRAM} <= known.keys():
         found, unigram = known[PERPLEXITY].value, known[UNIGRAM].value
         words = f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone"
-        if found >= max(unigram, 1) ** LITTLE:  # the losses are the logarithms
-            facts.append(Verdict("doubtful", f"{words}: the model has learned little"))
-        else:
-            facts.append(Verdict("unknown", words))
+        is_little = found >= max(unigram, 1) ** LITTLE  # the losses are the logarithms
+        words += ": the model has learned little" * is_little
+        facts.append(Verdict("doubtful" if is_little else "unknown", words))
     if HELD_OUT_KL in known:
         kl = measured(known[HELD_OUT_KL])
         facts.append(Verdict("unknown", f"the KL to the SFT model is {kl} nats a response"))
@@ -234,7 +211,7 @@ def conclude(
         facts.append(Verdict("doubtful" if diverges else "unknown", sentence))
     facts += rewards
     words = "; ".join(one.words.rstrip(".") for one in facts)
-    level: Level = max((one.level for one in facts), key=LEVELS.index, default="unknown")
+    level = max((one.level for one in facts), key=LEVELS.index)
     return Verdict(level, f"{words[:1].upper()}{words[1:]}.")
 
 
@@ -287,17 +264,13 @@ def short_interval(interval: Interval | None) -> str:
 
 def change(one: Evaluated) -> list[str]:
     """Return the cells of a metric: before, after with its interval, gain with its interval."""
-    digits = decimals(one.value, one.interval)
-    gain = "-"
+    digits, gain = decimals(one.value, one.interval), "-"
     if one.gain is not None:
-        narrow = one.gain_interval is not None
-        of_gain = max(digits, decimals(one.gain, one.gain_interval)) if narrow else digits
-        gain = f"{one.gain:+z.{of_gain}f}{interval_text(one.gain_interval, of_gain)}"
-    return [
-        "-" if one.before is None else f"{one.before:z.{digits}f}",
-        f"{one.value:z.{digits}f}{interval_text(one.interval, digits)}",
-        gain,
-    ]
+        ends = one.gain_interval
+        of_gain = digits if ends is None else max(digits, decimals(one.gain, ends))
+        gain = f"{one.gain:+z.{of_gain}f}{interval_text(ends, of_gain)}"
+    before = "-" if one.before is None else f"{one.before:z.{digits}f}"
+    return [before, f"{one.value:z.{digits}f}{interval_text(one.interval, digits)}", gain]
 
 
 def decimals(value: float, interval: Interval | None) -> int:
@@ -311,8 +284,8 @@ def decimals(value: float, interval: Interval | None) -> int:
 def evaluated_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return the table of the metrics of the evaluations, with gains where there were several."""
     has_gains = any(one.gain is not None for one in evaluated)
-    paired = any(one.gain_interval is not None for one in evaluated)
-    ends = " [95%]" if paired or any(one.interval is not None for one in evaluated) else ""
+    has_ends = any(one.interval or one.gain_interval for one in evaluated)
+    ends = " [95%]" if has_ends else ""
     note = "First and last evaluation on the same held-out data. " if has_gains else ""
     if ends:
         note += "Brackets are 95% intervals by bootstrap over prompts"

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from markupsafe import Markup
 from rich.table import Table as RichTable
@@ -16,9 +16,6 @@ from lightning_rlhf.core.metrics import BEFORE_AFTER, EVAL_PART, JUDGE, KL, labe
 from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.io.storage import damaged_line, is_number, json_lines
 from lightning_rlhf.models.checkpoint import Verdict
-
-PARTS = (JUDGE, EVAL_PART)
-"""Prefixes of the metrics whose names a judge or the reward chooses."""
 
 ABSENT = "-"
 Sample = Mapping[str, Any]
@@ -36,12 +33,12 @@ class Table:
     def console(self) -> RichTable:
         """Return the table for the console; columns but the first are right-aligned."""
         found = RichTable(
-            title=Text(visible_line(self.title)), title_justify="left", caption_justify="left"
-        )
-        found.caption = Text(self.note) if self.note else None
+            title=Text(visible_line(self.title)), title_justify="left", caption_justify="left",
+            caption=Text(self.note) if self.note else None,
+        )  # fmt: skip
         for k, cell in enumerate(self.columns):
-            justify: Literal["left", "right"] = "left" if k == 0 else "right"
-            found.add_column(Text(visible_line(cell)), justify=justify, overflow="fold")
+            found.add_column(Text(visible_line(cell)), justify="right" if k else "left",
+                             overflow="fold")  # fmt: skip
         for row in self.rows:
             found.add_row(*(Text(visible_line(cell)) for cell in row))
         return found
@@ -61,24 +58,21 @@ class Table:
 
         kind: classes of the style sheet.
         """
-        head = Markup("").join(Markup("<th>{}</th>").format(shown(cell)) for cell in self.columns)
-        lines = [Markup("<tr>{}</tr>\n").format(line) for line in (head, *map(_cells, self.rows))]
+        cells = [[Markup("<th>{}</th>").format(shown(cell)) for cell in self.columns]]
+        for row in self.rows:
+            split = (shown(cut(cell)).partition(" [") for cell in row)
+            cells.append([
+                Markup("<td>{}{}</td>").format(value, bracket and Markup(
+                    ' <span class="interval">[{}</span>').format(rest))
+                for value, bracket, rest in split
+            ])  # fmt: skip
+        lines = (Markup("<tr>{}</tr>\n").format(Markup("").join(line)) for line in cells)
         body = Markup('<div class="wide"><table class="{}">\n{}</table></div>\n').format(
             kind, Markup("").join(lines)
         )
         note = Markup('<p class="soft">{}</p>\n').format(shown(self.note))
         title = Markup("<h3>{}</h3>\n").format(shown(self.title))
         return title + (body if self.rows else "") + (note if self.note else "")
-
-
-def _cells(row: Sequence[str]) -> Markup:
-    split = (shown(cut(cell)).partition(" [") for cell in row)
-    return Markup("").join(
-        Markup("<td>{}{}</td>").format(
-            value, Markup(' <span class="interval">[{}</span>').format(rest) if bracket else ""
-        )
-        for value, bracket, rest in split
-    )
 
 
 CHARACTERS = 2000
@@ -102,7 +96,7 @@ def before_after_table(
 
     verdicts: verdict of the fitness report on each component of the reward, shown under the table.
     """
-    parts = sorted(name for name in after if name.startswith(PARTS))
+    parts = sorted(name for name in after if name.startswith((JUDGE, EVAL_PART)))
     rows = []
     for name in dict.fromkeys((*BEFORE_AFTER, *parts)):
         if name in after:
@@ -119,11 +113,9 @@ def before_after_table(
 
 def verdict_lines(verdicts: Mapping[str, Verdict]) -> Text | None:
     """Return the verdict on each component of the reward, for below a table; None without any."""
-    lines = [
-        Text(visible_line(f"reward {name}: {verdict.words}"), verdict.style)
-        for name, verdict in verdicts.items()
-    ]
-    return Text("\n").join(lines) if lines else None
+    lines = (Text(visible_line(f"reward {name}: {one.words}"), one.style)
+             for name, one in verdicts.items())  # fmt: skip
+    return Text("\n").join(lines) if verdicts else None
 
 
 def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> RichTable:
@@ -159,15 +151,10 @@ def paired_samples(before_jsonl: Path, after_jsonl: Path, n: int) -> list[tuple[
         )
     pairs = list(zip(before, after, strict=True))
     differing = [pair for pair in pairs if pair[0]["response"] != pair[1]["response"]]
-    return spread(_one_a_prompt(differing), n) or spread(_one_a_prompt(pairs), n)
-
-
-def _one_a_prompt(pairs: Sequence[tuple[Sample, Sample]]) -> list[tuple[Sample, Sample]]:
-    """Return the first pair of each prompt, in the order of the file."""
     first: dict[str, tuple[Sample, Sample]] = {}
-    for pair in pairs:
+    for pair in differing or pairs:
         first.setdefault(pair[0]["prompt"], pair)
-    return list(first.values())
+    return spread(list(first.values()), n)
 
 
 def spread(items: Sequence[Any], n: int) -> list[Any]:
@@ -181,26 +168,20 @@ def _read(path: Path) -> list[Sample]:
     """Return the samples of an evaluation. Raises CheckpointError if a line is not a sample."""
     samples: list[Sample] = []
     for number, (_, sample) in enumerate(json_lines(path), start=1):
-        if not _is_sample(sample):
-            raise damaged_line(path, number, "it is no sample of an evaluation")
-        samples.append(sample)
+        match sample:
+            case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}} if (
+                is_number(score) and all(x is None or is_number(x) for x in parts.values())
+            ):
+                samples.append(sample)
+            case _:
+                raise damaged_line(path, number, "it is no sample of an evaluation")
     return samples
-
-
-def _is_sample(found: Sample) -> bool:
-    """Return whether `found` has all fields of a sample that are shown."""
-    match found:
-        case {"prompt": str(), "response": str(), "score": score, "judge": {**parts}}:
-            return is_number(score) and all(x is None or is_number(x) for x in parts.values())
-    return False
 
 
 def score_text(sample: Sample) -> str:
     """Return the reward of a sample, after its gold score if it has one."""
-    parts = sample["judge"]
-    is_judged = "gold" in parts and parts["gold"] is not None
-    gold = f"gold {parts['gold']:+z.2f}, " if is_judged else ""
-    return f"{gold}reward {sample['score']:+z.2f}"
+    gold = sample["judge"].get("gold")
+    return f"{'' if gold is None else f'gold {gold:+z.2f}, '}reward {sample['score']:+z.2f}"
 
 
 _SPECIAL = re.compile(r"([\\`*_{}\[\]<>#|~$&])")
@@ -212,9 +193,8 @@ def plain(text: str, characters: int) -> str:
     Runs of white space become one space. The text is cut to `characters` before Markdown's and
     HTML's special characters are escaped.
     """
-    line = visible(" ".join(text.split()))
-    cut = line if len(line) <= characters else line[: characters - 1] + "…"
-    return _SPECIAL.sub(r"\\\1", cut) if cut else "*(empty)*"
+    line = cut(visible(" ".join(text.split())), characters)
+    return _SPECIAL.sub(r"\\\1", line) if line else "*(empty)*"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[int]) -> str:
@@ -249,12 +229,10 @@ def scale(numbers: Sequence[float]) -> float:
     return max((abs(x) for x in numbers if math.isfinite(x)), default=0.0) or 1.0
 
 
-FAR = 1.0
-"""KL divergence in nats a token above which the policy has collapsed: its tokens are then on
-average e times as likely as under the reference."""
-SURE = 0.01
-"""Entropy in nats a token below which the policy has collapsed: it nearly always picks the same
-token."""
+FAR, SURE = 1.0, 0.01
+"""KL divergence in nats a token above which the policy has collapsed, as its tokens are then on
+average e times as likely as under the reference; and entropy in nats a token below which it has, as
+it nearly always picks the same token."""
 
 
 def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
@@ -268,7 +246,7 @@ def collapsed(row: Mapping[str, float], stage: str = "ppo") -> str | None:
     found = []
     if not per_token <= FAR:  # true of NaN as well
         found.append(f"{KL} is {per_token:.3g} nats a token (above {FAR:g})")
-    if "entropy" in row and not row["entropy"] >= SURE:
+    if not row.get("entropy", SURE) >= SURE:
         found.append(f"entropy is {row['entropy']:.3g} nats a token (below {SURE:g})")
     if not found:
         return None
