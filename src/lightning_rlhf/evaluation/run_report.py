@@ -16,30 +16,16 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import delete, json_lines, written_whole
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
-from lightning_rlhf.report.comparison import NUMBERS as EVALUATION
-from lightning_rlhf.report.comparison import SAMPLES as RESPONSES
-from lightning_rlhf.report.comparison import evaluation_tables
+from lightning_rlhf.report import comparison, fitness_page, run_page
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.fitness_page import MIN_COUNT, read_judgement
-from lightning_rlhf.report.fitness_page import NUMBERS as FITNESS
 from lightning_rlhf.report.run_page import (
     Evaluated,
     Level,
     PromiseRow,
     StageReport,
     Verdict,
-    clauses,
-    conclude,
-    duration,
-    evaluated_table,
     part,
-    plots,
-    token_part,
-    write_page,
 )
-from lightning_rlhf.report import evaluation_page, fitness_page, run_page
-from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.run_page import Evaluated, Level, PromiseRow, StageReport, Verdict, part
 from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
 from lightning_rlhf.runs import measured
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
@@ -162,7 +148,7 @@ def fitness_tables(run: RunFiles) -> list[Table]:
 def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
     """Return what a stage without a goal ends with, as `rank`; "" where the page says it."""
     stage = run.definition
-    if stage is None or stage.goal or (run.folder / FINAL / evaluation_page.NUMBERS).is_file():
+    if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
         return ""
     shown = {one.metric for one in evaluated}
     return "; ".join(
@@ -246,9 +232,9 @@ def reward_verdicts(run: RunFiles) -> list[Verdict]:
 
 def policy_tables(final: Path) -> list[Table]:
     """Return the tables of evaluation.json in `final/`; none without the file."""
-    with damage_named(final / evaluation_page.NUMBERS) as path:
+    with damage_named(final / comparison.NUMBERS) as path:
         found = optional_json(path)
-        tables = {} if found is None else evaluation_page.evaluation_tables(found)
+        tables = {} if found is None else comparison.evaluation_tables(found)
     return [table for table in tables.values() if table.rows]
 
 
@@ -257,7 +243,7 @@ def policy_evaluated(final: Path) -> list[Evaluated]:
 
     They are those of evaluation.json in `final/`; [] without the file.
     """
-    with damage_named(final / evaluation_page.NUMBERS) as path:
+    with damage_named(final / comparison.NUMBERS) as path:
         if (found := optional_json(path)) is None:
             return []
         metrics: dict[str, float] = found["metrics"]
@@ -286,8 +272,8 @@ def pairs(folder: Path) -> list[Pair]:
         return [pair_of(before["prompt"], "first", before, "last", after)
                 for before, after in paired_samples(*found, PAIRS)]  # fmt: skip
     final, shown = folder / FINAL, folder / files.SAMPLES / files.HELD_OUT
-    path = final / evaluation_page.SAMPLES
-    if (final / evaluation_page.NUMBERS).is_file() and path.is_file():
+    path = final / comparison.SAMPLES
+    if (final / comparison.NUMBERS).is_file() and path.is_file():
         with damage_named(path):
             rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:PAIRS]
             responses = [list(row["responses"].items())[:2] for row in rows]
