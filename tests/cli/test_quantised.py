@@ -28,7 +28,7 @@ from lightning_rlhf.models.roles import Roles, probe_tokens
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.stages.preflight import ratio, sample
 
-from .conftest import PRESETS, Outcome, given, make_workplace, rows, weights
+from .conftest import PRESETS, Outcome, Workplace, given, make_workplace, rows, weights
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
 SHAPE = {
