@@ -132,8 +132,8 @@ def test_update_is_the_slow_version(
     loss.backward()
     expected_grads = grads(slow_module)
 
-    monkeypatch.setattr(decoder, "MULTIPLE", 4)  # so few tokens would be rounded up to all
-    monkeypatch.setattr(decoder, "ROWS", 4)
+    monkeypatch.setattr(decoder, "MULTIPLE", 2)  # so few tokens would be rounded up to all
+    monkeypatch.setattr(decoder, "ROWS", 2)
     module = make_ppo(architecture, spread=0.1, **settings)
     positions: dict[str, int] = {"given": 0, "computed": 0}
 
