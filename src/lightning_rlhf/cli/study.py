@@ -157,7 +157,9 @@ class Trials:
             sampler["seed"] += len(self.study.trials)
         self.study.sampler = instantiate(sampler)
         now = sorted(word for word in self.fixed if key_of(word) not in NEUTRAL)
-        now += [f"{key}={described(space)}" for key, space in sorted(self.space.items())]
+        for key, space in sorted(self.space.items()):  # choices, or the kind of a range
+            kind = type(space).__name__, f"log={getattr(space, 'log', False)}"
+            now.append(f"{key}={','.join(map(str, getattr(space, 'choices', kind)))}")
         now += [f"{KEY}.{key}={getattr(config, key)}" for key in ("metric", "direction")]
         was = self.study.user_attrs[FIXED] if self.study.trials else now
         if was != now:
@@ -252,13 +254,6 @@ class Trials:
             is_pruned = job.status == "pruned"
             self.study.tell(number, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
         return job
-
-
-def described(space: distributions.BaseDistribution) -> str:
-    """Return what the trials of a study share of a key's values: choices, or the kind of range."""
-    if isinstance(space, distributions.CategoricalDistribution):
-        return ",".join(map(str, space.choices))
-    return f"{type(space).__name__}(log={getattr(space, 'log', False)})"
 
 
 class TrialReport(Callback):
