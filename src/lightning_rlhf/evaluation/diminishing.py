@@ -381,6 +381,8 @@ def paired_stop(folder: Path) -> GoldStop | None:
     """Return where to stop by the gold scores of the evaluations; None where they are not known.
 
     Evaluations of other prompts than those of the last one are left out.
+
+    Raises CheckpointError where a file of samples is damaged.
     """
     gold: dict[int, ndarray] = {}
     reward: dict[int, ndarray] = {}
@@ -429,7 +431,10 @@ def print_diminishing(folder: Path, title: str) -> bool:
 
 
 def repeat_conclusion(folder: Path) -> None:
-    """Print the conclusion that a run left in diminishing.json, if it left one."""
+    """Print the conclusion that a run left in diminishing.json, if it left one.
+
+    Raises CheckpointError where the file is damaged.
+    """
     if (file := folder / NUMBERS).is_file():
         with damage_named(file):
             sentence = json.loads(read_text(file))["sentence"]

@@ -41,6 +41,8 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     """Patch the model's layers by `choice` on the device of its weights, or restore its own.
 
     Fast layers that change the model's results are removed again; with auto, a warning is printed.
+
+    Raises ConfigError where the choice is fast and the model cannot have fast layers.
     """
     unpatch(model)
     name, device = model.config.model_type, model.device.type

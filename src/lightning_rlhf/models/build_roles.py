@@ -90,6 +90,9 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
 
     sft: checkpoint of the SFT model; None uses the base model unchanged.
     trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
+
+    Raises CheckpointError where `sft` is a reward model, an adapter that is to be fine-tuned in
+    full, or does not match its fingerprint.
     """
     if sft is None:
         return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -124,6 +127,9 @@ def attach_reward(
     """Add the reward model of `final` as `role` to the shared base, or load it with its own base.
 
     Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
+
+    Raises CheckpointError where the reward model has another tokenizer, or its adapter was trained
+    on another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -289,6 +295,8 @@ def add_critic(
     scale: mean and standard deviation by which the reward model's output is standardised.
 
     Returns: the roles, and the name of the role in them, whose hidden states the head reads.
+
+    Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
     owner, role = roles, POLICY if kind == "head" else names.CRITIC
     if kind == "model":
@@ -340,7 +348,10 @@ def whole_weights(
 
 
 def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
-    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen."""
+    """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
+
+    Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
+    """
     file = final.path / ROLES / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")

@@ -369,7 +369,10 @@ class Final:
         return Verdict(**found["rm"]) if "rm" in found else None
 
     def reward_moments(self) -> tuple[float, float]:
-        """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm."""
+        """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm.
+
+        Raises CheckpointError where one is missing or not finite, or the deviation is 0.
+        """
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
         if mean is None or std is None:

@@ -118,6 +118,10 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
     """Return the reward model, frozen.
 
     key: configuration key of the model's section, for error messages.
+
+    Raises:
+        CheckpointError, HubError: the model cannot be loaded, or lacks the weights of its head.
+        ConfigError: an option does not fit the model.
     """
     source, key_of_source = config.name_or_path, f"{key}.name_or_path"
     folder = local_folder(source, key_of_source, config.revision)
@@ -165,6 +169,10 @@ def check_label(config: PretrainedConfig, label: int | str | None, folder: Path,
     """Return the index of the output that is the reward.
 
     label: index or name of the output; None where the model has a single one.
+
+    Raises:
+        CheckpointError: the model is no sequence classifier.
+        ConfigError: `label` is not an output, or is None and the model has several.
     """
     kinds = config.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
@@ -190,7 +198,10 @@ def positions(config: PretrainedConfig) -> int | None:
 
 
 def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the reward model in `folder`, with the configured chat template."""
+    """Return the tokenizer of the reward model in `folder`, with the configured chat template.
+
+    Raises ConfigError where there is no chat template to use.
+    """
     source, template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):

@@ -41,6 +41,8 @@ def write_final(
     more: folder of further files to copy into `folder`.
     card: text of README.md; None writes none.
     dtype: data type in which whole weights are stored; None stores them as they are.
+
+    Raises StorageError where the disk is full.
     """
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
     parts = roles.model.named_parameters()

@@ -78,7 +78,10 @@ def checkpoint_layers(model: PreTrainedModel, current_role: Callable[[], RoleCon
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `checkpoint` (an earlier stage); where it has none, the preset's."""
+    """Return the tokenizer of `checkpoint` (an earlier stage); where it has none, the preset's.
+
+    Raises CheckpointError or HubError where there is none, or it cannot be loaded.
+    """
     if checkpoint is not None and not (checkpoint / "tokenizer_config.json").is_file():
         checkpoint = None
     source = str(checkpoint or config.tokenizer or config.name_or_path)
@@ -104,6 +107,8 @@ def load_causal_lm(
     trainable: True for full fine-tuning, which uses fp32 weights independent of `model.dtype`,
         because bf16 weights round small updates away.
     seed: seed of random weights, for models described by `model.from_config`.
+
+    Raises ConfigError, CheckpointError or HubError.
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
     if trainable and config.dtype != "float32":
@@ -135,6 +140,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     """Return the language model on torch's device `meta`, which has shapes and no memory.
 
     Of a model on the hub the configuration alone is downloaded.
+
+    Raises ConfigError, CheckpointError or HubError.
     """
     if config.from_config is not None:
         with naming_sizes(), torch.device("meta"):
@@ -206,6 +213,8 @@ def read_weights(
 
     source, key: hub id or folder as configured, and its configuration key, for error messages.
     more: further arguments of `from_pretrained`.
+
+    Raises CheckpointError where weights are missing.
     """
     with naming(source, key):
         model, info = auto.from_pretrained(
@@ -234,6 +243,8 @@ def quantization_config(
     """Return the settings of bitsandbytes for int8 or nf4 weights (QLoRA); None without.
 
     dtype: data type in which nf4 layers compute.
+
+    Raises ConfigError where bitsandbytes cannot be imported.
     """
     if quantization == "none":
         return None

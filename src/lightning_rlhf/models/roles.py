@@ -250,6 +250,8 @@ class Roles(nn.Module):
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
         Its initial weights depend on (seed, role) alone.
+
+        Raises CheckpointError where PEFT finds no module to adapt.
         """
         targets = settings.target_modules
         config = LoraConfig(
@@ -323,7 +325,10 @@ class Roles(nn.Module):
                 yield parameter
 
     def set_role(self, role: str) -> None:
-        """Activate the adapters of `role`; trainable parameters stay trainable."""
+        """Activate the adapters of `role`; trainable parameters stay trainable.
+
+        Raises RuntimeError inside `merged`.
+        """
         if self._merged:
             raise RuntimeError(f"{role} cannot be activated while {self.role} is merged")
         self.role = role

@@ -144,6 +144,8 @@ class UpdateGuard:
         """Return whether the loss and the gradient norm of an update, 0-d, are finite.
 
         Counts updates in a row that are not, and warns at the first of them.
+
+        Raises: NotFiniteError at the last of `max_nonfinite` updates in a row that are not.
         """
         if (loss + grad_norm).isfinite():
             self.nonfinite = 0
@@ -178,6 +180,8 @@ def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:
     """Return whether a 0-d tensor is above a limit; False without a limit.
 
     key: name of the limit. name: name of the class whose `loss_terms` measured the number.
+
+    Raises ConfigError for NaN, which would never be above the limit.
     """
     if limit is not None and found.isnan():
         field = {"target_kl": "approx_kl", "max_ratio": "ratio_mean"}[key]
