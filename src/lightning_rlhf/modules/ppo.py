@@ -141,7 +141,10 @@ class PPOModule(L.LightningModule):
     def roll_out(
         self, prompts: Prompts, generator: torch.Generator, *, evaluates: bool = False
     ) -> Rollout:
-        """Return the responses of an iteration, or one to each prompt of an evaluation."""
+        """Return the responses of an iteration, or one to each prompt of an evaluation.
+
+        Raises PolicyLogitsError where none can be drawn, which names the iteration.
+        """
         count, where = self.config.samples_per_prompt, f"iteration {self.iteration + 1}"
         if evaluates:
             count, where = 1, f"the evaluation after iteration {self.iteration}"
@@ -154,7 +157,10 @@ class PPOModule(L.LightningModule):
 
     def make_experience(self, rollout: Rollout) -> Experience:
         """Return what an iteration learns from: responses with scores, rewards per token,
-        advantages and returns."""
+        advantages and returns.
+
+        Raises: RewardError where the reward gives no numbers, which names the iteration.
+        """
         try:
             scores = self.collector.score(self.collector.decode(rollout, "train"))
         except errors.RewardError as error:
@@ -198,6 +204,9 @@ class PPOModule(L.LightningModule):
         """Make one optimizer step on the minibatch, unless a limit prevents it.
 
         The gradient is summed over all processes, and clipped.
+
+        Raises: NotFiniteError as `UpdateGuard.check_finite`; ConfigError where a limit compares
+            what a subclass's `loss_terms` did not measure.
         """
         config = self.config
         for attempt in self.guard.microbatch.attempts():
@@ -314,7 +323,10 @@ class PPOModule(L.LightningModule):
         )  # fmt: skip
 
     def backpropagate(self, terms: PPOTerms) -> PPOTerms:
-        """Add the gradient of the terms' loss; return them without a graph."""
+        """Add the gradient of the terms' loss; return them without a graph.
+
+        Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
+        """
         loss = getattr(terms, "loss", None)
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise ConfigError(
@@ -326,7 +338,10 @@ class PPOModule(L.LightningModule):
     def validation_step(  # type: ignore[override]
         self, prompts: Prompts, batch_idx: int
     ) -> EvaluationResult:
-        """Sample and score held-out prompts, with the same random numbers at every evaluation."""
+        """Sample and score held-out prompts, with the same random numbers at every evaluation.
+
+        Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
+        """
         rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)

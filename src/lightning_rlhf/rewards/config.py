@@ -58,7 +58,10 @@ def parsed(url: str, key: str) -> Url:
 
 
 def token_in(variable: str, key: str) -> str:
-    """Return the token in the environment variable that the configuration key `key` names."""
+    """Return the token in the environment variable that the configuration key `key` names.
+
+    Raises ConfigError, which does not show the token, if there is none.
+    """
     token = os.environ.get(variable, "").strip()
     require(re.fullmatch(r"[!-~]+", token) is not None, key, variable,
             "an environment variable that holds a token, or null")  # fmt: skip

@@ -49,7 +49,10 @@ def write_pairs(folder: Path, pairs: Sequence[KnownPair]) -> None:
 
 
 def read_pairs(folder: Path) -> list[KnownPair]:
-    """Return the pairs in `folder`, or none without a file."""
+    """Return the pairs in `folder`, or none without a file.
+
+    Raises CheckpointError if the file is damaged.
+    """
     file = folder / PAIRS
     if not file.is_file():
         return []
@@ -202,6 +205,9 @@ def make_probes(rows: Sequence[Mapping[str, Any]], good: Sequence[str]) -> list[
 
     rows: prompts, whose "messages" are the turns, the last the user's.
     good: preferred response to each row's prompt.
+
+    Raises:
+        ValueError: `rows` and `good` differ in length.
     """
     found = []
     for number, (row, answer) in enumerate(zip(rows, good, strict=True)):

@@ -182,7 +182,11 @@ class FunctionReward:
                 )
 
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
-        """Return the same reward for data in which all or some rows have these columns."""
+        """Return the same reward for data in which all or some rows have these columns.
+
+        Raises:
+            ConfigError: the function requires a parameter that is neither a column nor an argument.
+        """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:
             self._signature.bind((), (), **dict.fromkeys([*taken, *self.arguments]))

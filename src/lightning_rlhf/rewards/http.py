@@ -67,6 +67,10 @@ class HTTPReward:
                 the last byte of the answer, and of the scores the most recently used are kept.
             name: key of the reward in the configuration, which errors name.
             warn: function that receives a message for each failed try.
+
+        Raises:
+            ConfigError: the address is none, the token is missing, or there are both a token and a
+                user in the address.
         """
         shown, token = redacted(config.url), config.token_env
         permitted(shown, name)
@@ -97,6 +101,9 @@ class HTTPReward:
 
         A server that answers 400, 422 or a status after which requests are sent again, or does not
         answer within ten seconds, may work later; `warn` is told of the latter.
+
+        Raises:
+            RewardError: there is no server, or it is not a reward server.
         """
         try:
             answer, data = self._post([], min(self._config.timeout_s, GREETING_S))
@@ -152,7 +159,12 @@ class HTTPReward:
     def _post(
         self, questions: Sequence[Question], timeout_s: float
     ) -> tuple[BaseHTTPResponse, bytes]:
-        """Send one request; return the head of the answer and its whole body."""
+        """Send one request; return the head of the answer and its whole body.
+
+        Raises:
+            _NoAnswer: no whole answer came within timeout_s seconds; a try more may help.
+            RewardError: the answer cannot be used, and would not be better if asked for again.
+        """
         names = dict.fromkeys(name for q in questions for name in q["columns"])
         body = {
             "prompts": [q["messages"] for q in questions],

@@ -49,7 +49,11 @@ class Reward:
 
     @torch.no_grad()
     def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:
-        """Return the number of each component for each response, before weights."""
+        """Return the number of each component for each response, before weights.
+
+        Raises:
+            RewardError: a number is missing or not finite; names component, prompt and response.
+        """
         columns = [
             checked(source(decoded), decoded, term.name)
             for term, source in zip(self.terms, self.sources, strict=True)
@@ -58,7 +62,10 @@ class Reward:
 
 
 def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, " B"]:
-    """Return the numbers that a component gave, in fp32 on the device of the responses."""
+    """Return the numbers that a component gave, in fp32 on the device of the responses.
+
+    Raises RewardError unless they are one finite number for each response.
+    """
     numbers = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
     if not isinstance(numbers, list | tuple) or len(numbers) != len(decoded):
         given = f"{quoted(numbers)} for {counted(len(decoded), 'response')}"

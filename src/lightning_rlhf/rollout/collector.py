@@ -36,6 +36,8 @@ def build_sampler(
     """Return the sampler of that name; a user's is wrapped in a `CheckedSampler`.
 
     key: configuration key that holds the name, for the errors.
+
+    Raises: ConfigError where it does not fit the model, or does not name a sampler.
     """
     if name == "native":
         require(roles.caches, key, name,
@@ -58,7 +60,10 @@ def build_sampler(
 
 
 def load_sampler(name: str, key: str = KEY) -> Any:
-    """Return the class that `path/to/file.py:Class` or `package.module:Class` names."""
+    """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
+
+    Raises: ConfigError where it does not name a class with the members of `Sampler`.
+    """
     found = load_class(name, key)
     missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
     if missing:
@@ -224,7 +229,10 @@ def sample_rewards(roles: Roles, rollouts: Iterable[SampledResponses]) -> Float[
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
-    """Return mean and standard deviation of a reward; raise CheckpointError for 0 or infinity."""
+    """Return mean and standard deviation of a reward; raise CheckpointError for 0 or infinity.
+
+    Raises CheckpointError where the deviation is 0 or not finite.
+    """
     std, mean = torch.std_mean(rewards)
     if not (std.isfinite() and std > 0):
         raise CheckpointError(
@@ -343,7 +351,10 @@ class Collector:
         return decode_responses(rollout, self.prompts[split], self.chat)
 
     def score(self, decoded: DecodedResponses) -> Scores:
-        """Return the scores of the reward and of the reference; each process scores its share."""
+        """Return the scores of the reward and of the reference; each process scores its share.
+
+        Raises: RewardError where the reward gives no number for a response.
+        """
         config = self.config
 
         def scored(some: Int[Tensor, " R"]) -> Scores:

@@ -147,7 +147,10 @@ class DecodeState:
         return left
 
     def sampled(self) -> SampledResponses:
-        """Return all responses, right-padded to the longest."""
+        """Return all responses, right-padded to the longest.
+
+        Raises: LogitsError where a token was drawn from logits that are not finite.
+        """
         mask = self.mask[:, self.width : self.width + self.length]
         finite, longest = torch.stack(
             [self.logprobs.isfinite().all().long(), mask.any(dim=0).sum()]

@@ -79,6 +79,8 @@ class Sampler(Protocol):
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
             right-padded to the longest of all.
+
+        Raises: LogitsError where there is no distribution to draw from.
         """
         ...
 
@@ -203,7 +205,12 @@ class CheckedSampler:
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
     ) -> SampledResponses:
-        """Return the responses of the user's sampler, unchanged."""
+        """Return the responses of the user's sampler, unchanged.
+
+        Raises: SamplerError unless they are `samples_per_prompt` responses to each prompt, as
+            `SampledResponses` describes, and where the sampler raises an exception. Errors of the
+            package and torch.OutOfMemoryError are raised as they are.
+        """
         try:
             found = self.sampler.sample(prompts, samples_per_prompt, generator)
         except (RLHFError, torch.OutOfMemoryError):
