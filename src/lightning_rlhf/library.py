@@ -16,8 +16,7 @@ from lightning_rlhf.cli.arguments import composition_error, refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
-from lightning_rlhf.runs.accelerator import check_devices
-from lightning_rlhf.runs.console import CONF, quiet_libraries
+from lightning_rlhf.runs import accelerator, console
 from lightning_rlhf.runs.resume import decide
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_settings
@@ -40,7 +39,7 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     words = [*overrides, f"stage={stage}"]
     register_resolvers()
     try:
-        with no_outer_hydra(), initialize_config_dir(str(CONF), version_base="1.3"):
+        with no_outer_hydra(), initialize_config_dir(str(console.CONF), version_base="1.3"):
             cfg = compose("config", words)
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
         raise ConfigError(composition_error(error, words)) from error
@@ -92,8 +91,8 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     require_trained(stage, "built")
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     decide(settings)
-    quiet_libraries()
-    check_devices(settings)
+    console.quiet_libraries()
+    accelerator.check_devices(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)
     run = Run.of(settings)

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.files import Origin, path_of
 from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, position, trained
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
@@ -90,7 +89,7 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self, folder: Path, config: StageConfig, origin: Origin, stop: Stop, goal: Goal,
+        self, folder: Path, config: StageConfig, origin: files.Origin, stop: Stop, goal: Goal,
         replicas: Replicas = ONE,
     ) -> None:  # fmt: skip
         """Set up the callback.
@@ -219,7 +218,7 @@ class Checkpoints(Callback):
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
-                files.link(path_of(self.folder, step), self.folder / files.BEST)
+                files.link(files.path_of(self.folder, step), self.folder / files.BEST)
 
     def ranked(self, found: tuple[float, ...]) -> tuple[float, ...]:
         """Return the `goal` metrics with their signs applied: the larger tuple is better."""
@@ -252,7 +251,7 @@ class Checkpoints(Callback):
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), trained(trainer)
         if self.replicas.is_first:
-            path = path_of(self.folder, step)
+            path = files.path_of(self.folder, step)
             trainer.save_checkpoint(path)
             self.delete_surplus()
             self._since = monotonic()

@@ -19,23 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.files import (
-    SAMPLES,
-    Sample,
-    eval_samples,
-)
 from lightning_rlhf.callbacks.metrics import perplexity, publish
 from lightning_rlhf.callbacks.progress import is_evaluation
+from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
-from lightning_rlhf.core.masking import real_tokens
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import HELD_OUT as REWARD
-from lightning_rlhf.core.records import Experience
-from lightning_rlhf.core.results import RESULT, EvaluationResult
-from lightning_rlhf.data import rollouts
-from lightning_rlhf.data.batches import StageData
+from lightning_rlhf.data import batches, lengths, rollouts
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.lengths import Tokenised
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
@@ -80,7 +71,7 @@ class Samples(Callback):
         iteration = pl_module.iteration
         if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
             return
-        experience = outputs[RESULT].experience.select(slice(0, self._count))
+        experience = outputs[results.RESULT].experience.select(slice(0, self._count))
         samples = training_samples(pl_module, experience)
         if self._characters is not None:
             get_console().print(console_table(samples, self._characters))
@@ -107,7 +98,7 @@ class Samples(Callback):
             storage.flush_entry(self._path.parent)
 
 
-def training_samples(module: Any, experience: Experience) -> list[Sample]:
+def training_samples(module: Any, experience: records.Experience) -> list[files.Sample]:
     """Return the responses of an experience as text, with their prompts and numbers.
 
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
@@ -134,7 +125,7 @@ def training_samples(module: Any, experience: Experience) -> list[Sample]:
     return samples
 
 
-def console_table(samples: Sequence[Sample], characters: int) -> Table:
+def console_table(samples: Sequence[files.Sample], characters: int) -> Table:
     """Return the samples for reading; text longer than `characters` is cut."""
     table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
     table.add_column("prompt", ratio=2)
@@ -153,7 +144,7 @@ def console_table(samples: Sequence[Sample], characters: int) -> Table:
     return table
 
 
-def markdown(samples: Sequence[Sample]) -> str:
+def markdown(samples: Sequence[files.Sample]) -> str:
     """Return the samples as a Markdown table, which TensorBoard renders."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for sample in samples:
@@ -183,19 +174,19 @@ class Evaluation(Callback):
     def __init__(self, judge: Judge | None, run_dir: Path) -> None:
         self.first: dict[str, float] | None = None
         self.last: dict[str, float] | None = None
-        self._sft: Sequence[Sample] | None = None
+        self._sft: Sequence[files.Sample] | None = None
         self._judge = judge
         self._run_dir = run_dir
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Delete the samples of later policies, which a resumed run evaluates again."""
-        for path in (self._run_dir / SAMPLES).glob("eval_*.jsonl"):
+        for path in (self._run_dir / files.SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
             if found is not None and int(found[1]) > pl_module.iteration:
                 path.unlink()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._samples: list[Sample] = []
+        self._samples: list[files.Sample] = []
 
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
@@ -211,7 +202,7 @@ class Evaluation(Callback):
         # The policy of iteration 0 is the SFT model.
         if iteration == 0:
             self._sft = samples
-        elif self._sft is None and (path := eval_samples(self._run_dir, 0)).is_file():
+        elif self._sft is None and (path := files.eval_samples(self._run_dir, 0)).is_file():
             self._sft = [found for _, found in storage.json_lines(path)]  # of an earlier process
         indices = [sample["index"] for sample in samples]
         if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
@@ -219,7 +210,7 @@ class Evaluation(Callback):
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
-        files.write_samples(eval_samples(self._run_dir, iteration), samples)
+        files.write_samples(files.eval_samples(self._run_dir, iteration), samples)
 
     def state_dict(self) -> dict[str, Any]:
         return {"first": self.first, "last": self.last}
@@ -229,8 +220,8 @@ class Evaluation(Callback):
 
 
 def judged_samples(
-    result: EvaluationResult, components: Sequence[str], judge: Judge | None
-) -> list[Sample]:
+    result: results.EvaluationResult, components: Sequence[str], judge: Judge | None
+) -> list[files.Sample]:
     """Return one sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
@@ -361,7 +352,7 @@ class Recorder(Callback):
             [rows[index]["prompt"] for index in experience.index.tolist()],
             [
                 module.chat.decode_response(tokens)
-                for tokens in real_tokens(experience.responses, experience.response_mask)
+                for tokens in masking.real_tokens(experience.responses, experience.response_mask)
             ],
             components=[term.name for term in module.reward.terms],
             show=module.chat.show,
@@ -392,8 +383,8 @@ class KeepLastBatch(Callback):
     """
 
     def __init__(
-        self, run_dir: Path, rows: Rows[Any], tokenised: Tokenised[Any], data: StageData,
-        chat: ChatFormat,
+        self, run_dir: Path, rows: Rows[Any], tokenised: lengths.Tokenised[Any],
+        data: batches.StageData, chat: ChatFormat,
     ) -> None:  # fmt: skip
         """Store the sources; rows, tokenised, data: the training data as rows, tokens, batches."""
         self._path = run_dir / rollouts.LAST_BATCH

@@ -21,7 +21,6 @@ from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
 
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.files import STEP, LoggerConfig, WandbConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.console import print_line, visible_line
@@ -113,7 +112,9 @@ class MetricsFile(Logger):
         self._rows.setdefault(step, {}).update(cells)
         if is_new_row and cells.keys() <= set(self._columns):
             with full_disk_told(self.path), self.path.open("a", newline="") as file:
-                csv.DictWriter(file, [STEP, *self._columns]).writerow({STEP: step, **cells})
+                csv.DictWriter(file, [files.STEP, *self._columns]).writerow(
+                    {files.STEP: step, **cells}
+                )
         else:
             self.rewind(max(self._rows))
 
@@ -124,9 +125,9 @@ class MetricsFile(Logger):
         names = {name for row in self._rows.values() for name in row}
         self._columns = sorted(names, key=lambda n: (order.get(n, len(order)), n))
         with written_whole(self.path) as beside, beside.open("w", newline="") as file:
-            writer = csv.DictWriter(file, [STEP, *self._columns])
+            writer = csv.DictWriter(file, [files.STEP, *self._columns])
             writer.writeheader()
-            writer.writerows({STEP: s, **row} for s, row in self._rows.items())
+            writer.writerows({files.STEP: s, **row} for s, row in self._rows.items())
 
     def flush(self) -> None:
         """Write all rows to the disk, so that they survive a loss of power."""
@@ -194,10 +195,10 @@ def fitted(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - len(checksum)] + checksum
 
 
-def build_loggers(config: LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
+def build_loggers(config: files.LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
     """Return MetricsFile, then the configured logger; both continue the files in `run_dir`."""
     loggers: list[Logger] = [MetricsFile(run_dir)]
-    if isinstance(config, WandbConfig):
+    if isinstance(config, files.WandbConfig):
         run = wandb_run(config, run_dir, identity)
         loggers.append(RunWandb(project=config.project, save_dir=run_dir, experiment=run))
     elif config.kind == "tensorboard":
@@ -237,7 +238,7 @@ def log_table(
             logger.log_metrics({name: table}, step=0)
 
 
-def wandb_run(config: WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
+def wandb_run(config: files.WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
     """Return the run of W&B, online or offline; a resumed run continues the one of its folder."""
     import wandb
     from wandb.errors import AuthenticationError, CommError

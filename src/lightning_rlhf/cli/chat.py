@@ -31,10 +31,8 @@ from lightning_rlhf.data.rows import Message
 from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.io.console import Working, print_line, visible
 from lightning_rlhf.io.storage import Kind, make_folder, written_whole
-from lightning_rlhf.models.build_roles import check_fingerprint, check_positions, start_from
-from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, Final, find, json_object
+from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
-from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.native import last_hidden, position_ids
@@ -151,7 +149,7 @@ class Speaker:
         return found[0] - found[1]
 
 
-def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
+def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Speaker:
     """Load the model of a `final/` folder, with its SFT model as the reference on the same base.
 
     Whole weights of a later stage have no reference beside them, nor has an adapter on the base
@@ -168,20 +166,24 @@ def load_speaker(name: str, final: Final, device: torch.device) -> Speaker:
     config = replace(config, gradient_checkpointing=False)
     # An adapter on the base weights includes that of SFT.
     is_on_base = final.is_adapter and (
-        json_object(final.path / ADAPTER)["base_model_name_or_path"] == manifest.base
+        checkpoint.json_object(final.path / checkpoint.ADAPTER)["base_model_name_or_path"]
+        == manifest.base
     )
     if not final.is_adapter or parent is None or (is_on_base and not parent.is_dir()):
-        roles, role = start_from(config, final, trainable=False, seed=manifest.base_seed), REFERENCE
+        roles, role = (
+            build_roles.start_from(config, final, trainable=False, seed=manifest.base_seed),
+            REFERENCE,
+        )
     else:
-        sft, role = find(str(parent), f"the SFT model of {final.path}"), POLICY
+        sft, role = checkpoint.find(str(parent), f"the SFT model of {final.path}"), POLICY
         base = final.base_folder if sft.is_adapter else str(sft.path)
-        below = None if base is None else find(base, f"the base of {final.path}")
-        roles = start_from(config, below, trainable=False, seed=manifest.base_seed)
+        below = None if base is None else checkpoint.find(base, f"the base of {final.path}")
+        roles = build_roles.start_from(config, below, trainable=False, seed=manifest.base_seed)
         roles.load_adapter(POLICY, final.path, trainable=False)
         if sft.is_adapter:  # the policy's adapter includes it, so it is no part of the policy
             roles.load_adapter(SFT, sft.path, trainable=False)
-        check_fingerprint(roles, POLICY, final, "self")
-    chat = ChatFormat(load_tokenizer(config, final.path), template_kwargs)
+        build_roles.check_fingerprint(roles, POLICY, final, "self")
+    chat = ChatFormat(loading.load_tokenizer(config, final.path), template_kwargs)
     return Speaker(name=name, roles=roles.to(device), role=role, chat=chat)
 
 
@@ -214,7 +216,7 @@ class Conversation:
             chat, tokens, reply, shown = one.chat, list[int](), "", ""
             asked = [*self.messages(one), Message("user", text)]
             prompt, most = chat.prompt_tokens(tuple(asked)), self.max_tokens
-            check_positions(one.roles, len(prompt) + most, "the dialogue", "use /reset")
+            build_roles.check_positions(one.roles, len(prompt) + most, "the dialogue", "use /reset")
             for token in one.tokens(prompt, most, self.temperature, self.generator):
                 tokens.append(token)
                 reply = chat.decode_response(tokens)
@@ -282,7 +284,7 @@ def opened(arguments: Sequence[str]) -> Conversation:
     finals = []
     for source in given.finals:  # the folder of a run stands for the final/ in it
         inside = Path(source) / FINAL
-        path = str(inside) if (inside / MANIFEST).is_file() else source
+        path = str(inside) if (inside / checkpoint.MANIFEST).is_file() else source
         finals.append(checked_final(path, trusted=given.trust_remote_code))
     trained, names = [sampled_as(final) for final in finals], short_names(finals)
     reward = given.reward or reward_of(finals)

@@ -22,24 +22,20 @@ from lightning_rlhf.core.config import DType, Stage
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.evaluation.build_rewards import text_scorer
+from lightning_rlhf.evaluation import build_rewards, select
 from lightning_rlhf.evaluation.compare import compare_runs, write_report
 from lightning_rlhf.evaluation.diminishing import again
-from lightning_rlhf.evaluation.select import export_of
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
 from lightning_rlhf.io.user_code import code_of_command, nearest_path
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
-from lightning_rlhf.models import build_roles
-from lightning_rlhf.models.checkpoint import MANIFEST, Final, check_weights, config_faults, find
+from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
-from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import token_in
+from lightning_rlhf.runs import folders, resume
 from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import CONFIG, FINAL, read_config, run_folder
 from lightning_rlhf.runs.parents import trained_as
-from lightning_rlhf.runs.resume import is_stale, saved
 from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
 from lightning_rlhf.stages import fit
@@ -125,14 +121,14 @@ def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: boo
     """
     settings = settings_of(folder, trust_remote_code=trust_remote_code)
     fit.require_trained(settings.definition, "exported")
-    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in saved(folder)}
-    out = out or folder / f"{FINAL}_{step:06d}"
+    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+    out = out or folder / f"{folders.FINAL}_{step:06d}"
     require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
     reason = f"has no checkpoint of step {step}; kept are: {', '.join(map(str, sorted(kept)))}"
-    if step in kept and is_stale(settings):
+    if step in kept and resume.is_stale(settings):
         reason = "cannot be exported: the models that it was started from are others now"
     elif step in kept:
-        fit.export(settings, export_of(folder, settings, kept[step], step, out))
+        fit.export(settings, select.export_of(folder, settings, kept[step], step, out))
         return
     raise CheckpointError(f"{folder} {reason}")
 
@@ -146,13 +142,13 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     Raises ConfigError where there is no training run, or one with code that may not be executed;
     CheckpointError where its file is damaged.
     """
-    file = folder / CONFIG
+    file = folder / folders.CONFIG
     if not file.is_file():
         raise ConfigError(
-            f"{folder} is no run: it has no {CONFIG}; allowed: the folder of a run of stage=ppo, "
-            f"sft or rm, as outputs/<run>/<model>/ppo{nearest_path(str(folder))}"
+            f"{folder} is no run: it has no {folders.CONFIG}; allowed: the folder of a run of "
+            f"stage=ppo, sft or rm, as outputs/<run>/<model>/ppo{nearest_path(str(folder))}"
         )
-    tree = read_config(file, "export has to know the configuration of the run")
+    tree = folders.read_config(file, "export has to know the configuration of the run")
     if tree.get("stage") not in stage_names(tree) or tree["stage"] not in tree:
         raise CheckpointError(f"{file} is damaged: it names no stage, or lacks its section")
     if not trust_remote_code:
@@ -167,7 +163,9 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     except (ConfigError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}") from error
     parts = folder.resolve().parts
-    own = run_folder(Path(), settings.run, settings.model.name, settings.stage, settings.job).parts
+    own = folders.run_folder(
+        Path(), settings.run, settings.model.name, settings.stage, settings.job
+    ).parts
     if parts[-len(own) :] != own:  # the folder was moved: its parents are where the run found them
         return settings
     return replace(settings, outputs=Path(*parts[: -len(own)]))
@@ -175,7 +173,9 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    asks = [found[:2] for found in config_faults(tree) if "attn_implementation" in found[0]]
+    asks = [
+        found[:2] for found in checkpoint.config_faults(tree) if "attn_implementation" in found[0]
+    ]
     sections = [("", tree)]
     for prefix, section in sections:  # which grows
         sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
@@ -188,19 +188,19 @@ def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
         )
 
 
-def checked_final(source: str, *, trusted: bool) -> Final:
+def checked_final(source: str, *, trusted: bool) -> checkpoint.Final:
     """Return a model that a stage has written, in a `final/` folder or as a hub id.
 
     trusted: whether code that comes with the model may run.
 
     Raises CheckpointError where it is damaged or not of a stage, ConfigError for untrusted code.
     """
-    final = find(source, "FINAL")
-    check_weights(final.adapter)
+    final = checkpoint.find(source, "FINAL")
+    checkpoint.check_weights(final.adapter)
     if final.manifest is None:
         raise CheckpointError(f"{final.path} has no manifest.json; allowed: the final/ of a run")
     if not trusted:
-        refuse_code(final.manifest.config, final.path / MANIFEST)
+        refuse_code(final.manifest.config, final.path / checkpoint.MANIFEST)
     return final
 
 
@@ -231,7 +231,7 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
                      gradient_checkpointing=False)  # fmt: skip
     head = REWARD if manifest.stage == "rm" else None
     parent = final.parent(SFT) if head else final.path
-    sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    sft = None if parent is None else checkpoint.find(str(parent), f"the SFT model of {final.path}")
     with Working("loading the model"):
         model = build_roles.whole_weights(config, sft, final if head else None, manifest.base_seed)
     roles = Roles(model.requires_grad_(False), "plain")
@@ -247,7 +247,7 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     roles.assign(head or POLICY)
     if head is not None:
         roles.heads[head] = build_roles.load_head(final, head, roles.hidden_size)
-    stored, tokenizer = getattr(torch, dtype), load_tokenizer(trained, final.path)
+    stored, tokenizer = getattr(torch, dtype), loading.load_tokenizer(trained, final.path)
     for parameter in roles.causal_lm.parameters():  # the fingerprint is that of rounded weights
         parameter.copy_(parameter.to(stored))
     if out.resolve().parent != here.parent:
@@ -257,8 +257,8 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     write_model(
         out, roles, head or POLICY, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
         f"{manifest.stage}, merged", "prompts" if stage is None else stage.data, head=head,
-        license=license_of(final.path), run=final.path.parent if here.name == FINAL else None,
-        below=build_roles.fingerprint(final, "below"), dtype=stored,
+        license=license_of(final.path), below=build_roles.fingerprint(final, "below"), dtype=stored,
+        run=final.path.parent if here.name == folders.FINAL else None,
     )  # fmt: skip
     print_line(f"merged, {dtype}: {out}")
 
@@ -297,7 +297,9 @@ def serve_reward(arguments: Sequence[str]) -> None:
     try:
         address = listening_socket(given.host, given.port)
         quiet_libraries()
-        server = RewardServer(text_scorer(given.final, given.overrides), address, token=token)
+        server = RewardServer(
+            build_rewards.text_scorer(given.final, given.overrides), address, token=token
+        )
         key = f" reward.token_env={given.token_env}" if token else ""
         use = f"reward=http 'reward.url=\"{server.url}\"'{key}"
         print(f"reward server: use it with {use}; Ctrl-C ends it", flush=True)

@@ -28,20 +28,13 @@ from lightning_rlhf.callbacks.files import numbered, step_named
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
-from lightning_rlhf.cli.launch import IN_RECIPE, end_with, own_configs
-from lightning_rlhf.cli.sweep import IN_SWEEP
 from lightning_rlhf.core import errors
-from lightning_rlhf.core.errors import (
-    ConfigError,
-    RLHFError,
-)
 from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console, folders
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, folder_of, is_unbegun
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
@@ -61,9 +54,9 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     leave_run()
     if IN_LAUNCHER in os.environ:
-        end_with(int(os.environ[IN_LAUNCHER]))
+        launch.end_with(int(os.environ[IN_LAUNCHER]))
     elif world().launcher == "torchrun":
-        end_with(os.getppid())
+        launch.end_with(os.getppid())
     if not world().is_first:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
@@ -93,7 +86,7 @@ def main() -> None:
         sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
         with printed_safely(given):
             compose()
-    except RLHFError as error:
+    except errors.RLHFError as error:
         console.print_error(arguments.without_secrets(str(error)))
         sys.exit(1)
     except Exception as error:
@@ -142,7 +135,9 @@ def compose(cfg: DictConfig) -> str | None:
     job: Any = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
     from_sweep = job.mode == RunMode.MULTIRUN
-    in_sweep = from_sweep or os.environ.pop(IN_SWEEP, None) is not None  # of this process alone
+    in_sweep = (
+        from_sweep or os.environ.pop(sweep.IN_SWEEP, None) is not None
+    )  # of this process alone
     logger: Any = cfg.get("logger") or {}
     is_free = logger.get("kind") == "wandb" and logger.get("group") is None
     if in_sweep and is_free and not os.getenv("WANDB_RUN_GROUP"):
@@ -164,11 +159,11 @@ def compose(cfg: DictConfig) -> str | None:
         with full_disk_told():
             execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
-        if IN_RECIPE not in os.environ:
+        if launch.IN_RECIPE not in os.environ:
             print("; ".join(["stopped", *how_to_go_on(cfg, in_sweep)]))
         sys.exit(128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT))
     except Exception as error:
-        is_ours = isinstance(error, RLHFError)
+        is_ours = isinstance(error, errors.RLHFError)
         if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
             print(shown(traceback.format_exc()), file=sys.stderr, end="")
@@ -189,15 +184,15 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
     """Return how to resume a stopped run; an empty list where there is nothing to resume."""
     if in_sweep or cfg.recipe is not None:
         return [f"the same command{', without overwrite=true,' * bool(cfg.overwrite)} goes on"]
-    with contextlib.suppress(RLHFError):
+    with contextlib.suppress(errors.RLHFError):
         settings = read_settings(cfg)
-        folder = folder_of(settings)
-        if (folder / CONFIG).is_file() and not (folder / FINAL).is_dir():
+        folder = folders.folder_of(settings)
+        if (folder / folders.CONFIG).is_file() and not (folder / folders.FINAL).is_dir():
             if settings.resume == AUTO:
                 return ["the same command goes on"]
-            if saved := numbered(folder / CHECKPOINTS):
+            if saved := numbered(folder / folders.CHECKPOINTS):
                 return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
-            if is_unbegun(folder):
+            if folders.is_unbegun(folder):
                 return ["the same command starts it over"]
             return ["it has no checkpoint yet, resume=auto starts it over"]
     return []
@@ -210,7 +205,9 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     )
     if recipe is not None:
         if stage is not None:
-            raise ConfigError(f"recipe={recipe} runs its own stages; leave stage= out, or it")
+            raise errors.ConfigError(
+                f"recipe={recipe} runs its own stages; leave stage= out, or it"
+            )
         arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
         folder = recipes.recipe_folder(recipe)
@@ -222,7 +219,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
                 recipes.run_program(found, folder, cfg, overrides)
         except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
             reason = arguments.composition_error(error, overrides)
-            raise ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
+            raise errors.ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if not in_sweep and stage in names:
@@ -247,7 +244,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         launch.run_processes(settings, overrides)
     else:
         fit.fit(settings)
-    is_alone = not in_sweep and IN_RECIPE not in os.environ
+    is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
     if is_alone and definition.hands_over == "model":
         print_line(f"next: {next_command(settings, overrides)}")
 
@@ -259,7 +256,7 @@ def next_command(settings: Settings, overrides: Sequence[str]) -> str:
         given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
         kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
         following, data = NEXT[settings.stage]
-        words = [*own_configs(), f"stage={following}", *kept]
+        words = [*launch.own_configs(), f"stage={following}", *kept]
         if getattr(settings.data, data).train is None:
             words.append(f"data.{data}.train=FILE.jsonl")
     return arguments.without_secrets(f"{arguments.program_name()} {shlex.join(words)}", overrides)

@@ -30,14 +30,12 @@ from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.report.estimates import interval_text
 from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
 from lightning_rlhf.report.tables import Table, side_by_side
-from lightning_rlhf.runs import console, folders
-from lightning_rlhf.runs.folders import FINAL, folder_of
-from lightning_rlhf.runs.resume import State, held, state_of
+from lightning_rlhf.runs import console, folders, resume
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
-HOW: Mapping[State, Sequence[str]] = {
+HOW: Mapping[resume.State, Sequence[str]] = {
     "new": (), "cut off": ("resume=auto",), "outdated": ("overwrite=true",),
 }  # fmt: skip
 """State of a stage -> overrides with which it is run."""
@@ -218,11 +216,11 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     folder = recipe_run(first, cfg.job)
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
-            is_due = cfg.overwrite or not (folder_of(settings) / FINAL).is_dir()
+            is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
     words = {step: step_overrides(recipe, step, given, cfg.job, folder) for step in stages}
-    with held(first, folder):
+    with resume.held(first, folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.evaluation import compare
@@ -236,7 +234,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = settings_of(recipe, (), None, folder)
-    compare.write_steps(folder, [*map(folder_of, stages.values())])
+    compare.write_steps(folder, [*map(folders.folder_of, stages.values())])
     # They are made for the recipe's own model and data.
     is_made = all(
         (found.model.name, found.data) == (written[step].model.name, written[step].data)
@@ -276,8 +274,8 @@ def run_steps(
 
     ran = []
     for step, settings in stages.items():
-        state: State = "outdated" if start_over else state_of(settings)
-        final = folder_of(settings) / FINAL
+        state: resume.State = "outdated" if start_over else resume.state_of(settings)
+        final = folders.folder_of(settings) / folders.FINAL
         if state == "done" and is_newer(data_of_run(settings, folder), final):
             state = "outdated"
         if state == "done":
@@ -312,9 +310,9 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]
     from lightning_rlhf.evaluation.diminishing import repeat_conclusion
     from lightning_rlhf.runs import measured
 
-    places = {step: folder_of(settings) for step, settings in stages.items()}
+    places = {step: folders.folder_of(settings) for step, settings in stages.items()}
     metrics = {
-        step: measured.metrics_of(places[step] / FINAL, settings.definition)
+        step: measured.metrics_of(places[step] / folders.FINAL, settings.definition)
         for step, settings in stages.items()
     }
     if "ppo" in stages and stages["ppo"].samples:
@@ -327,7 +325,9 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]
     trained = [step for step, settings in stages.items() if settings.definition.trains]
     for step, place in places.items():
         is_curve = step in trained
-        print_line(f"picture: {place / 'curves.png'}" if is_curve else f"tables: {place / FINAL}")
+        print_line(
+            f"picture: {place / 'curves.png'}" if is_curve else f"tables: {place / folders.FINAL}"
+        )
     minutes = sum(metrics[step]["time/stage_s"] for step in trained) / 60
     print_line(f"time: {minutes:.1f} minutes in all stages that train")
     if "ppo" in stages:

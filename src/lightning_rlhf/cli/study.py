@@ -27,10 +27,10 @@ from pydantic.dataclasses import dataclass
 from lightning_rlhf.callbacks.progress import is_evaluation, trained
 from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import NEUTRAL, STOPPED, Job, Jobs, job_name, job_settings, stopped_by
+from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.metrics import METRICS, require_metrics
-from lightning_rlhf.core.validation import STRICT, PositiveInt, Text, build
 from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
@@ -48,21 +48,21 @@ STORAGE = "LIGHTNING_RLHF_STORAGE"
 password: it stands in no command line and no file of a run."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StudyConfig:
     """The section hydra.sweeper of `hydra/sweeper=optuna`."""
 
-    metric: Text
+    metric: validation.Text
     """Metric of the evaluation that is optimised, and by which trials are pruned."""
     direction: Direction | None
     """Direction in which the metric is better; null for that of its definition."""
-    n_trials: PositiveInt
+    n_trials: validation.PositiveInt
     """Number of trials of the study, over all commands."""
-    n_jobs: PositiveInt
+    n_jobs: validation.PositiveInt
     """Number of trials that are handed to the launcher together."""
-    storage: Text
+    storage: validation.Text
     """Path of the study's file, or the address of a database."""
-    study_name: Text
+    study_name: validation.Text
     sampler: Mapping[str, Any]
     pruner: Mapping[str, Any] | None
     params: Annotated[Mapping[str, Any], Field(strict=False)]
@@ -79,7 +79,7 @@ def read_study_config(options: Mapping[str, Any], cfg: DictConfig) -> StudyConfi
     own, a report or a recipe measures is not known before the first trial ends.
     """
     plain: Any = OmegaConf.to_container(OmegaConf.create(dict(options)), resolve=True)
-    study = build(StudyConfig, plain, KEY)
+    study = validation.build(StudyConfig, plain, KEY)
     name, settings = study.metric, None
     better = METRICS[name].better if name in METRICS else None
     with suppress(ConfigError):  # each job reports it, unless what is chosen mends it

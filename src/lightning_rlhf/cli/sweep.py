@@ -33,7 +33,6 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
 
@@ -93,7 +92,7 @@ def set_name(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str])
         for name in (job_name(overrides, varied) or whole, whole):
             cfg.job = name
             settings = read_settings(cfg)
-            file = folders.folder_of(settings) / CONFIG
+            file = folders.folder_of(settings) / folders.CONFIG
             is_free = cfg.overwrite or not file.is_file()
             if is_free or not folders.changes(settings.definition, settings.tree, file):
                 return
@@ -160,7 +159,7 @@ def run_job(cfg: DictConfig, overrides: Sequence[str]) -> str | None:
     folder = job_place(cfg)
     folders.refuse_foreign_files(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    written, log = folder / FAILED, folder.with_name(f"{folder.name}.log")
+    written, log = folder / folders.FAILED, folder.with_name(f"{folder.name}.log")
     written.unlink(missing_ok=True)
     command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *overrides]
     try:
@@ -182,7 +181,7 @@ def mark_failed(cfg: DictConfig, reason: str) -> str:
     """Write the reason to the job's folder unless it holds a finished run; return the reason."""
     with suppress(RLHFError):  # there is no folder
         folder = job_place(cfg)
-        if not (folder / FINAL).is_dir():
+        if not (folder / folders.FINAL).is_dir():
             folders.leave_failed(folder, reason)
     return reason
 
@@ -198,14 +197,14 @@ def ended(job: Job, failure: str | None) -> Job:
         tree: Any = OmegaConf.to_container(job.cfg)
         definition = chosen_stage(tree | {"stage": folder.name})[2]()
         job = replace(job, folder=str(folder), summary=list(definition.summary))
-        has_final, written = (folder / FINAL).is_dir(), folder / FAILED
+        has_final, written = (folder / folders.FINAL).is_dir(), folder / folders.FAILED
         if failure == UNKNOWN and written.is_file():
             job = replace(job, failure=written.read_text().strip())
         if failure is None or (failure == UNKNOWN and has_final):
             from lightning_rlhf.runs.measured import metrics_of  # which imports torch
 
             is_program = job.cfg.stage is None and not has_final  # it leaves no final/
-            metrics = {} if is_program else dict(metrics_of(folder / FINAL, definition))
+            metrics = {} if is_program else dict(metrics_of(folder / folders.FINAL, definition))
             job = replace(job, status="done", failure=None, metrics=metrics)
     except (RLHFError, OmegaConfBaseException) as error:
         job = replace(job, failure=failure or str(error))
@@ -330,7 +329,7 @@ class Jobs:
         from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
 
         places = [Path(job.folder) for job in self.results if job.folder]
-        if not (begun := [place for place in places if (place / CONFIG).is_file()]):
+        if not (begun := [place for place in places if (place / folders.CONFIG).is_file()]):
             return
         failures = [job.failure or "" for job in self.results]
         if any(failures):

@@ -7,23 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core.validation import (
-    MOST,
-    STRICT,
-    Count,
-    Fraction,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Temperature,
-    Text,
-    Texts,
-    check_divides,
-    described,
-    nested,
-    rule,
-)
+from lightning_rlhf.core import validation
 
 Schedule = Literal["constant", "linear", "cosine"]
 Stage = str
@@ -34,7 +18,8 @@ KernelChoice = Literal["auto", "fast", "plain"]
 Mode = Literal["min", "max"]
 """Direction in which a metric is better."""
 FinalStep = Annotated[
-    Literal["last", "best"] | PositiveInt, described("last, best, the number of a step")
+    Literal["last", "best"] | validation.PositiveInt,
+    validation.described("last, best, the number of a step"),
 ]
 Normalization = Literal["none", "stored", "running"]
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
@@ -51,7 +36,7 @@ GROUPED = ("rloo", "grpo", "dr_grpo")
 SamplerName = Annotated[
     str,
     Field(pattern=r"^(native|hf)$|:"),
-    described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+    validation.described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
 ]
 """Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
@@ -59,27 +44,27 @@ LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class BestConfig:
     """Metric that tells which evaluation is the best."""
 
-    metric: Text | None
+    metric: validation.Text | None
     """Name of a metric of the evaluations; None is the stage's own, of `stop` the one of `best`."""
     mode: Mode | None
     """Direction of the metric; None is the direction that is defined for it."""
 
     def __post_init__(self) -> None:
         is_whole = self.metric is not None or self.mode is None
-        rule(is_whole, "mode", self.mode, "null, unless the metric is given too")
+        validation.rule(is_whole, "mode", self.mode, "null, unless the metric is given too")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StopConfig(BestConfig):
     """Rule by which a run ends before its last step, where the metric does not gain."""
 
-    patience: PositiveInt | None
+    patience: validation.PositiveInt | None
     """Number of evaluations in a row without a gain after which the run ends; None is never."""
-    min_gain: NonNegativeFloat
+    min_gain: validation.NonNegativeFloat
     """Smallest gain that counts, exclusive, in units of the metric."""
 
     @property
@@ -88,31 +73,31 @@ class StopConfig(BestConfig):
         return self.patience is not None
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StageConfig:
     """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
 
-    lr: PositiveFloat
+    lr: validation.PositiveFloat
     adam_beta2: Annotated[float, Field(gt=0, lt=1)]
-    adam_eps: PositiveFloat
-    weight_decay: NonNegativeFloat
-    max_grad_norm: PositiveFloat
+    adam_eps: validation.PositiveFloat
+    weight_decay: validation.NonNegativeFloat
+    max_grad_norm: validation.PositiveFloat
     lr_schedule: Schedule
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)]
-    microbatch_size: Count
-    val_every: PositiveInt
-    checkpoint_every: PositiveInt
-    checkpoint_minutes: PositiveFloat | None
+    microbatch_size: validation.Count
+    val_every: validation.PositiveInt
+    checkpoint_every: validation.PositiveInt
+    checkpoint_minutes: validation.PositiveFloat | None
     """Minutes after which a checkpoint is written, whatever the number of steps; None is never."""
-    checkpoints_kept: PositiveInt
+    checkpoints_kept: validation.PositiveInt
     """Number of latest checkpoints that are kept, besides the best one."""
-    max_nonfinite: PositiveInt
+    max_nonfinite: validation.PositiveInt
     final: FinalStep
     """Step whose model becomes `final/`: last, best or a number."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
-    best: Annotated[BestConfig, nested(BestConfig)]
-    stop: Annotated[StopConfig, nested(StopConfig)]
+    best: Annotated[BestConfig, validation.nested(BestConfig)]
+    stop: Annotated[StopConfig, validation.nested(StopConfig)]
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.
@@ -122,133 +107,140 @@ class StageConfig:
         return self.val_every if self.val_every <= steps else math.ceil(steps / 10)
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class SupervisedConfig(StageConfig):
     """Settings common to the stages that read examples with their labels."""
 
     finetune: Literal["lora", "full"]
-    epochs: Annotated[float, Field(gt=0, le=MOST)]
-    batch_size: Count
+    epochs: Annotated[float, Field(gt=0, le=validation.MOST)]
+    batch_size: validation.Count
 
     def __post_init__(self) -> None:
-        check_divides("microbatch_size", self.microbatch_size, "batch_size", self.batch_size)
+        validation.check_divides(
+            "microbatch_size", self.microbatch_size, "batch_size", self.batch_size
+        )
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class SFTConfig(SupervisedConfig):
     """Settings of supervised fine-tuning."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class EvalConfig:
     """Settings of the evaluation of a reward."""
 
-    samples: Count
+    samples: validation.Count
     """Number of responses of the SFT model that are scored."""
-    temperature: Temperature
+    temperature: validation.Temperature
     """Sampling temperature of those responses."""
-    batch_size: Count
+    batch_size: validation.Count
     """Number of responses that are sampled at once, or scored at once by a head on the policy's
     base."""
 
 
 Names = Annotated[
-    tuple[Text, ...],
+    tuple[validation.Text, ...],
     Field(strict=False, min_length=1),
-    described("a list of final/ folders, checkpoint files and hub ids, null"),
+    validation.described("a list of final/ folders, checkpoint files and hub ids, null"),
 ]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class ResponsesConfig:
     """Settings of a stage that samples responses and scores them."""
 
-    samples_per_prompt: Count
+    samples_per_prompt: validation.Count
     """Number of responses that are sampled to each prompt."""
-    temperature: Temperature
+    temperature: validation.Temperature
     """Sampling temperature, at which log-probabilities are measured too."""
-    max_response_tokens: PositiveInt
+    max_response_tokens: validation.PositiveInt
     """Largest number of tokens of a response, the end token included."""
-    stop_strings: Texts
+    stop_strings: validation.Texts
     """Texts that end a response as an end token does."""
-    batch_size: Count
+    batch_size: validation.Count
     """Number of responses that are sampled or read at once."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PolicyEvalConfig(ResponsesConfig):
     """Settings of the evaluation of policies, which samples a greedy response to a prompt too."""
 
     policies: Names | None
     """Policies to compare with each other and with the SFT model; None for that of the run."""
-    best_of: Count | None
+    best_of: validation.Count | None
     """Number of responses of the SFT model of which the best by the reward is one more policy's;
     None for no such policy."""
-    pass_k: Annotated[tuple[Count, ...], Field(strict=False)] | None
+    pass_k: Annotated[tuple[validation.Count, ...], Field(strict=False)] | None
     """Values of k for pass@k; None for 1 and `samples_per_prompt`."""
-    shown: Count
+    shown: validation.Count
     """Number of prompts whose responses evaluation.md shows."""
 
     def __post_init__(self) -> None:
         for k in self.pass_k or ():
-            rule(k <= self.samples_per_prompt, "pass_k", k,
+            validation.rule(k <= self.samples_per_prompt, "pass_k", k,
                  f"1 to {self.samples_per_prompt}, the samples_per_prompt")  # fmt: skip
         given = self.policies or ()
-        rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
+        validation.rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class RankConfig(ResponsesConfig):
     """Settings of data made of a policy's responses and their scores."""
 
-    policy: Annotated[Text, described("a final/ folder, a checkpoint file, a hub id")] | None
+    policy: (
+        Annotated[
+            validation.Text, validation.described("a final/ folder, a checkpoint file, a hub id")
+        ]
+        | None
+    )
     """Policy that responds; None for the SFT model."""
     prompts: Literal["train", "val"]
     """Side of `data.prompts` that is responded to."""
-    max_prompts: PositiveInt | None
+    max_prompts: validation.PositiveInt | None
     """Largest number of prompts, drawn with the seed; None for all."""
     pairs: Literal["best_worst", "all"]
     """Preference pairs of a prompt: the best response with the worst one, or each two."""
-    min_margin: NonNegativeFloat
+    min_margin: validation.NonNegativeFloat
     """Smallest difference of the scores of a pair."""
     accept_above: float | None
     """Score from which a response is accepted as a demonstration; None accepts none."""
 
     def __post_init__(self) -> None:
-        rule(self.samples_per_prompt > 1, "samples_per_prompt", self.samples_per_prompt,
+        validation.rule(self.samples_per_prompt > 1, "samples_per_prompt", self.samples_per_prompt,
              "at least 2, so that there is something to compare")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class RMConfig(SupervisedConfig):
     """Settings of reward modelling."""
 
-    heads: Count
+    heads: validation.Count
     """Number of heads of the ensemble, whose spread measures the reward model's uncertainty."""
-    margin_coef: NonNegativeFloat
+    margin_coef: validation.NonNegativeFloat
     """Factor of the margins in the data, in units of reward."""
     label_smoothing: LabelSmoothing
-    center_coef: NonNegativeFloat
+    center_coef: validation.NonNegativeFloat
     """Weight of the loss that centers the rewards of each pair at 0."""
-    calibration_samples: Annotated[int, Field(ge=2, le=MOST)]
+    calibration_samples: Annotated[int, Field(ge=2, le=validation.MOST)]
     """Number of SFT samples on which the reward's mean and standard deviation are measured."""
-    temperature: Temperature
+    temperature: validation.Temperature
     """Sampling temperature of those samples."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
     finetune: Literal["lora"]
     """Always an adapter: the reference is the same base with the adapter switched off."""
-    beta: PositiveFloat
+    beta: validation.PositiveFloat
     """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
     loss_type: LossType
     label_smoothing: LabelSmoothing
     reference_free: bool
     """True for a reference that gives every response the same probability."""
-    sft_coef: NonNegativeFloat
+    sft_coef: validation.NonNegativeFloat
     """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
 
     @property
@@ -257,11 +249,11 @@ class DPOConfig(SupervisedConfig):
         return self.loss_type != "sigmoid"
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOStopConfig(StopConfig):
     """Rules by which a run of PPO ends before its last iteration."""
 
-    max_kl: PositiveFloat | None
+    max_kl: validation.PositiveFloat | None
     """Largest kl_divergence, in nats a response, with which the run goes on; None is any."""
 
     @property
@@ -269,65 +261,65 @@ class PPOStopConfig(StopConfig):
         return super().is_on or self.max_kl is not None
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOConfig(StageConfig):
     """Settings of proximal policy optimization. None switches a rule off."""
 
     # sampling
-    iterations: PositiveInt
-    rollout_batch_size: Count
-    samples_per_prompt: Count
-    max_response_tokens: PositiveInt
-    temperature: Temperature
-    stop_strings: Texts
+    iterations: validation.PositiveInt
+    rollout_batch_size: validation.Count
+    samples_per_prompt: validation.Count
+    max_response_tokens: validation.PositiveInt
+    temperature: validation.Temperature
+    stop_strings: validation.Texts
     rollout: SamplerName
-    generation_batch_size: Count | None
+    generation_batch_size: validation.Count | None
     # shaping of scores into rewards
     score_normalization: Literal["none", "running", "running_scale"]
-    score_clip: PositiveFloat | None
-    length_penalty: NonNegativeFloat
+    score_clip: validation.PositiveFloat | None
+    length_penalty: validation.NonNegativeFloat
     missing_eos: MissingEOS
-    missing_eos_penalty: NonNegativeFloat
+    missing_eos_penalty: validation.NonNegativeFloat
     whiten_rewards: bool
     # the penalty for leaving the reference
     kl_estimator: KLEstimator
     kl_in: Literal["reward", "loss"]
-    kl_coef: NonNegativeFloat
+    kl_coef: validation.NonNegativeFloat
     kl_control: Literal["fixed", "linear", "adaptive"]
-    kl_coef_end: NonNegativeFloat
-    kl_target: PositiveFloat
-    kl_horizon: PositiveFloat
+    kl_coef_end: validation.NonNegativeFloat
+    kl_target: validation.PositiveFloat
+    kl_horizon: validation.PositiveFloat
     # advantages
     advantage: Advantage
-    gamma: Fraction
-    gae_lambda: Fraction
+    gamma: validation.Fraction
+    gae_lambda: validation.Fraction
     whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
     clip_range: Annotated[float, Field(gt=0, lt=1)]
-    clip_range_high: PositiveFloat | None
+    clip_range_high: validation.PositiveFloat | None
     dual_clip: AboveOne | None
     loss_reduction: Reduction
-    ent_coef: NonNegativeFloat
-    ptx_coef: NonNegativeFloat
-    ptx_batch_size: Count
+    ent_coef: validation.NonNegativeFloat
+    ptx_coef: validation.NonNegativeFloat
+    ptx_batch_size: validation.Count
     # the critic
     critic: CriticKind
     critic_init: Literal["zero", "reward"]
-    critic_warmup: NonNegativeInt
-    clip_range_vf: PositiveFloat | None
-    vf_coef: NonNegativeFloat
-    value_lr_factor: PositiveFloat
+    critic_warmup: validation.NonNegativeInt
+    clip_range_vf: validation.PositiveFloat | None
+    vf_coef: validation.NonNegativeFloat
+    value_lr_factor: validation.PositiveFloat
     # the inner loop
-    ppo_epochs: PositiveInt
-    minibatch_size: Count
-    target_kl: PositiveFloat | None
+    ppo_epochs: validation.PositiveInt
+    minibatch_size: validation.Count
+    target_kl: validation.PositiveFloat | None
     max_ratio: AboveOne | None
     # evaluation and warnings
-    val_samples_per_prompt: Count
-    samples_every: PositiveInt
-    kl_warning: PositiveFloat | None
+    val_samples_per_prompt: validation.Count
+    samples_every: validation.PositiveInt
+    kl_warning: validation.PositiveFloat | None
     """Largest kl_divergence, in nats a response, without a warning."""
-    stop: Annotated[PPOStopConfig, nested(PPOStopConfig)]
+    stop: Annotated[PPOStopConfig, validation.nested(PPOStopConfig)]
 
     @property
     def has_critic(self) -> bool:
@@ -355,7 +347,7 @@ class PPOConfig(StageConfig):
             ("minibatch_size", "rollout_batch_size"),
             ("microbatch_size", "minibatch_size"),
         ):
-            check_divides(small, getattr(self, small), large, getattr(self, large))
+            validation.check_divides(small, getattr(self, small), large, getattr(self, large))
         is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
         without = f"since advantage={self.advantage} has no critic"
         for holds, key, allowed in (
@@ -380,7 +372,7 @@ class PPOConfig(StageConfig):
              "adapter, model where ppo.critic_init=reward: a head on the policy's trunk cannot "
              "read what the reward model's head was trained on"),
         ):  # fmt: skip
-            rule(holds, key, getattr(self, key), allowed)
+            validation.rule(holds, key, getattr(self, key), allowed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -406,25 +398,26 @@ PAIR = "pair"
 """Value of `chat_template` that calls tokenizer(prompt, response) instead of a template."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class ClassifierConfig:
     """Sequence classifier that scores texts: how it is loaded and how it reads a text."""
 
-    name_or_path: Annotated[Text, described("a folder or hub id")]
-    revision: Text | None
-    tokenizer: Text | None
+    name_or_path: Annotated[validation.Text, validation.described("a folder or hub id")]
+    revision: validation.Text | None
+    tokenizer: validation.Text | None
     """Hub id or folder of the tokenizer; None is the model's own."""
-    chat_template: Text | None
+    chat_template: validation.Text | None
     """Path of a Jinja file, PAIR for tokenizer(prompt, response), or None for the tokenizer's own
     template."""
     label: Annotated[
-        NonNegativeInt | Text | None, described("a number, the name of an output, or null")
+        validation.NonNegativeInt | validation.Text | None,
+        validation.described("a number, the name of an output, or null"),
     ]
     """Number or name of the output that is the reward; None where there is only one."""
     dtype: DType | None
     """Type of the weights; None is the type of the training by stage=rm, or that of the file."""
     quantization: Quantization
-    attn_implementation: Text | None
+    attn_implementation: validation.Text | None
     trust_remote_code: bool
-    max_tokens: PositiveInt | None
+    max_tokens: validation.PositiveInt | None
     """Largest number of tokens of a text; None is the model's number of positions."""

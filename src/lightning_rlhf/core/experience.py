@@ -10,11 +10,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from lightning_rlhf.core import kl, masking, records, shaping
 from lightning_rlhf.core.config import PPOConfig, Term
-from lightning_rlhf.core.kl import ESTIMATORS, k1
-from lightning_rlhf.core.masking import masked_rescale, masked_whiten
-from lightning_rlhf.core.records import Experience, Rollout, Scores
-from lightning_rlhf.core.shaping import AS_IT_IS, ScoreMoments, paid_sum, shape_rewards, shape_score
 
 
 def gae(
@@ -104,29 +101,29 @@ BY_GROUP = {"rloo": leave_one_out, "grpo": group_normalised, "dr_grpo": group_ce
 
 
 def make_experience(
-    rollout: Rollout,
-    scores: Scores,
+    rollout: records.Rollout,
+    scores: records.Scores,
     config: PPOConfig,
     rewards: Float[Tensor, "B T"],
-) -> Experience:
+) -> records.Experience:
     """Return the Experience that PPO's update needs, from a rollout and its scores.
 
     rewards: reward of each response token, 0 on padding, as `token_rewards`.
     """
     mask = rollout.response_mask
     if config.whiten_rewards:
-        rewards = masked_rescale(rewards, mask)
+        rewards = masking.masked_rescale(rewards, mask)
     advantages, returns = estimate(rewards, rollout, config)
     if config.whiten_advantages == "batch":
-        advantages = masked_whiten(advantages, mask)
-    return Experience(
+        advantages = masking.masked_whiten(advantages, mask)
+    return records.Experience(
         tokens=rollout.tokens,
         mask=rollout.mask,
         response_mask=mask,
         old_logprobs=rollout.logprobs,
         old_values=rollout.values,
         ref_logprobs=scores.ref_logprobs,
-        kl=torch.where(mask, k1(rollout.logprobs, scores.ref_logprobs), 0),
+        kl=torch.where(mask, kl.k1(rollout.logprobs, scores.ref_logprobs), 0),
         rewards=rewards,
         advantages=advantages,
         returns=returns,
@@ -138,13 +135,13 @@ def make_experience(
 
 
 def token_rewards(
-    rollout: Rollout,
-    scores: Scores,
+    rollout: records.Rollout,
+    scores: records.Scores,
     config: PPOConfig,
     *,
     kl_coef: float,
-    moments: ScoreMoments,
-    terms: Sequence[Term] = AS_IT_IS,
+    moments: shaping.ScoreMoments,
+    terms: Sequence[Term] = shaping.AS_IT_IS,
 ) -> Float[Tensor, "B T"]:
     """Return the reward of each response token: `shape_rewards` of the shaped score; 0 on padding.
 
@@ -153,23 +150,27 @@ def token_rewards(
     terms: weights and normalizations with which the components of the reward enter the score.
     """
     mask = rollout.response_mask
-    paid = paid_sum(scores.component_scores, terms, moments.components)
-    score = shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
+    paid = shaping.paid_sum(scores.component_scores, terms, moments.components)
+    score = shaping.shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
     if config.kl_in == "reward":
-        return shape_rewards(score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef)
-    return shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
+        return shaping.shape_rewards(
+            score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef
+        )
+    return shaping.shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
 
 
-def priced_kl(rollout: Rollout, scores: Scores, config: PPOConfig) -> Float[Tensor, "B T"]:
+def priced_kl(
+    rollout: records.Rollout, scores: records.Scores, config: PPOConfig
+) -> Float[Tensor, "B T"]:
     """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
     if config.kl_estimator == "full":
         assert scores.vocabulary_kl is not None
         return scores.vocabulary_kl
-    return ESTIMATORS[config.kl_estimator](rollout.logprobs, scores.ref_logprobs)
+    return kl.ESTIMATORS[config.kl_estimator](rollout.logprobs, scores.ref_logprobs)
 
 
 def estimate(
-    rewards: Float[Tensor, "B T"], rollout: Rollout, config: PPOConfig
+    rewards: Float[Tensor, "B T"], rollout: records.Rollout, config: PPOConfig
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Return the advantages by the estimator ppo.advantage, and the returns; both 0 on padding.
 
@@ -186,15 +187,19 @@ def estimate(
 
 
 def minibatches(
-    experience: Experience, *, ppo_epochs: int, minibatch_size: int, generator: torch.Generator
-) -> Iterator[Experience]:
+    experience: records.Experience,
+    *,
+    ppo_epochs: int,
+    minibatch_size: int,
+    generator: torch.Generator,
+) -> Iterator[records.Experience]:
     """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
     for _ in range(ppo_epochs):
         order = torch.randperm(len(experience), generator=generator)
         yield from experience.select(order).split(minibatch_size)
 
 
-def whitened(minibatch: Experience) -> Experience:
+def whitened(minibatch: records.Experience) -> records.Experience:
     """Return the minibatch with its advantages shifted and scaled to mean 0 and variance 1."""
-    advantages = masked_whiten(minibatch.advantages, minibatch.response_mask)
+    advantages = masking.masked_whiten(minibatch.advantages, minibatch.response_mask)
     return replace(minibatch, advantages=advantages)

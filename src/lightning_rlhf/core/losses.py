@@ -9,10 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
+from lightning_rlhf.core import kl, masking, records
 from lightning_rlhf.core.config import LossType, PPOConfig, Reduction
-from lightning_rlhf.core.kl import ESTIMATORS, k3
-from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.records import Experience, PPOTerms, known_mask
 
 
 def bradley_terry_loss(
@@ -203,7 +201,7 @@ class PolicyOutputs:
 
 
 def ppo_terms(
-    batch: Experience,
+    batch: records.Experience,
     weights: Float[Tensor, "B T"],
     tokens: Int[Tensor, ""],
     config: PPOConfig,
@@ -212,7 +210,7 @@ def ppo_terms(
     policy: PolicyOutputs | None,
     policy_losses: Float[Tensor, " N"] | None,
     values: Float[Tensor, " N"] | None,
-) -> PPOTerms:
+) -> records.PPOTerms:
     """Return the loss of one micro-batch and its statistics, as shares of the minibatch's.
 
         loss = sum_t w_t (policy_loss_t + kl_coef kl_t - ent_coef entropy_t + vf_coef value_loss_t)
@@ -231,7 +229,7 @@ def ppo_terms(
         values: V(s_t) of the critic at each real response token; None without a critic, and where
             the policy is updated by itself.
     """
-    pick = picker(known_mask(batch))
+    pick = masking.picker(records.known_mask(batch))
     weight = pick(weights)
     loss = zeros = torch.zeros_like(weight)
     kl_losses = value_losses = zeros
@@ -247,7 +245,7 @@ def ppo_terms(
         if config.ent_coef > 0:
             loss = loss - config.ent_coef * entropy
         with torch.no_grad():
-            approx_kl = k3(old_logprobs, policy.logprobs)
+            approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)
             policy_clipped = policy_is_clipped(
                 ratio, clip_range=clip_range, clip_range_high=clip_range_high
@@ -259,7 +257,7 @@ def ppo_terms(
         )
         loss = loss + config.vf_coef * value_losses
         value_clipped = value_is_clipped(values, old_values, clip_range_vf=clip_range_vf).float()
-    return PPOTerms(
+    return records.PPOTerms(
         loss=(weight * loss).sum(),
         policy_loss=(weight * policy_losses.detach()).sum(),
         kl_loss=(weight * kl_losses.detach()).sum(),
@@ -274,19 +272,25 @@ def ppo_terms(
     )
 
 
-def kl_loss(policy: PolicyOutputs, batch: Experience, config: PPOConfig) -> Float[Tensor, " N"]:
+def kl_loss(
+    policy: PolicyOutputs, batch: records.Experience, config: PPOConfig
+) -> Float[Tensor, " N"]:
     """Return the KL to the reference that ppo.kl_in=loss adds, nats a token; else 0."""
     if config.kl_in == "reward":
         return torch.zeros_like(policy.logprobs)
     if config.kl_estimator == "full":
         assert policy.vocabulary_kl is not None
         return policy.vocabulary_kl
-    estimator = ESTIMATORS[config.kl_estimator]
-    return estimator(policy.logprobs, picker(known_mask(batch))(batch.ref_logprobs))
+    estimator = kl.ESTIMATORS[config.kl_estimator]
+    return estimator(policy.logprobs, masking.picker(records.known_mask(batch))(batch.ref_logprobs))
 
 
-def sum_terms(terms: Sequence[PPOTerms]) -> PPOTerms:
+def sum_terms(terms: Sequence[records.PPOTerms]) -> records.PPOTerms:
     """Return the terms of all micro-batches together: sums of shares, the largest of ratio_max."""
-    columns = {f.name: torch.stack([getattr(t, f.name) for t in terms]) for f in fields(PPOTerms)}
+    columns = {
+        f.name: torch.stack([getattr(t, f.name) for t in terms]) for f in fields(records.PPOTerms)
+    }
     largest = columns.pop("ratio_max").max()
-    return PPOTerms(ratio_max=largest, **{name: shares.sum() for name, shares in columns.items()})
+    return records.PPOTerms(
+        ratio_max=largest, **{name: shares.sum() for name, shares in columns.items()}
+    )

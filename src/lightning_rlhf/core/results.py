@@ -13,14 +13,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rlhf.core.records import (
-    DecodedResponses,
-    Experience,
-    Record,
-    Rollout,
-    Scores,
-    UpdateStats,
-)
+from lightning_rlhf.core import records
 
 RESULT = "result"
 """Key of the record that a training step returns."""
@@ -44,8 +37,8 @@ class IterationSeconds:
 class IterationResult:
     """Result of `training_step` of PPO."""
 
-    experience: Experience
-    updates: tuple[UpdateStats, ...]
+    experience: records.Experience
+    updates: tuple[records.UpdateStats, ...]
     """Statistics of each minibatch, in their order."""
     kl_coef: float
     """KL coefficient of the iteration."""
@@ -73,9 +66,9 @@ class IterationResult:
 class EvaluationResult:
     """Result of `validation_step` of PPO: responses to held-out prompts."""
 
-    rollout: Rollout
-    decoded: DecodedResponses
-    scores: Scores
+    rollout: records.Rollout
+    decoded: records.DecodedResponses
+    scores: records.Scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +109,7 @@ class SFTEvaluation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PairScores(Record):
+class PairScores(records.Record):
     """Scores of the two responses of each pair; result of `validation_step` of a reward model."""
 
     chosen: Float[Tensor, " B"]

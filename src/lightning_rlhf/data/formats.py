@@ -15,11 +15,10 @@ from typing import Any, Literal, get_args
 
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data import rows
-from lightning_rlhf.data.rows import BadRow, Demonstration, Message, Preference, Row, text_in
 from lightning_rlhf.io.user_code import FAULTS
 
 Kind = Literal["demonstrations", "preferences", "prompts"]
-Found = rows.Messages | Demonstration | Preference | rows.Scored
+Found = rows.Messages | rows.Demonstration | rows.Preference | rows.Scored
 AUTO = "auto"
 """The format of the rows is found by their columns."""
 NEEDS = {
@@ -49,26 +48,26 @@ _SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
 """Names of ShareGPT for the roles of a dialogue, besides the roles themselves."""
 
 
-def number_in(row: Row, field: str) -> float:
+def number_in(row: rows.Row, field: str) -> float:
     """Return the finite number in a field, also of a text such as "3.5", which a CSV file holds."""
     value = row.get(field)
     with suppress(TypeError, ValueError, OverflowError):
         number = math.nan if isinstance(value, bool) else float(value)  # type: ignore[arg-type]
         if math.isfinite(number):
             return number
-    raise BadRow(f"field '{field}' is not a number", f"found {str(value)[:40]!r}")
+    raise rows.BadRow(f"field '{field}' is not a number", f"found {str(value)[:40]!r}")
 
 
-def flag_in(row: Row, field: str) -> bool:
+def flag_in(row: rows.Row, field: str) -> bool:
     """Return the value of a field that is true or false, 1 or 0, also as text."""
     text = str(row.get(field))
     if text.lower() not in _FLAGS:
         found = f"found {text[:40]!r}; allowed: true, false, 1, 0"
-        raise BadRow(f"field '{field}' is no label", found)
+        raise rows.BadRow(f"field '{field}' is no label", found)
     return _FLAGS[text.lower()]
 
 
-def native(row: Row, kind: Kind) -> Found:
+def native(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt"}, with "response" or with "chosen" and "rejected", whole dialogues {"chosen",
     "rejected"}, or {"messages"}.
     """
@@ -82,12 +81,12 @@ def native(row: Row, kind: Kind) -> Found:
         turns = enumerate(zip_longest(chosen.prompt, rejected.prompt), start=1)
         if differing := [number for number, (one, other) in turns if one != other]:
             where = f"turn {differing[0]} is not the same"
-            raise BadRow("chosen and rejected differ before the last turn", where)
+            raise rows.BadRow("chosen and rejected differ before the last turn", where)
         margin = -1.0
-        with suppress(BadRow):
+        with suppress(rows.BadRow):
             margin = number_in(row, "margin")
         strength = None if margin < 0 else margin
-        return Preference(chosen.prompt, chosen.response, rejected.response, strength)
+        return rows.Preference(chosen.prompt, chosen.response, rejected.response, strength)
     if fields[0] == "prompt":
         return rows.turns_in(row["prompt"], "prompt", "user")
     if fields[0] == "messages":
@@ -95,22 +94,22 @@ def native(row: Row, kind: Kind) -> Found:
     return rows.split_last(rows.dialogue(row, fields[0]), fields[0])
 
 
-def _messages(row: Row, kind: Kind) -> Found:
+def _messages(row: rows.Row, kind: Kind) -> Found:
     """Read OpenAI's {"messages": [{"role", "content"}, ...]}."""
     turns = rows.turns_in(row["messages"], "messages")
     return turns if kind == "prompts" else rows.split_last(turns, "messages")
 
 
-def _alpaca(row: Row, kind: Kind) -> Found:
+def _alpaca(row: rows.Row, kind: Kind) -> Found:
     """Read {"instruction", "input", "output"}; an empty input is none."""
-    text, given = text_in(row, "instruction"), row.get("input", "")
+    text, given = rows.text_in(row, "instruction"), row.get("input", "")
     if not isinstance(given, str) or given.strip():
         text = f"{text}\n\n{rows.checked_text(given, 'input')}"
-    prompt = (Message("user", text),)
-    return prompt if kind == "prompts" else Demonstration(prompt, text_in(row, "output"))
+    prompt = (rows.Message("user", text),)
+    return prompt if kind == "prompts" else rows.Demonstration(prompt, rows.text_in(row, "output"))
 
 
-def _sharegpt(row: Row, kind: Kind) -> Found:
+def _sharegpt(row: rows.Row, kind: Kind) -> Found:
     """Read {"conversations": [{"from", "value"}, ...]} from the first turn of the user on, and for
     demonstrations to the last of the assistant.
     """
@@ -129,13 +128,13 @@ def _sharegpt(row: Row, kind: Kind) -> Found:
     if kind != "prompts":
         end = max((i + 1 for i, turn in enumerate(turns) if turn.role == "assistant"), default=0)
     if end < start or (kind != "prompts" and end == start):
-        raise BadRow("no turn of the assistant answers one of the user")
+        raise rows.BadRow("no turn of the assistant answers one of the user")
     system = turns[:1] if turns[0].role == "system" else ()
     found = (*system, *turns[start:end])
     return found if kind == "prompts" else rows.split_last(found, "conversations")
 
 
-def _ultrafeedback(row: Row, kind: Kind) -> Found:
+def _ultrafeedback(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "chosen", "rejected", "score_chosen", "score_rejected"}; the margin is the
     difference of the scores.
     """
@@ -147,26 +146,26 @@ def _ultrafeedback(row: Row, kind: Kind) -> Found:
         return rows.split_last(rows.dialogue(row, "chosen"), "chosen")
     margin = number_in(row, "score_chosen") - number_in(row, "score_rejected")
     if margin < 0:
-        raise BadRow("score_chosen is below score_rejected")
+        raise rows.BadRow("score_chosen is below score_rejected")
     if margin == 0:
         raise rows.UnusedRow(TIE)
     return native({**row, "margin": margin}, kind)
 
 
-def _shp(row: Row, kind: Kind) -> Found:
+def _shp(row: rows.Row, kind: Kind) -> Found:
     """Read {"history", "human_ref_A", "human_ref_B", "labels", "score_ratio"}; labels 1: A is
     preferred; the margin is the logarithm of the ratio of the scores.
     """
-    prompt = (Message("user", text_in(row, "history")),)
+    prompt = (rows.Message("user", rows.text_in(row, "history")),)
     if kind == "prompts":
         return prompt
-    sides = (text_in(row, "human_ref_A"), text_in(row, "human_ref_B"))
+    sides = (rows.text_in(row, "human_ref_A"), rows.text_in(row, "human_ref_B"))
     chosen, rejected = sides if flag_in(row, "labels") else sides[::-1]
     ratio = number_in(row, "score_ratio") if "score_ratio" in row else 0.0
-    return Preference(prompt, chosen, rejected, math.log(ratio) if ratio >= 1 else None)
+    return rows.Preference(prompt, chosen, rejected, math.log(ratio) if ratio >= 1 else None)
 
 
-def _tldr(row: Row, kind: Kind) -> Found:
+def _tldr(row: rows.Row, kind: Kind) -> Found:
     """Read {"subreddit", "title", "post", "summary"}; or {"info": {the first three}, "summaries":
     [{"text"}, {"text"}], "choice"}; choice: position of the preferred summary.
 
@@ -174,24 +173,24 @@ def _tldr(row: Row, kind: Kind) -> Found:
     """
     post = row.get("info", row)
     if not isinstance(post, dict):
-        raise BadRow("field 'info' is no object", f"found {type(post).__name__}")
-    subreddit, title, text = (text_in(post, name) for name in ("subreddit", "title", "post"))
+        raise rows.BadRow("field 'info' is no object", f"found {type(post).__name__}")
+    subreddit, title, text = (rows.text_in(post, name) for name in ("subreddit", "title", "post"))
     name = f"r/{subreddit.removeprefix('r/')}"
     request = f"SUBREDDIT: {name}\n\nTITLE: {title}\n\nPOST: {text}\n\nTL;DR:"
-    prompt = (Message("user", request),)
+    prompt = (rows.Message("user", request),)
     if kind == "prompts":
         return prompt
     if "summaries" not in row:
-        return Demonstration(prompt, text_in(row, "summary").strip())
+        return rows.Demonstration(prompt, rows.text_in(row, "summary").strip())
     summaries, choice = row["summaries"], flag_in(row, "choice")
     is_two = isinstance(summaries, list) and len(summaries) == 2
     if not is_two or not all(isinstance(summary, dict) for summary in summaries):
-        raise BadRow("field 'summaries' is not two objects {\"text\"}")
-    chosen, rejected = (text_in(summaries[i], "text") for i in (choice, not choice))
-    return Preference(prompt, chosen, rejected)
+        raise rows.BadRow("field 'summaries' is not two objects {\"text\"}")
+    chosen, rejected = (rows.text_in(summaries[i], "text") for i in (choice, not choice))
+    return rows.Preference(prompt, chosen, rejected)
 
 
-def _helpsteer(row: Row, kind: Kind) -> Found:
+def _helpsteer(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "response", "helpfulness"}, or two responses and a preference, below 0 where
     the first is better.
     """
@@ -199,7 +198,7 @@ def _helpsteer(row: Row, kind: Kind) -> Found:
         prompt = rows.turns_in(row["context"], "context")
         sides, strength = ("response1", "response2"), "overall_preference"
     else:
-        first, *rest = _STEER_TURN.split(text_in(row, "prompt"))
+        first, *rest = _STEER_TURN.split(rows.text_in(row, "prompt"))
         turns = [("user", first), *zip(map(str.lower, rest[::2]), rest[1::2], strict=True)]
         prompt = rows.turns_in([{"role": role, "content": text} for role, text in turns], "prompt")
         sides, strength = ("response_1", "response_2"), "preference_strength"
@@ -207,38 +206,38 @@ def _helpsteer(row: Row, kind: Kind) -> Found:
     if kind == "prompts":
         return prompt
     if kind == "demonstrations":
-        return Demonstration(prompt, text_in(row, "response"))
+        return rows.Demonstration(prompt, rows.text_in(row, "response"))
     if "response" in row:
         helpfulness = number_in(row, "helpfulness")
-        return rows.Scored(prompt, text_in(row, "response"), helpfulness, is_graded=True)
+        return rows.Scored(prompt, rows.text_in(row, "response"), helpfulness, is_graded=True)
     if (margin := number_in(row, strength)) == 0:
         raise rows.UnusedRow(TIE)
-    chosen, rejected = (text_in(row, side) for side in (sides if margin < 0 else sides[::-1]))
-    return Preference(prompt, chosen, rejected, abs(margin))
+    chosen, rejected = (rows.text_in(row, side) for side in (sides if margin < 0 else sides[::-1]))
+    return rows.Preference(prompt, chosen, rejected, abs(margin))
 
 
-def _completion(row: Row, kind: Kind) -> Found:
+def _completion(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "completion"}, each a text or a list of messages."""
     if kind == "prompts":
         return native(row, kind)
     return rows.split_last(rows.dialogue(row, "completion"), "completion")
 
 
-def _kto(row: Row, kind: Kind) -> Found:
+def _kto(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "completion", "label"}; only true ones are demonstrations."""
     is_good = kind == "prompts" or flag_in(row, "label")
     if not is_good and kind == "demonstrations":
         raise rows.UnusedRow("its label is false")
     found = _completion(row, kind)
-    if isinstance(found, Demonstration) and kind == "preferences":
+    if isinstance(found, rows.Demonstration) and kind == "preferences":
         return rows.Scored(found.prompt, found.response, float(is_good), is_graded=False)
     return found
 
 
-def _text(row: Row, kind: Kind) -> Found:
+def _text(row: rows.Row, kind: Kind) -> Found:
     """Read {"text"}: for demonstrations a text without a prompt, for prompts what the user asks."""
-    text = text_in(row, "text")
-    return (Message("user", text),) if kind == "prompts" else Demonstration((), text)
+    text = rows.text_in(row, "text")
+    return (rows.Message("user", text),) if kind == "prompts" else rows.Demonstration((), text)
 
 
 _SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
@@ -252,7 +251,7 @@ class Format:
     name: str
     columns: tuple[str, ...]
     """Columns that a row must have."""
-    function: Callable[[Row, Kind], Found]
+    function: Callable[[rows.Row, Kind], Found]
     kinds: tuple[Kind, ...] = get_args(Kind)
     """Kinds of data that the rows hold."""
     also: tuple[str, ...] = ()
@@ -269,7 +268,7 @@ class Format:
         """Return the columns that a row must have for a kind of data."""
         return (self.prompt_columns if kind == "prompts" else ()) or self.columns
 
-    def read(self, raw: Row, kind: Kind) -> Any:
+    def read(self, raw: rows.Row, kind: Kind) -> Any:
         """Return the record that a row holds. Raises BadRow if it holds none."""
         row = {column: value for column, value in raw.items() if value is not None}
         lacking = [column for column in self.needed(kind) if column not in row]
@@ -277,11 +276,11 @@ class Format:
             columns = ", ".join(self.columns)
             raise rows.missing(lacking[0], row, f"data.format={self.name} ({columns}) is read")
         found = self.function(row, kind)
-        if isinstance(found, Preference):
+        if isinstance(found, rows.Preference):
             if found.chosen.strip() == found.rejected.strip():
-                raise BadRow(rows.IDENTICAL)
+                raise rows.BadRow(rows.IDENTICAL)
             if kind == "demonstrations":
-                return Demonstration(found.prompt, found.chosen)
+                return rows.Demonstration(found.prompt, found.chosen)
         if kind != "prompts":
             return found
         turns = found if isinstance(found, tuple) else found.prompt
@@ -374,7 +373,7 @@ def hint(columns: Collection[str], kind: Kind) -> str:
     )
 
 
-def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
+def own_row(function: Callable[[dict[str, Any]], Any], row: rows.Row) -> rows.Row:
     """Return the row in the package's own form that a user's function makes of a row.
 
     The function returns the turns of a dialogue, a dictionary with some columns of NATIVE, or None
@@ -383,11 +382,11 @@ def own_row(function: Callable[[dict[str, Any]], Any], row: Row) -> Row:
     try:
         found = function(dict(row))
     except FAULTS as error:
-        raise BadRow("the function of data.format fails", repr(error)[:200]) from error
+        raise rows.BadRow("the function of data.format fails", repr(error)[:200]) from error
     if found is None:
         raise rows.UnusedRow("the function of data.format returns None")
     if not isinstance(found, dict | list):
         allowed = f"found {type(found).__name__}; allowed: a list of messages, a dictionary, None"
-        raise BadRow("the function of data.format returns no row", allowed)
+        raise rows.BadRow("the function of data.format returns no row", allowed)
     others = {key: value for key, value in row.items() if key not in NATIVE}
     return others | ({"messages": found} if isinstance(found, list) else found)

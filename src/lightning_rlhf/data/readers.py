@@ -23,7 +23,6 @@ from pyarrow import ArrowException, parquet
 from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
 from lightning_rlhf.data import formats
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.formats import AUTO, Format, Kind
 from lightning_rlhf.data.rows import (
     BadRow,
     Demonstration,
@@ -63,7 +62,7 @@ class TrainVal(Generic[S]):
     val: Rows[S]
 
 
-def load(kind: Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
+def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     """Load the rows of one kind of data.
 
     Without a validation source, `val_fraction` of the different prompts (at least one), drawn with
@@ -109,10 +108,10 @@ def draw_rows(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
 
 
 def read(
-    kind: Kind,
+    kind: formats.Kind,
     source: str,
     on_bad_row: Literal["stop", "skip"],
-    format: str = AUTO,
+    format: str = formats.AUTO,
     columns: Mapping[str, str] | None = None,
 ) -> Rows[Any]:
     """Read the rows of one kind of data.
@@ -162,8 +161,8 @@ def read(
 
 
 def _open(
-    source: str, kind: Kind, format: str, columns: Mapping[str, str]
-) -> tuple[Unit, Format, str, Numbered]:
+    source: str, kind: formats.Kind, format: str, columns: Mapping[str, str]
+) -> tuple[Unit, formats.Format, str, Numbered]:
     """Return the unit of a source's rows, their format, what to say of a bad row, and the rows.
 
     The format is found by the columns of a table, else by those with a value in the first rows.

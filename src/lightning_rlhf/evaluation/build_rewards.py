@@ -21,43 +21,40 @@ from jaxtyping import Float
 from omegaconf import OmegaConf
 from torch import Tensor
 
+from lightning_rlhf.core import memory
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import load_function
-from lightning_rlhf.models import build_roles, checkpoint
-from lightning_rlhf.models.checkpoint import PAGE, Final, Verdict
-from lightning_rlhf.models.classifier import check_classifier, load_classifier, positions
+from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
 from lightning_rlhf.models.config import REWARD, SFT
-from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards import config as kinds
 from lightning_rlhf.rewards import weighted
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rollout.score import Critic
+from lightning_rlhf.runs import folders, parents, stage
 from lightning_rlhf.runs.console import CONF
-from lightning_rlhf.runs.folders import CONFIG, FINAL, differing_keys, folder_of, read_config
-from lightning_rlhf.runs.parents import reward_role, trained_as
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_reward
-from lightning_rlhf.runs.stage import Settings, reward_key
 
 if TYPE_CHECKING:
     from lightning_rlhf.rewards.server import Columns, Messages, Score
 
 NOT_SERVED = ("kind", "name_or_path", "weight", "clip", "format_check", "format_tolerance", "unfit")
 """Keys of conf/reward/model.yaml that belong to the run that asks a server."""
-RANDOM = Verdict(True, "Not fit: a random head means nothing, it only shows that all runs.", ())
+RANDOM = checkpoint.Verdict(
+    True, "Not fit: a random head means nothing, it only shows that all runs.", ()
+)
 FUNCTIONS = "functions.json"
 """File of stage=eval_reward with a hash of the code of each function that it judged."""
-BuildSource = Callable[[Roles, MicrobatchSize], weighted.Source]
-BuildReward = Callable[[Roles, MicrobatchSize], weighted.Reward]
+BuildSource = Callable[[Roles, memory.MicrobatchSize], weighted.Source]
+BuildReward = Callable[[Roles, memory.MicrobatchSize], weighted.Reward]
 """Function from the models, with the SFT model as reference, and the number of responses that a
 head on their base reads at once, to the reward. It raises an RLHFError where weights do not fit."""
 
@@ -75,7 +72,7 @@ def prepare_reward(run: Run, columns: Collection[str]) -> BuildReward:
         critic_start(settings)
     parts = [prepare_source(run, *item, columns) for item in settings.reward.items()]
 
-    def build(roles: Roles, batch_size: MicrobatchSize) -> weighted.Reward:
+    def build(roles: Roles, batch_size: memory.MicrobatchSize) -> weighted.Reward:
         with Working("loading the reward"):
             sources = tuple(part(roles, batch_size) for part in parts)
         terms = tuple(config.term(name) for name, config in settings.reward.items())
@@ -88,7 +85,7 @@ def prepare_source(
     run: Run, name: str, config: kinds.ComponentConfig, columns: Collection[str]
 ) -> BuildSource:
     """Return the function that loads one component of the reward, as `prepare_reward`."""
-    key, role = reward_key(run.settings, name), reward_role(run.settings, name)
+    key, role = stage.reward_key(run.settings, name), parents.reward_role(run.settings, name)
     match config:
         case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
@@ -119,7 +116,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
             )
         moments, coef = reward_scale(final, config), config.uncertainty_coef
 
-    def load(roles: Roles, batch_size: MicrobatchSize) -> weighted.LearnedReward:
+    def load(roles: Roles, batch_size: memory.MicrobatchSize) -> weighted.LearnedReward:
         owner = roles
         if final is None:
             seed = zlib.crc32(f"{run.settings.seed} {role}".encode())
@@ -136,7 +133,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
     return load
 
 
-def reward_scale(final: Final, config: kinds.ComponentConfig) -> tuple[float, float]:
+def reward_scale(final: checkpoint.Final, config: kinds.ComponentConfig) -> tuple[float, float]:
     """Return the mean and standard deviation by which a component is standardised.
 
     They are those that stage=rm measured where normalization is stored, else 0 and 1.
@@ -144,11 +141,14 @@ def reward_scale(final: Final, config: kinds.ComponentConfig) -> tuple[float, fl
     return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
-def reward_final(run: Run, name: str) -> Final:
+def reward_final(run: Run, name: str) -> checkpoint.Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
-    final, config = run.parents.get(reward_role(run.settings, name)), run.settings.reward[name]
+    final, config = (
+        run.parents.get(parents.reward_role(run.settings, name)),
+        run.settings.reward[name],
+    )
     if final is None and isinstance(config, kinds.TextModelConfig):
-        key = f"{reward_key(run.settings, name)}.name_or_path"
+        key = f"{stage.reward_key(run.settings, name)}.name_or_path"
         folder = checkpoint.local_folder(config.name_or_path, key, config.revision)
         final = checkpoint.find(str(folder), key)
     assert final is not None
@@ -156,7 +156,7 @@ def reward_final(run: Run, name: str) -> Final:
 
 
 def text_reward(
-    config: kinds.TextModelConfig, key: str, final: Final, device: torch.device
+    config: kinds.TextModelConfig, key: str, final: checkpoint.Final, device: torch.device
 ) -> Callable[..., weighted.TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
@@ -178,13 +178,13 @@ def text_reward(
         require(config.normalization != "stored", f"{key}.normalization", "stored",
                 f"none, running, {why}, which measures mean and deviation")  # fmt: skip
         require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why}, which has ensembles")
-        check_classifier(final.path, config, key)
+        classifier.check_classifier(final.path, config, key)
 
     def load(*_: Any) -> weighted.TextReward:
         model: Any
         module: Any
         if is_own:
-            trained, template_kwargs = trained_as(final)
+            trained, template_kwargs = parents.trained_as(final)
             base = replace(
                 trained,
                 # Full fine-tuning keeps float32 weights whatever model.dtype says.
@@ -195,13 +195,16 @@ def text_reward(
             )
             module, role = build_roles.load_reward(final, base).to(device), REWARD
             build_roles.warn_of_one_head(module, role, coef, key)
-            chat = ChatFormat(load_tokenizer(base, final.path), template_kwargs)
-            model, there = OwnModel(module, chat, device), positions(module.causal_lm.config)
+            chat = ChatFormat(loading.load_tokenizer(base, final.path), template_kwargs)
+            model, there = (
+                OwnModel(module, chat, device),
+                classifier.positions(module.causal_lm.config),
+            )
         else:
-            model = load_classifier(config, key, device)
-            module, role, there = model.model, "", positions(model.model.config)
+            model = classifier.load_classifier(config, key, device)
+            module, role, there = model.model, "", classifier.positions(model.model.config)
         limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
-        batch_size = MicrobatchSize(f"{key}.batch_size", config.batch_size)
+        batch_size = memory.MicrobatchSize(f"{key}.batch_size", config.batch_size)
         return weighted.TextReward(model, *moments, coef, batch_size, limit, key, module, role)
 
     return load
@@ -265,7 +268,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     return score
 
 
-def critic_start(settings: Settings) -> tuple[str, kinds.HeadConfig]:
+def critic_start(settings: stage.Settings) -> tuple[str, kinds.HeadConfig]:
     """Return the name and the settings of the component from which the critic is initialised.
 
     Raises ConfigError where there is none, or its normalization or weight does not allow it.
@@ -283,7 +286,7 @@ def build_critic(run: Run, roles: Roles) -> Critic:
     settings, reward, scale = run.settings, None, (0.0, 1.0)
     if settings.config.critic_init == "reward":
         name, component = critic_start(settings)
-        reward = run.parents[reward_role(settings, name)]
+        reward = run.parents[parents.reward_role(settings, name)]
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
     with Working("loading the critic"):
@@ -294,7 +297,7 @@ def build_critic(run: Run, roles: Roles) -> Critic:
     return Critic(owner, role)
 
 
-def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Verdict]:
+def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, checkpoint.Verdict]:
     """Return the verdicts of fitness reports on the reward, by component, and print them.
 
     They are those of stage=rm on its models and, where there is none on the whole reward, that of
@@ -303,7 +306,7 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Ver
 
     Raises ConfigError where a model is unfit and its key `unfit` is refuse; never unless `refuses`.
     """
-    settings, verdicts = run.settings, dict[str, Verdict | None]()
+    settings, verdicts = run.settings, dict[str, checkpoint.Verdict | None]()
     for name, config in settings.reward.items():
         if isinstance(config, kinds.RandomConfig):
             verdicts[name] = RANDOM
@@ -316,9 +319,9 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Ver
         is_paid = config.weight != 0 and config.unfit == "refuse"
         if refuses and verdict is not None and verdict.is_unfit and is_paid:
             raise ConfigError(
-                f"reward {name} is unfit by its fitness report {final.path / PAGE}: "
+                f"reward {name} is unfit by its fitness report {final.path / checkpoint.PAGE}: "
                 f"{verdict.words} Train a better reward model; or "
-                f"{reward_key(settings, name)}.unfit=warn runs PPO on it all the same"
+                f"{stage.reward_key(settings, name)}.unfit=warn runs PPO on it all the same"
             )
     whole = ", ".join(settings.reward)
     verdicts |= {} if verdicts.get(whole) else evaluated(settings, whole)
@@ -331,25 +334,25 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, Ver
     return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
 
-def evaluated(settings: Settings, name: str) -> dict[str, Verdict]:
+def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdict]:
     """Return the verdict of stage=eval_reward of the run on this reward, under a name; {} without.
 
     It is on this reward if the section and the code of its functions are the same.
     """
-    folder = folder_of(settings, "eval_reward")
-    report, functions = folder / FINAL / "fitness.json", folder / FINAL / FUNCTIONS
+    folder = folders.folder_of(settings, "eval_reward")
+    report, functions = folder / folders.FINAL / "fitness.json", folder / folders.FINAL / FUNCTIONS
     if not report.is_file() or not functions.is_file():
         return {}
-    then = read_config(folder / CONFIG, "delete it to go on").get("reward")
-    if differing_keys({"reward": then}, {"reward": settings.tree["reward"]}, ()):
+    then = folders.read_config(folder / folders.CONFIG, "delete it to go on").get("reward")
+    if folders.differing_keys({"reward": then}, {"reward": settings.tree["reward"]}, ()):
         return {}
     if checkpoint.json_object(functions) != code_of(settings):
         return {}
     judgement = checkpoint.json_object(report).get("judgement")
-    return {name: build(Verdict, judgement, f"{report}: judgement")}
+    return {name: build(checkpoint.Verdict, judgement, f"{report}: judgement")}
 
 
-def code_of(settings: Settings) -> dict[str, str]:
+def code_of(settings: stage.Settings) -> dict[str, str]:
     """Return the hash of the file of each function of the reward, by component."""
     found = {}
     for name, config in settings.reward.items():

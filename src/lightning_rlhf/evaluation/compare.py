@@ -16,10 +16,8 @@ from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.evaluation.run_report import PROMISES, write
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.report import estimates, run_page, tables
 from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
-from lightning_rlhf.report.estimates import interval_text
-from lightning_rlhf.report.run_page import PromiseRow, StageReport, part, plots, write_page
-from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs.folders import (
     CONFIG,
     METRICS,
@@ -72,7 +70,7 @@ def write_steps(folder: Path, runs: Sequence[Path]) -> None:
         beside.write_text(json.dumps(names, indent=2) + "\n")
 
 
-def write_promises(folder: Path, rows: Sequence[PromiseRow]) -> None:
+def write_promises(folder: Path, rows: Sequence[run_page.PromiseRow]) -> None:
     """Keep the promises of a recipe for its page."""
     with written_whole(folder / PROMISES) as beside:
         beside.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
@@ -98,12 +96,12 @@ def over_seeds(values: Sequence[float]) -> str:
     """
     known = [x for x in values if math.isfinite(x)]
     if not known:
-        return ABSENT
+        return tables.ABSENT
     mean, n = fmean(known), len(known)
     if n == 1:
         return f"{mean:z.3f}"
     reach = float(stdtrit(n - 1, 0.975)) * stdev(known) / math.sqrt(n)
-    return f"{mean:z.3f}{interval_text((mean - reach, mean + reach))}"
+    return f"{mean:z.3f}{estimates.interval_text((mean - reach, mean + reach))}"
 
 
 def common_kls(runs: Sequence[Sequence[Point]]) -> list[float]:
@@ -163,11 +161,11 @@ class RunComparison:
     plotted: Sequence[str]
     """Metrics whose curves are laid over each other."""
 
-    def results(self) -> Table:
+    def results(self) -> tables.Table:
         """Return a row for each group, with the means over its seeds."""
         note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
         has_seeds = any(len(group.runs) > 1 for group in self.groups)
-        return Table(
+        return tables.Table(
             title="Results",
             columns=["runs", "seed", *map(heading_of, self.metrics)],
             rows=[
@@ -179,17 +177,20 @@ class RunComparison:
             note=note if has_seeds else "",
         )  # fmt: skip
 
-    def differences(self) -> Table:
+    def differences(self) -> tables.Table:
         """Return the keys in which the groups differ, with a column for each group."""
         keys = list(dict.fromkeys(key for group in self.groups for key in group.values))
-        return Table(
+        return tables.Table(
             title="What differs in configuration",
             columns=["key", *(group.label for group in self.groups)],
-            rows=[[key, *(group.values.get(key, ABSENT) for group in self.groups)] for key in keys],
+            rows=[
+                [key, *(group.values.get(key, tables.ABSENT) for group in self.groups)]
+                for key in keys
+            ],
             note="" if keys else "Nothing but the seed.",
         )
 
-    def frontiers(self) -> Iterator[Table]:
+    def frontiers(self) -> Iterator[tables.Table]:
         """Yield the reward, and the gold score, of each group at equal KL."""
         for metric in (HELD_OUT, GOLD):
             paths = [
@@ -203,7 +204,7 @@ class RunComparison:
                 [group.label, *(over_seeds([at_kl(path, kl) for path in own]) for kl in kls)]
                 for group, own in zip(self.groups, paths, strict=True)
             ]
-            yield Table(
+            yield tables.Table(
                 title=f"{heading_of(metric)} at equal KL",
                 columns=["KL, nats a response", *(f"{kl:.3g}" for kl in kls)],
                 rows=rows,
@@ -241,7 +242,7 @@ class RunComparison:
             if found.rows or found.note:
                 yield found.console()
 
-    def write(self, path: Path, title: str, jobs: Table | None = None) -> None:
+    def write(self, path: Path, title: str, jobs: tables.Table | None = None) -> None:
         """Write the page.
 
         jobs: table of the jobs of a sweep, also of those without a run.
@@ -255,14 +256,14 @@ class RunComparison:
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
-            ("Curves", plots(curves, note, is_soft=True)),
+            ("Curves", run_page.plots(curves, note, is_soft=True)),
             *(("", table) for table in frontiers[:1]),
-            ("", plots([self.frontier_plot()] if frontiers else [])),
+            ("", run_page.plots([self.frontier_plot()] if frontiers else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
-            ("Runs", part("list", names)),
+            ("Runs", run_page.part("list", names)),
         ]
-        write_page(path, title, [StageReport(sections=sections)])
+        run_page.write_page(path, title, [run_page.StageReport(sections=sections)])
 
 
 def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:

@@ -14,9 +14,9 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import evaluation_metrics
 from lightning_rlhf.callbacks.loggers import log_table
+from lightning_rlhf.core import kl
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import DataError, counted
-from lightning_rlhf.core.kl import best_of_kl, best_of_kl_bound
 from lightning_rlhf.core.metrics import BEST_JUDGE, HELD_OUT, JUDGE
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.data.rows import BadRow, counts_text
@@ -27,17 +27,16 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import note_on_few
-from lightning_rlhf.runs.folders import FINAL, PARENTS, run_name
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.runs.stage import Settings, Stage
 
 CUT = "cut at max_response_tokens"
 GREEDY = 1e-6
 """Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
 
 
-class EvalPolicy(Stage):
+class EvalPolicy(stage.Stage):
     """Tables of sampled and scored responses of all policies."""
 
     name = "eval_policy"
@@ -52,7 +51,7 @@ class EvalPolicy(Stage):
     numbers = comparison.NUMBERS
     divides = True
 
-    def models(self, settings: Settings) -> Mapping[str, Final]:
+    def models(self, settings: stage.Settings) -> Mapping[str, Final]:
         found = policies.find_policies(settings)
         return {f"policy {name}": one for name, one in found.items() if isinstance(one, Final)}
 
@@ -86,10 +85,12 @@ class EvalPolicy(Stage):
             if (lines := verdict_lines(task.verdicts)) is not None:
                 get_console().print(lines)
             log_evaluation(loggers, content, rows)
-            title = f"{run_name(settings)}: {', '.join((*sources, *best))} and the SFT model"
+            title = (
+                f"{folders.run_name(settings)}: {', '.join((*sources, *best))} and the SFT model"
+            )
             comparison.write_evaluation(whole, title, content, rows, config.shown)
-        print_line(f"{settings.stage} finished: {run.folder / FINAL / comparison.PAGE}")
-        return run.folder / FINAL
+        print_line(f"{settings.stage} finished: {run.folder / folders.FINAL / comparison.PAGE}")
+        return run.folder / folders.FINAL
 
 
 def evaluation_of(
@@ -114,7 +115,7 @@ def evaluation_of(
         if policy.perplexity is not None:
             sampled["eval/perplexity"] = policy.perplexity
         if policy.best_of is not None:
-            sampled["eval/best_of_kl_bound"] = best_of_kl_bound(policy.best_of)
+            sampled["eval/best_of_kl_bound"] = kl.best_of_kl_bound(policy.best_of)
         numbers[policy.name] = {
             decoding: {name: x if math.isfinite(x) else None for name, x in some.items()}
             for decoding, some in (("sampled", sampled), ("greedy", greedy))
@@ -223,7 +224,7 @@ def rank_samples(
     return rows, left_out
 
 
-class Rank(Stage):
+class Rank(stage.Stage):
     """Preference pairs and demonstrations, from sampled and scored responses."""
 
     name = "rank"
@@ -237,12 +238,12 @@ class Rank(Stage):
     numbers = "rank.json"
     divides = True
 
-    def sources(self, settings: Settings) -> dict[str, policies.Source]:
+    def sources(self, settings: stage.Settings) -> dict[str, policies.Source]:
         """Return the policy that responds, by its name; {} for the SFT model."""
         source = settings.config.policy
         return {} if source is None else {source: policies.find_policy(source, "rank.policy")}
 
-    def models(self, settings: Settings) -> Mapping[str, Final]:
+    def models(self, settings: stage.Settings) -> Mapping[str, Final]:
         found = next(iter(self.sources(settings).values()), None)
         return {"policy": found} if isinstance(found, Final) else {}
 
@@ -277,7 +278,7 @@ class Rank(Stage):
                 "metrics": metrics,
                 "policy": {name: "the base model" if start is None else str(start.path)},
                 "verdicts": task.verdicts,
-                "parents": json.loads((run.folder / PARENTS).read_text(encoding="utf-8")),
+                "parents": json.loads((run.folder / folders.PARENTS).read_text(encoding="utf-8")),
                 "left_out": dict(left_out),
                 "config": settings.tree,
                 "versions": versions(),
@@ -291,7 +292,9 @@ class Rank(Stage):
         )
         print_line(f"left out: {counts_text(left_out) or 'none'}")
         for kind, rows in files.items():
-            print_line(f"written: {run.folder / FINAL / kind}.jsonl, {counted(len(rows), 'row')}")
+            print_line(
+                f"written: {run.folder / folders.FINAL / kind}.jsonl, {counted(len(rows), 'row')}"
+            )
         empty, cut = [kind for kind in files if not files[kind]], left_out[CUT]
         if empty or 2 * cut > len(samples):
             print_line(
@@ -302,7 +305,7 @@ class Rank(Stage):
                 f"rank.accept_above={config.accept_above})",
                 "yellow",
             )
-        return run.folder / FINAL
+        return run.folder / folders.FINAL
 
 
 def rank_metrics(
@@ -317,8 +320,8 @@ def rank_metrics(
     found = {
         "rank/reward_mean": fmean(s["score"] for s in samples),
         "rank/best_reward": fmean(s["score"] for s in best),
-        "rank/best_kl": fmean(best_of_kl([s["score"] for s in group], n) for group in groups),
-        "rank/best_kl_bound": best_of_kl_bound(n),
+        "rank/best_kl": fmean(kl.best_of_kl([s["score"] for s in group], n) for group in groups),
+        "rank/best_kl_bound": kl.best_of_kl_bound(n),
         "rank/pairs": float(len(ranked["preferences"])),
         "rank/demonstrations": float(len(ranked["demonstrations"])),
         "rank/accepted": float(len(ranked["accepted"])),

@@ -14,19 +14,16 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import close_loggers, log_pictures
+from lightning_rlhf.core import masking, memory, records, shaping
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
-from lightning_rlhf.core.masking import by_length, real_tokens
-from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import check_names
-from lightning_rlhf.core.records import DecodedResponses, SampledResponses
-from lightning_rlhf.core.shaping import NO_SCORES, RunningMoments, paid_sum
+from lightning_rlhf.data import readers
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import draw_rows, load
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation.build_rewards import FUNCTIONS, code_of, prepare_reward
 from lightning_rlhf.evaluation.run_report import leave_report
@@ -43,11 +40,9 @@ from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.runs import folders, parents, stage
 from lightning_rlhf.runs.console import note_on_few, print_problems
-from lightning_rlhf.runs.folders import FINAL, run_name
-from lightning_rlhf.runs.parents import reward_role
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.runs.stage import Stage, reward_key
 
 PROBED = 64
 """Number of prompts for which every probe is scored."""
@@ -64,7 +59,7 @@ def leave_final(run: Run, metrics: Mapping[str, float]) -> Iterator[tuple[Path, 
         sys.exit()
     check_names(metrics)
     folder = run.claim()
-    with written_whole(folder / FINAL, kind="folder") as whole:
+    with written_whole(folder / folders.FINAL, kind="folder") as whole:
         loggers, exit_code = run.open_loggers(), 1
         try:
             for logger in loggers:
@@ -77,14 +72,16 @@ def leave_final(run: Run, metrics: Mapping[str, float]) -> Iterator[tuple[Path, 
     leave_report(folder, run.settings.definition)
 
 
-def divided(reward: Reward, decoded: DecodedResponses, replicas: Replicas) -> Float[Tensor, "B K"]:
+def divided(
+    reward: Reward, decoded: records.DecodedResponses, replicas: Replicas
+) -> Float[Tensor, "B K"]:
     """Return the components of all responses, of which each process scores a share."""
-    mine = replicas.share(by_length(decoded.rollout.mask))
+    mine = replicas.share(masking.by_length(decoded.rollout.mask))
     parts = reward(decoded.select(mine)).tolist() if len(mine) else []
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
-def logit_scale(run: Run, reward: Reward, seen: RunningMoments) -> float | None:
+def logit_scale(run: Run, reward: Reward, seen: shaping.RunningMoments) -> float | None:
     """Return the factor that turns a difference of scores into log-odds; None where none does."""
     (config, *others), source = list(run.settings.reward.values()), reward.sources[0]
     if others or not isinstance(config, LearnedConfig) or config.clip is not None:
@@ -110,7 +107,7 @@ def measure_reward(
     run: Run,
     source: Source,
     pairs: Sequence[Preference],
-    samples: tuple[Float[Tensor, " N"], Sequence[SampledResponses]],
+    samples: tuple[Float[Tensor, " N"], Sequence[records.SampledResponses]],
     *,
     logit_scale: float | None,
     **about: Any,
@@ -200,7 +197,7 @@ def sft_samples(
     count: int,
     config: RMConfig | EvalConfig,
     replicas: Replicas = ONE,
-) -> list[SampledResponses]:
+) -> list[records.SampledResponses]:
     """Sample `count` responses of the SFT model to prompts in random order; return them on CPU.
 
     Prompts repeat where there are fewer.
@@ -256,7 +253,7 @@ def check_formats(run: Run, reward: Reward) -> None:
         if not fits and config.format_check == "strict":
             is_text = result.problems or result.rendered != result.own_rendered
             advice = "Mend the text" if is_text else "Its numbers differ by dtype or quantization"
-            way = f"{reward_key(settings, name)}.format_check=warn goes on all the same"
+            way = f"{stage.reward_key(settings, name)}.format_check=warn goes on all the same"
             raise CheckpointError(f"{lines[0]}. {advice}; or {way}")
 
 
@@ -268,12 +265,14 @@ def check_format(
     source: the reward model; it gives means of heads, as the recorded scores are.
     """
     data, seed, chat = run.settings.data, run.settings.seed, run.chat
-    final = run.parents.get(reward_role(run.settings, name))
+    final = run.parents.get(parents.reward_role(run.settings, name))
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:
         try:
-            held_out = draw_rows(load("preferences", data, seed).val, data.max_val_rows, seed)
+            held_out = readers.draw_rows(
+                readers.load("preferences", data, seed).val, data.max_val_rows, seed
+            )
         except (DataError, HubError) as error:  # PPO does not need the pairs
             return f"data.preferences: {error}"
         some = fitting_pairs(held_out, chat, data).rows[: format_check.COUNT]
@@ -293,13 +292,13 @@ def check_format(
         doubts = [] if known else source.model.doubts(rows[0], chosen[0])
     else:
         reply = collector.encode_responses(rows[:1], chosen[:1], chat).rollout
-        rendered = chat.show(real_tokens(reply.tokens, reply.mask)[0])
+        rendered = chat.show(masking.real_tokens(reply.tokens, reply.mask)[0])
     if not known and run.settings.reward[name].weight > 0:
         problems += format_check.ranked_backwards(*scores)
     return format_check.compare_scores(known, *scores, rendered, problems, doubts)
 
 
-class EvalReward(Stage):
+class EvalReward(stage.Stage):
     """The fitness report, from scores of held-out pairs, samples of the SFT model and probes."""
 
     name = "eval_reward"
@@ -321,7 +320,7 @@ class EvalReward(Stage):
             problems = find_problems(rows.val, rows.train)
         print_problems(problems)
         fits = fitting_pairs(rows.val, run.chat, data)
-        pairs = draw_rows(fits, data.max_val_rows, settings.seed).rows
+        pairs = readers.draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
             raise DataError(
                 f"no held-out pair of {fits.source} is within data.max_prompt_tokens "
@@ -333,7 +332,9 @@ class EvalReward(Stage):
         )
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        reward = build_reward(roles, MicrobatchSize(f"{self.name}.batch_size", config.batch_size))
+        reward = build_reward(
+            roles, memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
+        )
         roles.to(run.device)
         check_formats(run, reward)
 
@@ -345,19 +346,19 @@ class EvalReward(Stage):
             )
             shown = working.track(decoded, lambda some: len(some.responses))
             parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
-        moments = [NO_SCORES.including(part) for part in parts.unbind(dim=1)]
+        moments = [shaping.NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
-        def paid(decoded: DecodedResponses) -> Float[Tensor, " B"]:
+        def paid(decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
             """Return scores as PPO gets them at its start; running moments are of the samples."""
-            return paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
+            return shaping.paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
 
         report = measure_reward(
             run,
             paid,
             pairs,
-            (paid_sum(parts, reward.terms, moments).cpu(), rollouts),
+            (shaping.paid_sum(parts, reward.terms, moments).cpu(), rollouts),
             logit_scale=logit_scale(run, reward, moments[0]),
-            title=f"{run_name(settings)}: {', '.join(settings.reward)}",
+            title=f"{folders.run_name(settings)}: {', '.join(settings.reward)}",
             problems=problems,
             sampled_from="prompts of the held-out pairs",
             scale="The scores are what PPO would be paid at its start: weighted, normalised and "
@@ -366,5 +367,5 @@ class EvalReward(Stage):
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
             (whole / FUNCTIONS).write_text(json.dumps(code) + "\n")
-        print_line(f"{self.name} finished: {run.folder / FINAL / PAGE}")
-        return run.folder / FINAL
+        print_line(f"{self.name} finished: {run.folder / folders.FINAL / PAGE}")
+        return run.folder / folders.FINAL

@@ -18,32 +18,26 @@ from torch import Tensor
 from lightning_rlhf.callbacks.evaluation import judged_samples, load_judge
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
 from lightning_rlhf.callbacks.metrics import perplexity
+from lightning_rlhf.core import memory, records, results, validation
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Rollout
-from lightning_rlhf.core.results import EvaluationResult
-from lightning_rlhf.core.validation import build
+from lightning_rlhf.data import lengths, readers
 from lightning_rlhf.data.batches import collate_prompts
-from lightning_rlhf.data.lengths import DemonstrationTokens, PromptTokens, tokenise
-from lightning_rlhf.data.readers import draw_rows
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation.build_rewards import prepare_reward, verdicts_on
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
 from lightning_rlhf.evaluation.select import load_weights
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models.build_roles import check_vocabulary, start_from
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Final, digest, find, json_object
+from lightning_rlhf.models import build_roles, checkpoint
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import as_responses, decode_responses, sample_local, shard
-from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout import collector, native
 from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
+from lightning_rlhf.runs import resume
 from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, folder_of, read_config
 from lightning_rlhf.runs.parents import earlier
-from lightning_rlhf.runs.resume import run_id
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
 
@@ -52,7 +46,7 @@ TRAINED = ("ppo", "dpo")
 TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
-Part = tuple[Int[Tensor, " B"], Rollout]
+Part = tuple[Int[Tensor, " B"], records.Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
 Ways = Mapping[str, tuple[float, int]]
 """Name of a way of sampling -> temperature and number of responses to each prompt."""
@@ -73,7 +67,7 @@ class Kept:
     """Digest of the SFT model that it was trained from; None for the base model."""
 
 
-Source = Final | Kept
+Source = checkpoint.Final | Kept
 
 
 def find_policies(settings: Settings) -> dict[str, Source]:
@@ -114,11 +108,13 @@ def find_policy(source: str, key: str) -> Source:
         )
         lora, where = section(tree, "model", "lora")["lora"], f"{run / CONFIG}: model.lora"
         found = {name: stamp[name] for name in ("stage", "model", "version")}
-        origin = Origin(**found, run=run_id(run))
-        return Kept(path, origin, tree, build(LoRASettings, lora, where), parents.get(SFT))
-    final = find(source, key)
+        origin = Origin(**found, run=resume.run_id(run))
+        return Kept(
+            path, origin, tree, validation.build(LoRASettings, lora, where), parents.get(SFT)
+        )
+    final = checkpoint.find(source, key)
     file = final.path / "config.json"
-    kinds = json_object(file).get("architectures") if file.is_file() else None
+    kinds = checkpoint.json_object(file).get("architectures") if file.is_file() else None
     is_reward = final.manifest is not None and final.manifest.stage == "rm"
     if is_reward or any("Classification" in str(kind) for kind in kinds or ()):
         raise CheckpointError(
@@ -163,7 +159,7 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
     key: key of the configuration that names the policies. Raises ConfigError that names it.
     """
     settings, sft = run.settings, run.parents.get(SFT)
-    now, here = settings.tree[settings.stage], None if sft is None else digest(sft.path)
+    now, here = settings.tree[settings.stage], None if sft is None else checkpoint.digest(sft.path)
     for name, policy in policies.items():
         stage, tree, parent, facts = "", dict[str, Any](), None, dict[str, tuple[Any, Any]]()
         if isinstance(policy, Kept):
@@ -172,7 +168,9 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
         elif (ours := policy.manifest) is not None:
             stage, tree, parent = ours.stage, ours.config, policy.parent(SFT)
             theirs = ours if sft is None or sft.manifest is None else sft.manifest
-            seeds = [f", seed {x.base_seed}" * (x.base == FROM_CONFIG) for x in (ours, theirs)]
+            seeds = [
+                f", seed {x.base_seed}" * (x.base == checkpoint.FROM_CONFIG) for x in (ours, theirs)
+            ]
             facts = {
                 "base model": (ours.base + seeds[0], theirs.base + seeds[1]),
                 "vocabulary": (ours.tokenizer_hash, theirs.tokenizer_hash),
@@ -188,7 +186,7 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
             if one in then and then[one] != now[one]
         ]
         if sft is not None and parent not in (None, sft.path.resolve()):
-            is_same = parent.is_dir() and digest(parent) == here
+            is_same = parent.is_dir() and checkpoint.digest(parent) == here
             notes += [] if is_same else [f"from {parent}; KL and gains are those to {sft.path}"]
         for note in notes:
             print_line(f"{name} ({policy.path}) was trained {note}", "yellow")
@@ -212,9 +210,9 @@ class Task:
         settings, config = run.settings, run.settings.config
         self.run = run
         self.judge = load_judge(settings.data.judge) if settings.data.judge else None
-        self.batch = MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
+        self.batch = memory.MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
         """Number of responses that the models read at a time."""
-        self.references: Sequence[DemonstrationTokens] = ()
+        self.references: Sequence[lengths.DemonstrationTokens] = ()
         """Held-out demonstrations; empty where the data have none, or they are not wanted."""
         rows = getattr(run.rows("prompts"), part)
         self.rows: Sequence[dict[str, Any]] = [row.columns for row in rows.rows]
@@ -222,7 +220,7 @@ class Task:
         self.build_reward = prepare_reward(run, {name for row in self.rows for name in row})
         self.verdicts = verdicts_on(run, refuses=False)
         """Component of the reward -> verdict of its fitness report, where it has one."""
-        self.prompts: Sequence[PromptTokens] = fitting_tokens(run, rows, limit)
+        self.prompts: Sequence[lengths.PromptTokens] = fitting_tokens(run, rows, limit)
         if reads_demonstrations and settings.data.demonstrations.train is not None:
             self.references = fitting_tokens(run, run.rows("demonstrations").val, limit)
 
@@ -265,12 +263,12 @@ class Task:
         with Working("loading the model"):
             start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
             seed, role = run.settings.seed, REFERENCE
-            roles = start_from(run.settings.model, start, trainable=False, seed=seed)
+            roles = build_roles.start_from(run.settings.model, start, trainable=False, seed=seed)
             if isinstance(policy, Kept):
                 role = POLICY
                 roles.add_adapter(role, policy.lora, seed)
                 load_weights(roles, policy.path, policy.origin, prefix="roles.")
-        check_vocabulary(roles, run.tokenizer)
+        build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         check_sampling(run, roles, longest, config.max_response_tokens, key, config.batch_size)
         return roles.to(run.device), role
@@ -298,9 +296,9 @@ class Task:
         Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
-        kind = NativeSampler if roles.caches else HFSampler
+        kind = native.NativeSampler if roles.caches else HFSampler
         most, size = config.batch_size, max(1, config.batch_size // count)
-        batches = shard(
+        batches = collector.shard(
             (
                 (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
                 for start in range(0, len(self.prompts), size)
@@ -315,8 +313,10 @@ class Task:
             end_token_ids=run.chat.end_token_ids,
             stop=run.chat.stop_at(config.stop_strings),
         )
-        sampler: NativeSampler | HFSampler = kind(roles, params)
-        drawn = sample_local(sampler, batches, torch.Generator().manual_seed(run.settings.seed))
+        sampler: native.NativeSampler | HFSampler = kind(roles, params)
+        drawn = collector.sample_local(
+            sampler, batches, torch.Generator().manual_seed(run.settings.seed)
+        )
         total = sum(len(batch.numbers) for batch in batches)
         try:
             with roles.use_role(role), Working(f"sampling from {name}", total) as work:
@@ -353,7 +353,7 @@ class Task:
         for start in starts.tolist():
             some = self.references[start : start + size]
             texts = [e.prompt for e in some], [e.response for e in some]
-            batch = as_responses(*texts, run.chat.pad_token_id).to(run.device)
+            batch = collector.as_responses(*texts, run.chat.pad_token_id).to(run.device)
             with roles.use_role(role):
                 logprobs, _ = self.batch.fitting(partial(predict, batch, roles, None, 1.0))
             found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
@@ -369,7 +369,7 @@ class Task:
         numbers = torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
         with Working("scoring the responses", len(numbers)) as working:
             for _, rollout in working.track(parts, lambda part: len(part[1])):
-                decoded = decode_responses(rollout.to(run.device), self.rows, run.chat)
+                decoded = collector.decode_responses(rollout.to(run.device), self.rows, run.chat)
                 scores = score(
                     roles,
                     decoded,
@@ -378,7 +378,9 @@ class Task:
                     batch_size=self.batch.rows,
                     over_vocabulary=False,
                 )
-                result = EvaluationResult(rollout=rollout, decoded=decoded, scores=scores.to("cpu"))
+                result = results.EvaluationResult(
+                    rollout=rollout, decoded=decoded, scores=scores.to("cpu")
+                )
                 found += judged_samples(result, names, self.judge)
             return run.replicas.merged(numbers, found)
 
@@ -388,9 +390,9 @@ def fitting_tokens(run: Run, rows: Rows[Any], limit: int | None) -> Sequence[Any
 
     Raises DataError where none fits.
     """
-    fits = tokenise(rows, run.chat, run.settings.data)
+    fits = lengths.tokenise(rows, run.chat, run.settings.data)
     numbers = set(fits.numbers)
     usable = rows.only([i for i, number in enumerate(rows.numbers) if number in numbers])
-    kept = set(draw_rows(usable, limit, run.settings.seed).numbers)
+    kept = set(readers.draw_rows(usable, limit, run.settings.seed).numbers)
     pairs = zip(fits.examples, fits.numbers, strict=True)
     return [example for example, number in pairs if number in kept]

@@ -18,18 +18,9 @@ from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report import comparison, fitness_page, run_page
 from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
-from lightning_rlhf.report.run_page import (
-    Evaluated,
-    Level,
-    PromiseRow,
-    StageReport,
-    Verdict,
-    part,
-)
 from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
 from lightning_rlhf.runs import measured
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
-from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json
 from lightning_rlhf.runs.stage import Stage
 
 PROMISES = "promises.json"
@@ -61,10 +52,10 @@ def leave_report(folder: Path, definition: Stage) -> None:
         print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
 
-def write(runs: Sequence[RunFiles], folder: Path) -> Path:
+def write(runs: Sequence[measured.RunFiles], folder: Path) -> Path:
     """Write report.html about the runs into a folder, with the promises in it; return its path."""
-    with damage_named(folder / PROMISES) as path:
-        promises = [PromiseRow(**row) for row in optional_json(path) or ()]
+    with measured.damage_named(folder / PROMISES) as path:
+        promises = [run_page.PromiseRow(**row) for row in measured.optional_json(path) or ()]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
     stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
     with written_whole(folder / PAGE, kind="page") as beside:
@@ -72,17 +63,17 @@ def write(runs: Sequence[RunFiles], folder: Path) -> Path:
     return folder / PAGE
 
 
-def stage_report(run: RunFiles, number: int = 1) -> StageReport:
+def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageReport:
     """Return what the page says about a run, which is the `number`th one of the page."""
     curves, stage, folder = run.curves, run.definition, run.folder
     unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
-    with damage_named(folder / "diminishing.json") as path:
-        returns: dict[str, Any] = optional_json(path) or {}
+    with measured.damage_named(folder / "diminishing.json") as path:
+        returns: dict[str, Any] = measured.optional_json(path) or {}
         frontiers = frontier_plots(curves, returns or None)
         note = f"{returns['sentence']}; {kl_note(returns)}" if returns else ""
         diverges = bool(returns) and returns["divergence"] is not None
-    with damage_named(folder / "diagnosis.json") as path:
-        findings = optional_json(path)
+    with measured.damage_named(folder / "diagnosis.json") as path:
+        findings = measured.optional_json(path)
         found = [{key: str(one[key]) for key in FINDING} for one in findings or ()]
     policies = policy_evaluated(folder / FINAL)
     evaluated = policies or evaluations(run)
@@ -107,7 +98,7 @@ def stage_report(run: RunFiles, number: int = 1) -> StageReport:
     others, data = ([one for one in flat.items() if one[0].startswith("data.") is is_data]
                     for is_data in (False, True))  # fmt: skip
     tokens = token_samples(files.train_samples(folder))
-    return StageReport(
+    return run_page.StageReport(
         name=run.name,
         title=run.title,
         verdict=verdict,
@@ -117,19 +108,21 @@ def stage_report(run: RunFiles, number: int = 1) -> StageReport:
             ("Frontiers and the point of diminishing returns",
              run_page.plots(frontiers, " ".join(run_page.clauses(note)))),
             *(("", table.html()) for table in tables),
-            ("Held-out prompts, side by side", part("pairs", pairs(folder))),
+            ("Held-out prompts, side by side", run_page.part("pairs", pairs(folder))),
             ("Training samples, token by token", run_page.token_part(tokens, str(number))),
-            ("Diagnosis", part("findings", found) or ("" if findings is None else NO_FINDING)),
-            ("Time", part("time", [(phase, s, s / total) for phase, s in seconds.items()])),
-            ("", part("table", totals(run))),
-            ("", part("folded", others, "Configuration")),
-            ("", part("folded", data, "Data")),
-            ("", part("folded", origins(run), "Versions")),
+            ("Diagnosis",
+             run_page.part("findings", found) or ("" if findings is None else NO_FINDING)),
+            ("Time",
+             run_page.part("time", [(phase, s, s / total) for phase, s in seconds.items()])),
+            ("", run_page.part("table", totals(run))),
+            ("", run_page.part("folded", others, "Configuration")),
+            ("", run_page.part("folded", data, "Data")),
+            ("", run_page.part("folded", origins(run), "Versions")),
         ],
     )  # fmt: skip
 
 
-def fitness_tables(run: RunFiles) -> list[Table]:
+def fitness_tables(run: measured.RunFiles) -> list[Table]:
     """Return the numbers of a fitness report, and where the report is; nothing without one."""
     found = {
         name.removeprefix(FITNESS).replace("_", " "): f"{values[-1]:z.3g}"
@@ -145,7 +138,7 @@ def fitness_tables(run: RunFiles) -> list[Table]:
     return [table] if found else []
 
 
-def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
+def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> str:
     """Return what a stage without a goal ends with, as `rank`; "" where the page says it."""
     stage = run.definition
     if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
@@ -157,7 +150,7 @@ def results(run: RunFiles, evaluated: Sequence[Evaluated]) -> str:
     )  # fmt: skip
 
 
-def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]:
+def single_numbers(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> list[Table]:
     """Return the metrics that were measured once, and are shown nowhere else, as a table."""
     shown = {one.metric for one in evaluated}
     rows = [
@@ -169,7 +162,7 @@ def single_numbers(run: RunFiles, evaluated: Sequence[Evaluated]) -> list[Table]
     return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)] if rows else []
 
 
-def totals(run: RunFiles) -> list[tuple[str, str]]:
+def totals(run: measured.RunFiles) -> list[tuple[str, str]]:
     """Return the totals of compute of a run, with their units."""
     found = [(name, amount(values[-1], DEFINITIONS[name].unit))
              for name, (_, values) in run.curves.items()
@@ -193,63 +186,65 @@ def amount(value: float, unit: str) -> str:
     return EngFormatter("B" if unit == "bytes" else unit, places=2)(value)
 
 
-def evaluations(run: RunFiles) -> list[Evaluated]:
+def evaluations(run: measured.RunFiles) -> list[run_page.Evaluated]:
     """Return the metrics in `final/`, else of the last evaluation, with gains and intervals."""
     ends = {name: values for name, (_, values) in run.curves.items() if name.startswith("eval/")}
     metrics = {name: values[-1] for name, values in ends.items()}
     metrics |= {f"start/{name}": values[0] for name, values in ends.items() if len(values) > 1}
     metrics |= {} if run.manifest is None else dict(run.manifest.metrics)
-    with damage_named(run.folder / files.SAMPLES):
+    with measured.damage_named(run.folder / files.SAMPLES):
         found = measured.with_intervals(metrics, run.folder)
     names = [name for name in (*BEFORE_AFTER, *found) if name in found]
     return [found[name] for name in dict.fromkeys(names) if name.startswith("eval/")]
 
 
-def reward_verdicts(run: RunFiles) -> list[Verdict]:
+def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
     """Return verdicts of fitness reports: on the run's own reward model, or on what it is paid."""
     final = run.folder / FINAL
-    with damage_named(final / fitness_page.NUMBERS):
+    with measured.damage_named(final / fitness_page.NUMBERS):
         own = fitness_page.read_judgement(final)
     found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
     if run.manifest is not None:
         found |= run.manifest.verdicts
     elif run.definition is not None:
-        with damage_named(numbers := final / run.definition.numbers):
-            told = (optional_json(numbers) or {}).get("verdicts", {})
+        with measured.damage_named(numbers := final / run.definition.numbers):
+            told = (measured.optional_json(numbers) or {}).get("verdicts", {})
             found |= {name: vars(Judgement(**fields)) for name, fields in told.items()}
     _, count = run.curves.get(f"{FITNESS}pairs", ((), (0,)))
     is_measured = count[-1] >= fitness_page.MIN_COUNT and measured.LOWEST in run.curves
-    good: Level = "good" if is_measured else "unknown"
+    good: run_page.Level = "good" if is_measured else "unknown"
     flat = flatten(run.tree)
     verdicts = []
     for name, judged in ((name, Judgement(**fields)) for name, fields in found.items()):
-        level: Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
+        level: run_page.Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
         of = "" if name == run.stage else f"reward {name}: "
         weight = flat.get(f"reward.components.{name}.weight", flat.get("reward.weight"))
-        verdicts.append(Verdict(level if weight != 0 else "unknown", f"{of}{judged.words}"))
+        verdicts.append(
+            run_page.Verdict(level if weight != 0 else "unknown", f"{of}{judged.words}")
+        )
     return verdicts
 
 
 def policy_tables(final: Path) -> list[Table]:
     """Return the tables of evaluation.json in `final/`; none without the file."""
-    with damage_named(final / comparison.NUMBERS) as path:
-        found = optional_json(path)
+    with measured.damage_named(final / comparison.NUMBERS) as path:
+        found = measured.optional_json(path)
         tables = {} if found is None else comparison.evaluation_tables(found)
     return [table for table in tables.values() if table.rows]
 
 
-def policy_evaluated(final: Path) -> list[Evaluated]:
+def policy_evaluated(final: Path) -> list[run_page.Evaluated]:
     """Return the metrics of the first policy, with its gain over the SFT model.
 
     They are those of evaluation.json in `final/`; [] without the file.
     """
-    with damage_named(final / comparison.NUMBERS) as path:
-        if (found := optional_json(path)) is None:
+    with measured.damage_named(final / comparison.NUMBERS) as path:
+        if (found := measured.optional_json(path)) is None:
             return []
         metrics: dict[str, float] = found["metrics"]
         value, gain = metrics[HELD_OUT], metrics.get("eval/reward_gain")
         low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
-        reward = Evaluated(
+        reward = run_page.Evaluated(
             metric=HELD_OUT,
             value=value,
             before=None if gain is None else value - gain,
@@ -257,7 +252,7 @@ def policy_evaluated(final: Path) -> list[Evaluated]:
             gain_interval=None if low is None or high is None else (low, high),
         )
         known = [HELD_OUT_KL] if HELD_OUT_KL in metrics else []
-        return [reward, *(Evaluated(metric=name, value=metrics[name]) for name in known)]
+        return [reward, *(run_page.Evaluated(metric=name, value=metrics[name]) for name in known)]
 
 
 def pairs(folder: Path) -> list[Pair]:
@@ -274,13 +269,13 @@ def pairs(folder: Path) -> list[Pair]:
     final, shown = folder / FINAL, folder / files.SAMPLES / files.HELD_OUT
     path = final / comparison.SAMPLES
     if (final / comparison.NUMBERS).is_file() and path.is_file():
-        with damage_named(path):
+        with measured.damage_named(path):
             rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:PAIRS]
             responses = [list(row["responses"].items())[:2] for row in rows]
             return [pair_of(row["prompt"], *before, *after)
                     for row, (before, after) in zip(rows, responses, strict=True)]  # fmt: skip
     kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
-    with damage_named(shown):
+    with measured.damage_named(shown):
         return [
             {"prompt": row["prompt"], "before": row["demonstration"], "after": row["response"],
              **kinds}
@@ -306,7 +301,7 @@ def token_samples(path: Path) -> list[dict[str, Any]]:
     """
     samples = [sample for _, sample in json_lines(path)] if path.is_file() else []
     found = []
-    with damage_named(path):
+    with measured.damage_named(path):
         for sample in samples:
             if sample["iteration"] != samples[-1]["iteration"] or "per_token" not in sample:
                 continue
@@ -325,7 +320,7 @@ def token_samples(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def origins(run: RunFiles) -> list[tuple[str, str]]:
+def origins(run: measured.RunFiles) -> list[tuple[str, str]]:
     """Return the versions of packages, and the models that a run started from."""
     if run.manifest is None:
         return []

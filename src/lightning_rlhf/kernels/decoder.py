@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.layers import ROWS, FastLayer, OneDNNLinear, own_class, rounded_up
 from lightning_rlhf.kernels.lora import is_plain_lora
 
 TRUNKS = {
@@ -41,11 +40,11 @@ COLUMNS = 16  # multiple to which rows are lengthened with few_shapes
 
 def family(model: PreTrainedModel) -> str | None:
     """Return the family of a model, None where the fast layers do not support it."""
-    trunk = own_class(model.base_model)
+    trunk = layers.own_class(model.base_model)
     return TRUNKS.get(trunk.__name__) if trunk.__module__.startswith(layers.LIBRARY) else None
 
 
-class PackedDecoderLayer(FastLayer, nn.Module):
+class PackedDecoderLayer(layers.FastLayer, nn.Module):
     """A decoder layer whose attention reads padded rows and whose other parts packed positions.
 
     The last layer computes the wanted positions only, except for keys and values.
@@ -99,7 +98,7 @@ def packed_class(layer: type) -> type[nn.Module]:
 def _is_plain(layer: Any) -> bool:
     """Return whether `_attend` computes what the layer does."""
     return (
-        own_class(layer).__name__ in ATTENTION
+        layers.own_class(layer).__name__ in ATTENTION
         and layer.config._attn_implementation == layers.FAST_SDPA
         and not (layer.training and layer.attention_dropout)
     )
@@ -166,7 +165,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
 def _can_merge(layer: LoRALinear) -> bool:
     base = layer.base_layer
     return (
-        own_class(base) in layers.LINEAR
+        layers.own_class(base) in layers.LINEAR
         and base.weight.dtype == torch.float32
         and not torch.is_autocast_enabled(base.weight.device.type)
         and is_plain_lora(layer)
@@ -180,7 +179,7 @@ def _plain(layer: LoRALinear) -> nn.Linear:
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
             weight = weight + layer.get_delta_weight(adapter)
-    plain = OneDNNLinear(base.in_features, base.out_features, bias=False, device="meta")
+    plain = layers.OneDNNLinear(base.in_features, base.out_features, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     plain.bias = base.bias
     return plain.eval()
@@ -216,7 +215,7 @@ class Packing:
             positions to fill them up.
         """
         rows, columns = wanted.shape
-        multiple = ROWS if few_shapes else MULTIPLE
+        multiple = layers.ROWS if few_shapes else MULTIPLE
         real = wanted.flip(1).cummax(1).values.flip(1).flatten()
         count, every = int(wanted.sum()), torch.ones_like(real)
         if real.float().mean() > 1 - WORTH:
@@ -262,7 +261,7 @@ def _filled_up(
 ) -> Int[Tensor, " m"]:
     """Return the indices of the chosen positions, then of others that round the number up."""
     indices, more = (x.nonzero().squeeze(1) for x in (chosen, others & ~chosen))
-    return torch.cat([indices, more[: rounded_up(len(indices), multiple) - len(indices)]])
+    return torch.cat([indices, more[: layers.rounded_up(len(indices), multiple) - len(indices)]])
 
 
 def gather_rows(x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:

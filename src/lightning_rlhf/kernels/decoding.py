@@ -20,11 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
 from lightning_rlhf.core.errors import first_line
-from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.decoder import PackedDecoderLayer, family
-from lightning_rlhf.kernels.layers import computing_dtype, own_class
-from lightning_rlhf.kernels.lora import FusedLoRALinear, JointLinear, is_plain_lora
-from lightning_rlhf.kernels.patch import rounding, same_logits
+from lightning_rlhf.kernels import decoder, layers, lora, patch
 
 
 class DecodeLayer:
@@ -39,8 +35,8 @@ class DecodeLayer:
             if is_linear
             else _Attention(layer.self_attn, dtype)
         )
-        self.gate_up = JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj, dtype=dtype)
-        self.down = JointLinear(layer.mlp.down_proj, dtype=dtype)
+        self.gate_up = lora.JointLinear(layer.mlp.gate_proj, layer.mlp.up_proj, dtype=dtype)
+        self.down = lora.JointLinear(layer.mlp.down_proj, dtype=dtype)
 
     def __call__(
         self, hidden: Float[Tensor, "B d"], tables: tuple[Tensor, Tensor], bias: Tensor
@@ -58,10 +54,10 @@ class _Attention:
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size, self.scale = layer.head_dim, layer.scaling
         self.gated = layers.is_gated(layer)
-        self.joint = JointLinear(layer.q_proj, layer.k_proj, layer.v_proj, dtype=dtype)
+        self.joint = lora.JointLinear(layer.q_proj, layer.k_proj, layer.v_proj, dtype=dtype)
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv
-        self.out = JointLinear(layer.o_proj, dtype=dtype)
+        self.out = lora.JointLinear(layer.o_proj, dtype=dtype)
         self.norm = None
         if hasattr(layer, "q_norm"):
             self.norm = Norm.of(*[layer.q_norm] * self.q, *[layer.k_norm] * self.kv)
@@ -102,7 +98,7 @@ class _DeltaRule:
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size = layer.head_k_dim
-        self.joint = JointLinear(
+        self.joint = lora.JointLinear(
             layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a, dtype=dtype
         )
         self.kernel = layer.conv1d.weight.squeeze(1).T.contiguous()[:, None]
@@ -111,7 +107,7 @@ class _DeltaRule:
         self.widths = [len(self.kernel[0, 0]), layer.value_dim, self.v, self.v]
         self.rate, self.shift = -layer.A_log.float().exp(), layer.dt_bias
         self.norm = Norm(layer.norm.weight.float(), layer.norm.variance_epsilon)
-        self.out = JointLinear(layer.out_proj, dtype=dtype)
+        self.out = lora.JointLinear(layer.out_proj, dtype=dtype)
         scale = torch.tensor([1 / self.size] * self.k + [self.size**-0.5] * self.k).to(self.rate)
         self.unit = Norm(scale[:, None].expand(-1, self.size), 1e-6 / self.size)
         """Keys of length 1, queries of length 1 / sqrt(size)."""
@@ -198,7 +194,7 @@ class DecodeStep:
     def __init__(self, causal_lm: PreTrainedModel, cache: DynamicCache) -> None:
         trunk = causal_lm.base_model
         self.embed, self.rotary = trunk.embed_tokens, trunk.rotary_emb
-        dtype = computing_dtype(self.embed.weight)
+        dtype = layers.computing_dtype(self.embed.weight)
         self.layers = [
             DecodeLayer(layer, is_linear=isinstance(of_layer, LinearAttentionLayer), dtype=dtype)
             for layer, of_layer in zip(trunk.layers, cache.layers, strict=True)
@@ -206,7 +202,7 @@ class DecodeStep:
         self.norm = Norm.of(trunk.norm)
         head = causal_lm.get_output_embeddings()
         alike = _is_known(head) and head.weight.dtype == self.embed.weight.dtype
-        self.head = JointLinear(head, dtype=dtype) if alike else head
+        self.head = lora.JointLinear(head, dtype=dtype) if alike else head
         """Function that returns the logits of hidden states."""
         self.attach(cache)
 
@@ -240,7 +236,7 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
     """
     if not can_decode(causal_lm, cache):
         return None
-    trunk, dtype = causal_lm.base_model, computing_dtype(causal_lm)
+    trunk, dtype = causal_lm.base_model, layers.computing_dtype(causal_lm)
     agreed = trunk.__dict__.setdefault("steps_agree", {})
     if dtype in agreed:
         return DecodeStep(causal_lm, cache) if agreed[dtype] else None
@@ -254,7 +250,7 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
     try:
         step = DecodeStep(causal_lm, own)
         found = step(tokens[:, -1:], mask.bool(), mask[:, :1] * 7)
-        agreed[dtype] = same_logits(found, expected, rounding(causal_lm))
+        agreed[dtype] = patch.same_logits(found, expected, patch.rounding(causal_lm))
     except torch.OutOfMemoryError:  # fewer responses at once may fit
         raise
     except Exception as error:  # code written for other layers may raise anything
@@ -273,15 +269,18 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
 def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
     """Return whether a `DecodeStep` knows the model's layers: a patched decoder in one dtype."""
     trunk = causal_lm.base_model
-    if family(causal_lm) is None or own_class(trunk.embed_tokens) is not nn.Embedding:
+    if (
+        decoder.family(causal_lm) is None
+        or layers.own_class(trunk.embed_tokens) is not nn.Embedding
+    ):
         return False
     dtype = causal_lm.get_input_embeddings().weight.dtype
-    if dtype not in (torch.float32, computing_dtype(causal_lm)):
+    if dtype not in (torch.float32, layers.computing_dtype(causal_lm)):
         return False
     modules = dict(trunk.named_modules()).items()
     linear = [m for name, m in modules if hasattr(m, "in_features") and ".lora_" not in name]
     return (
-        all(isinstance(layer, PackedDecoderLayer) for layer in trunk.layers)
+        all(isinstance(layer, decoder.PackedDecoderLayer) for layer in trunk.layers)
         and not any(isinstance(module, AuxiliaryTrainingWrapper) for _, module in modules)
         and causal_lm.config.hidden_act == "silu"
         and all(
@@ -296,7 +295,7 @@ def can_decode(causal_lm: PreTrainedModel, cache: DynamicCache) -> bool:
 
 def _is_known(layer: nn.Module) -> bool:
     """Return whether the layer is linear with nothing added to it but its adapters."""
-    if own_class(layer) is not FusedLoRALinear:
-        return own_class(layer) in layers.LINEAR
-    assert isinstance(layer, FusedLoRALinear)
-    return own_class(layer.base_layer) in layers.LINEAR and is_plain_lora(layer)
+    if layers.own_class(layer) is not lora.FusedLoRALinear:
+        return layers.own_class(layer) in layers.LINEAR
+    assert isinstance(layer, lora.FusedLoRALinear)
+    return layers.own_class(layer.base_layer) in layers.LINEAR and lora.is_plain_lora(layer)

@@ -16,11 +16,10 @@ from lightning_rlhf.core.config import CriticKind
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import rounding, same_logits
+from lightning_rlhf.models import checkpoint, loading
 from lightning_rlhf.models import config as names
-from lightning_rlhf.models.checkpoint import ROLES, Final, find, naming
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.heads import RewardHeads, ScalarHead
-from lightning_rlhf.models.loading import load_causal_lm, quantization_of
 from lightning_rlhf.models.roles import Roles, checked_adapter
 
 FINGERPRINT = "fingerprint.safetensors"
@@ -31,27 +30,27 @@ On one machine there is none. Another device may round a weight between two code
 """
 
 
-def fingerprint(final: Final, of: str) -> torch.Tensor | None:
+def fingerprint(final: checkpoint.Final, of: str) -> torch.Tensor | None:
     """Return the stored probe logits of the model ("self") or of its parent model ("below").
 
     The parent is the model that it was trained from, to which an adapter is applied. None where
     the checkpoint has no fingerprint. Raises CheckpointError where it cannot be read.
     """
-    file = final.path / ROLES / FINGERPRINT
+    file = final.path / checkpoint.ROLES / FINGERPRINT
     if not file.is_file():
         return None
-    with naming(str(file), ""):
+    with checkpoint.naming(str(file), ""):
         return load_file(file)[of]
 
 
-def trained_on(final: Final) -> tuple[str, str]:
+def trained_on(final: checkpoint.Final) -> tuple[str, str]:
     """Return quantization and data type of the base of an adapter; whole weights have no base."""
     config = final.manifest.config if final.manifest and final.is_adapter else {}
     model = config.get("model") or {}
     return model.get("quantization", "none"), model.get("dtype", "")
 
 
-def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
+def has_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -> bool:
     """Return True if `role` gives the logits stored in `final`, or `final` has no fingerprint.
 
     They may differ by rounding. A quantised model may be used with a checkpoint of full precision,
@@ -60,7 +59,7 @@ def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
     expected = fingerprint(final, of)
     if expected is None:
         return True
-    found, here = roles.probe(role), quantization_of(roles.causal_lm)
+    found, here = roles.probe(role), loading.quantization_of(roles.causal_lm)
     tolerance = rounding(roles.causal_lm)
     if here != "none":
         alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained_on(final)
@@ -68,10 +67,10 @@ def has_fingerprint(roles: Roles, role: str, final: Final, of: str) -> bool:
     return found.shape == expected.shape and same_logits(found, expected, tolerance)
 
 
-def check_fingerprint(roles: Roles, role: str, final: Final, of: str) -> None:
+def check_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -> None:
     """Raise CheckpointError if `role` gives other logits than those stored in `final`."""
     if not has_fingerprint(roles, role, final, of):
-        here, (there, _) = quantization_of(roles.causal_lm), trained_on(final)
+        here, (there, _) = loading.quantization_of(roles.causal_lm), trained_on(final)
         why = f" with model.quantization={there}, which is {here} here" if here != there else ""
         raise CheckpointError(
             f"{final.path} does not fit: the {role} model here gives other logits than "
@@ -85,7 +84,9 @@ SAMPLING_BYTES = 25
 of the two copies of its random number, on the CPU and on the device."""
 
 
-def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed: int) -> Roles:
+def start_from(
+    config: ModelConfig, sft: checkpoint.Final | None, *, trainable: bool, seed: int
+) -> Roles:
     """Load the SFT model as the reference: whole weights, or an adapter on its base.
 
     sft: checkpoint of the SFT model; None uses the base model unchanged.
@@ -95,7 +96,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
     full, or does not match its fingerprint.
     """
     if sft is None:
-        return Roles(load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
+        return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
     if sft.manifest is not None and sft.manifest.stage == "rm":
         raise CheckpointError(
             f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft, ppo or dpo"
@@ -112,7 +113,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
         )
     weights = sft.base_folder if sft.is_adapter else str(sft.path)
     base_seed = sft.manifest.base_seed if sft.manifest else seed
-    model = load_causal_lm(config, weights, trainable=trainable, seed=base_seed)
+    model = loading.load_causal_lm(config, weights, trainable=trainable, seed=base_seed)
     roles = Roles(model, config.kernels)
     if sft.is_adapter:
         check_fingerprint(roles, BASE, sft, "below")
@@ -122,7 +123,7 @@ def start_from(config: ModelConfig, sft: Final | None, *, trainable: bool, seed:
 
 
 def attach_reward(
-    roles: Roles, role: str, final: Final, config: ModelConfig, tokenizer_hash: str
+    roles: Roles, role: str, final: checkpoint.Final, config: ModelConfig, tokenizer_hash: str
 ) -> Roles:
     """Add the reward model of `final` as `role` to the shared base, or load it with its own base.
 
@@ -155,22 +156,24 @@ def attach_reward(
     return roles
 
 
-def whole_reward(final: Final, role: str, config: ModelConfig) -> Roles:
+def whole_reward(final: checkpoint.Final, role: str, config: ModelConfig) -> Roles:
     """Load a reward model of whole weights as `role` of a new Roles object."""
-    owner = Roles(load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels)
+    owner = Roles(
+        loading.load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels
+    )
     owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
     owner.assign(role)
     check_fingerprint(owner, role, final, "self")
     return owner
 
 
-def load_reward(final: Final, config: ModelConfig) -> Roles:
+def load_reward(final: checkpoint.Final, config: ModelConfig) -> Roles:
     """Load the reward model of `final` with its own base, independent of any policy."""
     manifest = final.require_manifest("rm")
     if not final.is_adapter:
         return whole_reward(final, REWARD, config)
     parent = final.parent(SFT)
-    sft = None if parent is None else find(str(parent), f"the SFT model of {final.path}")
+    sft = None if parent is None else checkpoint.find(str(parent), f"the SFT model of {final.path}")
     roles = start_from(config, sft, trainable=False, seed=manifest.base_seed)
     return attach_reward(roles, REWARD, final, config, manifest.tokenizer_hash)
 
@@ -284,8 +287,8 @@ def add_critic(
     config: ModelConfig,
     kind: CriticKind,
     *,
-    sft: Final | None,
-    reward: Final | None,
+    sft: checkpoint.Final | None,
+    reward: checkpoint.Final | None,
     scale: tuple[float, float],
     seed: int,
 ) -> tuple[Roles, str]:
@@ -322,7 +325,7 @@ def add_critic(
 
 
 def whole_weights(
-    config: ModelConfig, sft: Final | None, reward: Final | None, seed: int
+    config: ModelConfig, sft: checkpoint.Final | None, reward: checkpoint.Final | None, seed: int
 ) -> PreTrainedModel:
     """Return the reward model, or without one the SFT model, as trainable fp32 weights.
 
@@ -338,7 +341,7 @@ def whole_weights(
         weights = sft.base_folder
         seed = sft.manifest.base_seed if sft.manifest else seed
     quantised = config.quantization != "none"
-    model = load_causal_lm(config, weights, trainable=not quantised, seed=seed)
+    model = loading.load_causal_lm(config, weights, trainable=not quantised, seed=seed)
     if quantised:
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
@@ -347,15 +350,15 @@ def whole_weights(
     return model.requires_grad_(True)
 
 
-def load_head(final: Final, name: str, hidden_size: int) -> RewardHeads:
+def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> RewardHeads:
     """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
 
     Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
     """
-    file = final.path / ROLES / f"{name}_head.safetensors"
+    file = final.path / checkpoint.ROLES / f"{name}_head.safetensors"
     if not file.is_file():
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
-    with naming(str(file), ""):
+    with checkpoint.naming(str(file), ""):
         state = load_file(file)
         heads = RewardHeads(hidden_size, len(state["linear.weight"]))
         heads.load_state_dict(state)

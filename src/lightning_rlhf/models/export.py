@@ -15,10 +15,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.build_roles import FINGERPRINT
-from lightning_rlhf.models.checkpoint import MANIFEST, ROLES, Manifest, find
+from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT
-from lightning_rlhf.models.heads import classifier_adapter, save_classifier
 from lightning_rlhf.models.roles import Roles
 
 
@@ -27,7 +25,7 @@ def write_final(
     roles: Roles,
     role: str,
     tokenizer: PreTrainedTokenizerBase,
-    manifest: Manifest,
+    manifest: checkpoint.Manifest,
     head: str | None,
     below: Float[Tensor, " V"] | None = None,
     more: Path | None = None,
@@ -48,7 +46,7 @@ def write_final(
     parts = roles.model.named_parameters()
     size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
     with written_whole(folder, size, "folder") as beside:
-        own = beside / ROLES
+        own = beside / checkpoint.ROLES
         own.mkdir(parents=True)
         if more is not None:
             shutil.copytree(more, beside, dirs_exist_ok=True)
@@ -62,23 +60,25 @@ def write_final(
             parent = base = manifest.base if sft is None else str((folder / sft).resolve())
             with adapter_to_export(roles, role) as name:
                 if sft is not None and name != role:  # it includes SFT's
-                    base = find(parent, SFT).base_folder or manifest.base
+                    base = checkpoint.find(parent, SFT).base_folder or manifest.base
                 save_adapter(beside, roles, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
                 save_adapter(own, roles, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
-            if rewards is None or not save_classifier(
+            if rewards is None or not heads.save_classifier(
                 beside, causal_lm, rewards, tokenizer.pad_token_id
             ):
                 causal_lm.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         if head is not None:
             save_file(_on_cpu(roles.heads[head].state_dict()), own / f"{head}_head.safetensors")
-        save_file(fingerprints, own / FINGERPRINT)
+        save_file(fingerprints, own / build_roles.FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
-        (beside / MANIFEST).write_text(json.dumps(dataclasses.asdict(manifest), indent=2) + "\n")
+        (beside / checkpoint.MANIFEST).write_text(
+            json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
+        )
 
 
 def save_adapter(
@@ -95,7 +95,7 @@ def save_adapter(
     if isinstance(config.target_modules, set):  # its order differs between runs
         config.target_modules = sorted(config.target_modules)
     if rewards is not None:
-        changed = classifier_adapter(config, state, roles.causal_lm, rewards)
+        changed = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
         config, state = (config, state) if changed is None else changed
     config.base_model_name_or_path = base
     save_file(_on_cpu(state), folder / "adapter_model.safetensors")

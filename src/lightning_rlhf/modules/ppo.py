@@ -12,22 +12,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from lightning_rlhf.core import errors, losses, records
+from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
-from lightning_rlhf.core.kl import next_kl_coef
-from lightning_rlhf.core.losses import PolicyOutputs, sum_terms
-from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Experience, PPOTerms, Prompts, Rollout, Scores, UpdateStats
-from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, IterationSeconds
-from lightning_rlhf.core.shaping import ScoreMoments, rewards_overflow
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.optim import UpdateGuard
 from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward
@@ -58,7 +50,7 @@ class PPOModule(L.LightningModule):
         chat: ChatFormat,
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         seed: int,
-        microbatch: MicrobatchSize | None = None,
+        microbatch: memory.MicrobatchSize | None = None,
         sampler: Sampler | None = None,
         stage: str = "ppo",
         replicas: Replicas = ONE,
@@ -88,7 +80,7 @@ class PPOModule(L.LightningModule):
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
         self.replicas = replicas
-        self.guard = UpdateGuard(stage, config, microbatch)
+        self.guard = optim.UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
             roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
@@ -100,7 +92,7 @@ class PPOModule(L.LightningModule):
         """Number of the current update in its iteration, from 0."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
-        self.moments = ScoreMoments.none(len(reward.terms))
+        self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
         self.logs_headline = True
         """False where a callback logs the headline metrics together with all others."""
@@ -108,11 +100,13 @@ class PPOModule(L.LightningModule):
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()
         """Time of the last call of `lap`."""
-        self.experience: Experience | None = None
+        self.experience: records.Experience | None = None
         """Experience of the current or the latest iteration; None before the first."""
         roles.set_role(POLICY)
 
-    def training_step(self, prompts: Prompts, batch_idx: int) -> dict[str, IterationResult]:
+    def training_step(
+        self, prompts: records.Prompts, batch_idx: int
+    ) -> dict[str, results.IterationResult]:
         """Sample responses to the prompts and score them, then learn from them."""
         other_s = self.lap()
         generator = self.generator(TRAINING, self.iteration)
@@ -122,16 +116,16 @@ class PPOModule(L.LightningModule):
         score_s = self.lap()
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
         padding = padding_share(experience.mask, self.guard.microbatch.rows)
-        seconds = IterationSeconds(
+        seconds = results.IterationSeconds(
             rollout=rollout_s, score=score_s, update=self.lap(), other=other_s
         )
-        result = IterationResult(
+        result = results.IterationResult(
             experience=experience, updates=updates, kl_coef=self.kl_coef, padding=padding,
             seconds=seconds, group_size=self.config.group_size,
         )  # fmt: skip
         self.end_iteration(experience)
         optim.log_headline(self, result.headline)
-        return {RESULT: result}
+        return {results.RESULT: result}
 
     def lap(self) -> float:
         """Return the seconds since the last call."""
@@ -139,8 +133,8 @@ class PPOModule(L.LightningModule):
         return self.looked - before
 
     def roll_out(
-        self, prompts: Prompts, generator: torch.Generator, *, evaluates: bool = False
-    ) -> Rollout:
+        self, prompts: records.Prompts, generator: torch.Generator, *, evaluates: bool = False
+    ) -> records.Rollout:
         """Return the responses of an iteration, or one to each prompt of an evaluation.
 
         Raises PolicyLogitsError where none can be drawn, which names the iteration.
@@ -155,7 +149,7 @@ class PPOModule(L.LightningModule):
                 where, iterations=self.iteration, nonfinite=self.guard.nonfinite
             ) from error
 
-    def make_experience(self, rollout: Rollout) -> Experience:
+    def make_experience(self, rollout: records.Rollout) -> records.Experience:
         """Return what an iteration learns from: responses with scores, rewards per token,
         advantages and returns.
 
@@ -167,7 +161,9 @@ class PPOModule(L.LightningModule):
             raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
         return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
 
-    def shape_rewards(self, rollout: Rollout, scores: Scores) -> Float[Tensor, "B T"]:
+    def shape_rewards(
+        self, rollout: records.Rollout, scores: records.Scores
+    ) -> Float[Tensor, "B T"]:
         """Return the reward of each response token, 0 on padding, as `token_rewards`.
 
         A subclass pays tokens of its own choice here.
@@ -178,8 +174,8 @@ class PPOModule(L.LightningModule):
         )  # fmt: skip
 
     def minibatches(
-        self, experience: Experience, generator: torch.Generator
-    ) -> Iterator[Experience]:
+        self, experience: records.Experience, generator: torch.Generator
+    ) -> Iterator[records.Experience]:
         """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
         config = self.config
         parts = minibatches(
@@ -191,16 +187,16 @@ class PPOModule(L.LightningModule):
             if self.stopped:
                 return
 
-    def end_iteration(self, experience: Experience) -> None:
+    def end_iteration(self, experience: records.Experience) -> None:
         """Advance, after the updates, all that changes from one iteration to the next."""
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.moments = self.moments.including(experience)
-        self.kl_coef = next_kl_coef(
+        self.kl_coef = kl.next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
         self.iteration += 1
 
-    def update(self, minibatch: Experience) -> UpdateStats:
+    def update(self, minibatch: records.Experience) -> records.UpdateStats:
         """Make one optimizer step on the minibatch, unless a limit prevents it.
 
         The gradient is summed over all processes, and clipped.
@@ -214,7 +210,9 @@ class PPOModule(L.LightningModule):
                 share = vars(self.accumulate(minibatch))
         trained = optim.trained_parameters(self)
         shares = self.replicas.sum_gradients(trained, torch.stack([*share.values()]))
-        terms = sum_terms([PPOTerms(**dict(zip(share, row, strict=True))) for row in shares])
+        terms = losses.sum_terms(
+            [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
+        )
         grad_norm = nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         # The only wait for the device in an update, for all that the limits compare.
         loss, norm, approx_kl, ratio_mean = torch.stack(
@@ -224,14 +222,14 @@ class PPOModule(L.LightningModule):
         try:
             is_finite = self.guard.check_finite(self, loss, norm)
         except NotFiniteError as error:
-            error.rewards_overflow = rewards_overflow(self.experience or minibatch)
+            error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
         name = type(self).__name__
         self.stopped = is_finite and optim.exceeds(approx_kl, config.target_kl, "target_kl", name)
         skipped = is_finite and optim.exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
-        return UpdateStats(
+        return records.UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,
             stopped=terms.loss.new_full((), self.stopped),
@@ -239,7 +237,7 @@ class PPOModule(L.LightningModule):
             nonfinite=terms.loss.new_full((), not is_finite),
         )
 
-    def accumulate(self, minibatch: Experience) -> PPOTerms:
+    def accumulate(self, minibatch: records.Experience) -> records.PPOTerms:
         """Backpropagate this process's rows of a minibatch, one micro-batch after another.
 
         Returns: their shares of the terms of the minibatch.
@@ -259,7 +257,7 @@ class PPOModule(L.LightningModule):
             loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, self.kl_coef)
             with torch.set_grad_enabled(policy_learns):
                 hidden = response_hidden(self.roles, micro_batch)
-                policy: PolicyOutputs | None = policy_outputs(
+                policy: losses.PolicyOutputs | None = policy_outputs(
                     self.roles, hidden, micro_batch, config
                 )
             parts, values = [], None
@@ -273,26 +271,26 @@ class PPOModule(L.LightningModule):
             parts.append(self.backpropagate(loss_terms(policy=policy, values=values)))
             for part in parts:  # in the order of the passes
                 loss = loss + part.loss
-            shares.append(parts[0] if len(parts) == 1 else sum_terms(parts))
+            shares.append(parts[0] if len(parts) == 1 else losses.sum_terms(parts))
         ptx_loss = torch.zeros_like(loss)
         if self.ptx is not None and policy_learns:
             demonstrations = self.ptx.batch(self.iteration, self.update_number)
             ptx_loss = self.ptx.backpropagate(self, self.roles, demonstrations, size)
             loss = loss + config.ptx_coef * ptx_loss
-        zeros = {field.name: torch.zeros_like(loss) for field in fields(PPOTerms)}
-        terms = sum_terms(shares or [PPOTerms(**zeros)])
+        zeros = {field.name: torch.zeros_like(loss) for field in fields(records.PPOTerms)}
+        terms = losses.sum_terms(shares or [records.PPOTerms(**zeros)])
         return replace(terms, loss=loss, ptx_loss=ptx_loss)
 
     def loss_terms(
         self,
-        micro_batch: Experience,
+        micro_batch: records.Experience,
         weights: Float[Tensor, "B T"],
         tokens: Int[Tensor, ""],
         kl_coef: float,
         *,
-        policy: PolicyOutputs | None,
+        policy: losses.PolicyOutputs | None,
         values: Float[Tensor, " N"] | None,
-    ) -> PPOTerms:
+    ) -> records.PPOTerms:
         """Return the loss and statistics of a micro-batch, as `ppo_terms`.
 
         A subclass adds terms of its own to the loss here. With a critic apart it is called twice a
@@ -310,19 +308,21 @@ class PPOModule(L.LightningModule):
             values=values,
         )  # fmt: skip
 
-    def policy_losses(self, policy: PolicyOutputs, batch: Experience) -> Float[Tensor, " N"]:
+    def policy_losses(
+        self, policy: losses.PolicyOutputs, batch: records.Experience
+    ) -> Float[Tensor, " N"]:
         """Return the policy's loss at each response token of a micro-batch, as `policy_loss`.
 
         A subclass returns another here, such as one whose ratio is that of the whole response.
         """
-        pick, config = picker(records.known_mask(batch)), self.config
+        pick, config = masking.picker(records.known_mask(batch)), self.config
         return losses.policy_loss(
             policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
             clip_range=config.clip_range, clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
         )  # fmt: skip
 
-    def backpropagate(self, terms: PPOTerms) -> PPOTerms:
+    def backpropagate(self, terms: records.PPOTerms) -> records.PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
 
         Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
@@ -336,8 +336,8 @@ class PPOModule(L.LightningModule):
         return replace(terms, loss=optim.backward(self, loss))
 
     def validation_step(  # type: ignore[override]
-        self, prompts: Prompts, batch_idx: int
-    ) -> EvaluationResult:
+        self, prompts: records.Prompts, batch_idx: int
+    ) -> results.EvaluationResult:
         """Sample and score held-out prompts, with the same random numbers at every evaluation.
 
         Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
@@ -345,7 +345,7 @@ class PPOModule(L.LightningModule):
         rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)
-        return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
+        return results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def on_fit_start(self) -> None:
         optim.check_epochs_and_replicas(self)
@@ -404,6 +404,6 @@ class PPOModule(L.LightningModule):
         self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
         self.guard.load_state_dict(checkpoint["learner"])
-        self.moments = ScoreMoments.from_state_dict(checkpoint["moments"])
+        self.moments = shaping.ScoreMoments.from_state_dict(checkpoint["moments"])
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]

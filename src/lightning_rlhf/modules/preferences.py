@@ -7,11 +7,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.config import DPOConfig, RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, preference_loss
-from lightning_rlhf.core.masking import upload
-from lightning_rlhf.core.records import Preferences
-from lightning_rlhf.core.results import DPOScores, DPOStep, PairScores, RewardStep
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
@@ -28,7 +26,7 @@ class RewardModule(SupervisedModule):
     """
 
     config: RMConfig
-    step_type = RewardStep
+    step_type = results.RewardStep
 
     def __init__(
         self, roles: Roles, config: RMConfig, *, seed: int, replicas: Replicas = ONE
@@ -36,7 +34,7 @@ class RewardModule(SupervisedModule):
         super().__init__("rm", REWARD, roles, config, replicas)
         self.seed = seed
 
-    def columns(self, batch: Preferences) -> Sequence[Tensor]:
+    def columns(self, batch: records.Preferences) -> Sequence[Tensor]:
         """Return how often each head draws each pair, and the numbers of tokens of both sides."""
         rows = self.replicas.rows
         draws, local = self.draws(len(batch))[rows], batch.select(rows)
@@ -44,8 +42,8 @@ class RewardModule(SupervisedModule):
         return draws, lengths.cpu()
 
     def loss_share(
-        self, micro_batch: Preferences, total: int, *known: Tensor
-    ) -> tuple[Tensor, PairScores]:
+        self, micro_batch: records.Preferences, total: int, *known: Tensor
+    ) -> tuple[Tensor, results.PairScores]:
         """Return the share as the base class; each head learns from a pair once without draws."""
         config, lengths = self.config, known[1].T.flatten() if known else None
         rewards = self.rewards(micro_batch, lengths)
@@ -62,13 +60,13 @@ class RewardModule(SupervisedModule):
             sequence = np.random.SeedSequence((self.seed, self.iteration))
             generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
             rates = torch.poisson(rates, generator)
-        return upload(rates, self.device)
+        return masking.upload(rates, self.device)
 
-    def scores(self, micro_batch: Preferences) -> PairScores:
+    def scores(self, micro_batch: records.Preferences) -> results.PairScores:
         return mean_scores(*self.rewards(micro_batch))
 
     def rewards(
-        self, batch: Preferences, lengths: Int[Tensor, " 2B"] | None = None
+        self, batch: records.Preferences, lengths: Int[Tensor, " 2B"] | None = None
     ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
         """Return each head's rewards of the chosen and of the rejected responses, in one pass.
 
@@ -78,9 +76,11 @@ class RewardModule(SupervisedModule):
         return chosen, rejected
 
 
-def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> PairScores:
+def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> results.PairScores:
     """Return the scores of pairs: means over the heads, without a gradient."""
-    return PairScores(chosen=chosen.detach().mean(dim=1), rejected=rejected.detach().mean(dim=1))
+    return results.PairScores(
+        chosen=chosen.detach().mean(dim=1), rejected=rejected.detach().mean(dim=1)
+    )
 
 
 class DPOModule(SupervisedModule):
@@ -96,22 +96,25 @@ class DPOModule(SupervisedModule):
     """
 
     config: DPOConfig
-    step_type = DPOStep
+    step_type = results.DPOStep
 
     def __init__(self, roles: Roles, config: DPOConfig, replicas: Replicas = ONE) -> None:
         super().__init__("dpo", POLICY, roles, config, replicas)
 
-    def total(self, batch: Preferences) -> tuple[int, Tensor]:
+    def total(self, batch: records.Preferences) -> tuple[int, Tensor]:
         """Return the numbers of pairs and of tokens of chosen responses."""
         return len(batch), (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
 
-    def columns(self, batch: Preferences) -> Sequence[Tensor]:
+    def columns(self, batch: records.Preferences) -> Sequence[Tensor]:
         local = batch.select(self.replicas.rows)
         return (target_mask(local).cpu().unflatten(0, (2, len(local))).transpose(0, 1),)
 
     def loss_share(
-        self, micro_batch: Preferences, total: tuple[int, Tensor], *known: Bool[Tensor, "B 2 W"]
-    ) -> tuple[Tensor, DPOScores]:
+        self,
+        micro_batch: records.Preferences,
+        total: tuple[int, Tensor],
+        *known: Bool[Tensor, "B 2 W"],
+    ) -> tuple[Tensor, results.DPOScores]:
         pairs, tokens = total
         scores = self.scores(micro_batch, *(mask.transpose(0, 1).flatten(0, 1) for mask in known))
         nll = -scores.chosen_logprob.sum() / tokens
@@ -119,8 +122,8 @@ class DPOModule(SupervisedModule):
         return loss, scores.detach()
 
     def scores(
-        self, micro_batch: Preferences, known: Bool[Tensor, "2B W"] | None = None
-    ) -> DPOScores:
+        self, micro_batch: records.Preferences, known: Bool[Tensor, "2B W"] | None = None
+    ) -> results.DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs.
 
         known: their `target_mask` on the CPU, where it is known.
@@ -138,7 +141,7 @@ class DPOModule(SupervisedModule):
         ratios = logprobs - reference
         chosen, rejected = (ratios / counts if config.is_length_normalized else ratios).chunk(2)
         chosen_logprob, rejected_logprob = logprobs.chunk(2)
-        return DPOScores(
+        return results.DPOScores(
             chosen=(config.beta * chosen).detach(),
             rejected=(config.beta * rejected).detach(),
             pair_losses=preference_loss(
@@ -166,7 +169,7 @@ class DPOModule(SupervisedModule):
         return found.new_zeros(targets[:, 1:].shape).masked_scatter(targets[:, 1:], found).sum(1)
 
 
-def target_mask(batch: Preferences) -> Bool[Tensor, "2B W"]:
+def target_mask(batch: records.Preferences) -> Bool[Tensor, "2B W"]:
     """Return a mask of the response tokens of both sides, as `Preferences.stacked` orders them."""
     _, mask = batch.stacked()
     positions = torch.arange(mask.shape[1], device=mask.device)

@@ -9,19 +9,17 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.config import PPOConfig, SFTConfig, SupervisedConfig
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.logprobs import token_logprobs
-from lightning_rlhf.core.masking import picker
-from lightning_rlhf.core.records import Demonstrations, Record
-from lightning_rlhf.core.results import RESULT, SFTEvaluation, SFTStep
 from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=records.Record)
 
 
 class SupervisedModule(L.LightningModule):
@@ -60,7 +58,7 @@ class SupervisedModule(L.LightningModule):
         self.iteration += 1
         result = self.step_type(loss=loss, grad_norm=grad_norm, is_made=is_made, **facts)
         optim.log_headline(self, result.headline)
-        return {RESULT: result}
+        return {results.RESULT: result}
 
     def gradient(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """Backpropagate the loss of a batch over all processes, and clip the gradient.
@@ -117,12 +115,12 @@ class SupervisedModule(L.LightningModule):
         """Return the scores of each row of a batch."""
         return self.joined(self.local_scores(batch), batch)
 
-    def facts(self, parts: Sequence[Record], batch: Any) -> dict[str, Tensor]:
+    def facts(self, parts: Sequence[records.Record], batch: Any) -> dict[str, Tensor]:
         """Return the scores of a batch by name, from those of this process's micro-batches."""
         return vars(self.joined(parts, batch))
 
     @torch.no_grad()
-    def row_losses(self, batch: Record) -> Float[Tensor, " B"]:
+    def row_losses(self, batch: records.Record) -> Float[Tensor, " B"]:
         """Return the loss of each row of a batch by itself, without a gradient."""
         rows = batch.split(1)
         return torch.stack([self.loss_share(row, self.total(row))[0] for row in rows])
@@ -130,7 +128,7 @@ class SupervisedModule(L.LightningModule):
     def on_fit_start(self) -> None:
         optim.check_epochs_and_replicas(self)
 
-    def joined(self, parts: Sequence[R], batch: Record) -> R:
+    def joined(self, parts: Sequence[R], batch: records.Record) -> R:
         """Return the records of the rows of a batch from those of each process's rows.
 
         parts: records of this process's micro-batches.
@@ -166,7 +164,7 @@ def target_logprobs(
     mask = target_mask[:, 1:]
     hidden = roles.hidden_at(tokens[:, :-1], mask)
     logprobs, _ = token_logprobs(
-        hidden, picker(mask)(tokens[:, 1:]), roles.head,
+        hidden, masking.picker(mask)(tokens[:, 1:]), roles.head,
         temperature=1.0, vocab_size=roles.vocab_size, frozen_head=not roles.head_is_trained,
         row_multiple=roles.row_multiple,
     )  # fmt: skip
@@ -180,26 +178,28 @@ class SFTModule(SupervisedModule):
     """
 
     config: SFTConfig
-    step_type = SFTStep
+    step_type = results.SFTStep
 
     def __init__(self, roles: Roles, config: SFTConfig, replicas: Replicas = ONE) -> None:
         super().__init__("sft", roles.role, roles, config, replicas)
 
-    def total(self, batch: Demonstrations) -> Tensor:
+    def total(self, batch: records.Demonstrations) -> Tensor:
         return batch.target_mask.sum()
 
-    def columns(self, batch: Demonstrations) -> Sequence[Tensor]:
+    def columns(self, batch: records.Demonstrations) -> Sequence[Tensor]:
         return (batch.select(self.replicas.rows).target_mask.cpu(),)
 
     def loss_share(
-        self, micro_batch: Demonstrations, total: Tensor, *known: Bool[Tensor, "B S"]
+        self, micro_batch: records.Demonstrations, total: Tensor, *known: Bool[Tensor, "B S"]
     ) -> tuple[Tensor, None]:
         return self.scores(micro_batch, *known) / total, None
 
-    def facts(self, parts: Sequence[Record], batch: Demonstrations) -> dict[str, Tensor]:
+    def facts(
+        self, parts: Sequence[records.Record], batch: records.Demonstrations
+    ) -> dict[str, Tensor]:
         return {"tokens": batch.target_mask.sum()}
 
-    def scores(self, micro_batch: Demonstrations, *known: Bool[Tensor, "B S"]) -> Tensor:
+    def scores(self, micro_batch: records.Demonstrations, *known: Bool[Tensor, "B S"]) -> Tensor:
         """Return the negative log-likelihood of the target tokens, summed, nats; 0-d.
 
         known: the batch's `target_mask` on the CPU, where it is known.
@@ -207,11 +207,11 @@ class SFTModule(SupervisedModule):
         (targets,) = known or (micro_batch.target_mask,)
         return -target_logprobs(self.roles, micro_batch.tokens, targets).sum()
 
-    def validation_step(self, batch: Demonstrations, batch_idx: int) -> Any:
+    def validation_step(self, batch: records.Demonstrations, batch_idx: int) -> Any:
         """Return an SFTEvaluation."""
         sums = self.local_scores(batch) or [torch.zeros((), device=self.device)]
         nll_sum = self.replicas.sum(torch.stack(sums).sum())
-        return SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
+        return results.SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
 
 
 class PTX:
@@ -248,13 +248,13 @@ class PTX:
         """Return the number of tokens of the longest demonstration."""
         return max(example.length for example in self.examples)
 
-    def batch(self, iteration: int, update: int) -> Demonstrations:
+    def batch(self, iteration: int, update: int) -> records.Demonstrations:
         """Return the demonstrations of an update; both numbers count from 0."""
         rows = self.schedule.batch(iteration * self.updates + update)
         return collate_demonstrations([self.examples[row] for row in rows], self.pad_id)
 
     def backpropagate(
-        self, module: Any, roles: Roles, batch: Demonstrations, rows: int
+        self, module: Any, roles: Roles, batch: records.Demonstrations, rows: int
     ) -> Float[Tensor, ""]:
         """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
 

@@ -18,10 +18,6 @@ from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report import estimates
-from lightning_rlhf.report.estimates import (
-    interval_text,
-    number_text,
-)
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
 
 PAGE, NUMBERS, SAMPLES = "evaluation.md", "evaluation.json", "samples.jsonl"
@@ -265,7 +261,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         for name in dict.fromkeys(name for column in columns for name in column):
             label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
             label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
-            row = [label, *(number_text(column.get(name)) for column in columns)]
+            row = [label, *(estimates.number_text(column.get(name)) for column in columns)]
             if not name.startswith(PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
@@ -275,9 +271,10 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
             [
                 f"{one['policy']} - {one['other']}",
                 one["number"],
-                f"{one['difference']:+z.3f}{interval_text(one['interval'])}",
-                number_text(one["win_rate"]) + interval_text(one["win_interval"]),
-                number_text(one["ties"]),
+                f"{one['difference']:+z.3f}{estimates.interval_text(one['interval'])}",
+                estimates.number_text(one["win_rate"])
+                + estimates.interval_text(one["win_interval"]),
+                estimates.number_text(one["ties"]),
             ]
             for one in content["comparisons"]
             if one["decoding"] == decoding and is_shown(one["number"])

@@ -20,11 +20,8 @@ from numpy import ndarray
 
 from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.report import curves
-from lightning_rlhf.report.curves import BLUE, GREEN, PALETTE, PURPLE, Plot, Point, Series
-from lightning_rlhf.report.estimates import Distribution, Interval, inner_range
+from lightning_rlhf.report import curves, estimates, tables
 from lightning_rlhf.report.fitness import Fitness
-from lightning_rlhf.report.tables import spread
 
 MARGIN = 0.05
 """Margin on either side of the displayed range, as a share of that range."""
@@ -45,7 +42,7 @@ PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
 """Left, bottom, width and height of the plotted area, as shares."""
 GREY, GRID, HEALTHY, BAD = "#777777", "#e6e6e6", "#11803f", "#c3262f"
 COLORS = {
-    **{color.lower(): f"var(--c{place})" for place, color in enumerate(PALETTE)},
+    **{color.lower(): f"var(--c{place})" for place, color in enumerate(curves.PALETTE)},
     GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)",
     "#ffffff": "var(--page)",
 }  # fmt: skip
@@ -63,13 +60,13 @@ LEGEND = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False,
 """Placement of a legend above the plot, where it hides no curve."""
 
 
-def view(values: Sequence[float], *, is_log: bool = False) -> Interval | None:
+def view(values: Sequence[float], *, is_log: bool = False) -> estimates.Interval | None:
     """Return limits that leave out values far outside; None if no value is far outside.
 
     is_log: whether the axis is logarithmic and shows only positive values.
     """
     found = np.asarray(values, dtype=float)
-    inner = inner_range(np.log10(found[found > 0]) if is_log else found)
+    inner = estimates.inner_range(np.log10(found[found > 0]) if is_log else found)
     if inner is None:
         return None
     low, high = inner
@@ -81,8 +78,8 @@ def view(values: Sequence[float], *, is_log: bool = False) -> Interval | None:
 def mark_outside(
     axes: Axes,
     points: Float[ndarray, "N 2"],
-    x: Interval | None,
-    y: Interval | None,
+    x: estimates.Interval | None,
+    y: estimates.Interval | None,
     color: str,
 ) -> None:
     """Draw a triangle at the edge for each point outside the limits, and label the farthest value.
@@ -126,7 +123,7 @@ def draw_curves(
     return folder / "curves.png"
 
 
-def draw_plots(path: Path, title: str, plots: Sequence[Plot]) -> None:
+def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
     """Draw plots below a title into a PNG file, in rows of three, or of two where there are four.
 
     The last one fills the rest of its row.
@@ -166,7 +163,9 @@ def tick_text(tick: float) -> str:
     return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
 
 
-def known(series: Series, *, is_log: bool, inside: Interval | None = None) -> list[Point]:
+def known(
+    series: curves.Series, *, is_log: bool, inside: estimates.Interval | None = None
+) -> list[curves.Point]:
     """Return the points that can be drawn: finite, positive on a logarithmic axis, and `inside`."""
     low, high = inside or (-math.inf, math.inf)
     return [
@@ -176,21 +175,21 @@ def known(series: Series, *, is_log: bool, inside: Interval | None = None) -> li
     ]
 
 
-def dots(plot: Plot, series: Series) -> list[Point]:
+def dots(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:
     """Return the points of a series that have a dot; [] for a mere line."""
     found = known(series, is_log=plot.is_log, inside=shown_range(plot))
     is_dotted = series.dots or len(known(series, is_log=plot.is_log)) == 1
     return found[:: max(1, -(-len(found) // MOST_POINTS))] if is_dotted else []
 
 
-def shown_range(plot: Plot) -> Interval | None:
+def shown_range(plot: curves.Plot) -> estimates.Interval | None:
     """Return the limits of the y-axis, where values far outside leave them; None without such."""
     if plot.areas or plot.limits is not None:
         return None
     return view([y for series in plot.series for _, y in series.points], is_log=plot.is_log)
 
 
-def draw(axes: Axes, plot: Plot) -> list[Artist]:
+def draw(axes: Axes, plot: curves.Plot) -> list[Artist]:
     """Draw a plot; return the artists of its legend."""
     axes.set_xlabel(visible_line(plot.x_label), parse_math=False)
     xs = [x for series in plot.series for x, _ in series.points]
@@ -247,7 +246,7 @@ def draw(axes: Axes, plot: Plot) -> list[Artist]:
     return handles
 
 
-def svg(plot: Plot) -> str:
+def svg(plot: curves.Plot) -> str:
     """Return a plot as an <svg> in the page's fonts and colours, light or dark; texts are escaped.
 
     The same plot gives the same text, and other plots have other ids. A browser shows the numbers
@@ -288,7 +287,7 @@ def svg(plot: Plot) -> str:
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{found}</svg>'
 
 
-def _tip(series: Series, points: Sequence[Point]) -> str:
+def _tip(series: curves.Series, points: Sequence[curves.Point]) -> str:
     """Return what a browser shows of a point under the pointer; "" without one."""
     for x, y in points:
         place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
@@ -301,11 +300,11 @@ def _text(words: str) -> Markup:
     return escape(visible_line(words))
 
 
-def figure_of(plot: Plot) -> Markup:
+def figure_of(plot: curves.Plot) -> Markup:
     """Return the plot as a `<figure>` with its caption, legend and healthy range."""
-    keys = [(f"c{PALETTE.index(series.color)}", series.label)
+    keys = [(f"c{curves.PALETTE.index(series.color)}", series.label)
             for series in plot.series if series.points]  # fmt: skip
-    keys += [(f"c{PALETTE.index(area.color)} soft", area.label) for area in plot.areas]
+    keys += [(f"c{curves.PALETTE.index(area.color)} soft", area.label) for area in plot.areas]
     keys += [("band", "healthy" if plot.healthy else "")]
     keys += [("level", plot.reference[1] if plot.reference else "")]
     keys += [("knee", plot.mark.label if plot.mark else "")]
@@ -320,10 +319,15 @@ def figure_of(plot: Plot) -> Markup:
     )
 
 
-def kinds_of(fitness: Fitness) -> list[tuple[str, str, Distribution]]:
+def kinds_of(fitness: Fitness) -> list[tuple[str, str, estimates.Distribution]]:
     """Return the kinds of responses that were scored, each with its colour and distribution."""
-    found = [("chosen", GREEN, fitness.chosen), ("rejected", PURPLE, fitness.rejected)]
-    return found + ([] if fitness.sampled is None else [("SFT samples", BLUE, fitness.sampled)])
+    found = [
+        ("chosen", curves.GREEN, fitness.chosen),
+        ("rejected", curves.PURPLE, fitness.rejected),
+    ]
+    return found + (
+        [] if fitness.sampled is None else [("SFT samples", curves.BLUE, fitness.sampled)]
+    )
 
 
 def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
@@ -370,16 +374,16 @@ def _length(axes: Axes, fitness: Fitness) -> None:
     """Draw scores against lengths, with those that lie outside at the edges."""
     pairs, samples = fitness.pairs, fitness.samples
     kinds = [
-        ("SFT samples", BLUE, "^", [(tokens, score) for score, tokens in samples]),
-        ("rejected", PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
-        ("chosen", GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
+        ("SFT samples", curves.BLUE, "^", [(tokens, score) for score, tokens in samples]),
+        ("rejected", curves.PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
+        ("chosen", curves.GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
     ]
     x, y = (view(values) for values in zip(*(xy for *_, some in kinds for xy in some), strict=True))
     limits = {name: ends for name, ends in (("xlim", x), ("ylim", y)) if ends is not None}
     axes.set(xlabel="tokens of the response", ylabel="score", **limits)
     for label, color, marker, points in kinds:
         if points:
-            some = spread(points, MOST_SCATTERED)
+            some = tables.spread(points, MOST_SCATTERED)
             alpha = min(0.8, max(0.2, 8 / math.sqrt(len(some))))
             tokens, scores = zip(*some, strict=True)
             axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,

@@ -9,19 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 
-from lightning_rlhf.report.estimates import (
-    Correlation,
-    Distribution,
-    Group,
-    Interval,
-    correlate,
-    describe,
-    equal_mass,
-    group_accuracy,
-    inner_range,
-    interval95,
-    resampled_means,
-)
+from lightning_rlhf.report import estimates
 from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
 
 LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
@@ -88,12 +76,12 @@ class ProbeResult:
 class LengthBias:
     """Relation of score and length, in tokens of the response."""
 
-    groups: tuple[Group, ...]
+    groups: tuple[estimates.Group, ...]
     """Accuracy where chosen is longer, shorter, or as long as rejected; without empty groups."""
     gap: float | None
     """Accuracy where chosen is longer minus accuracy where it is shorter: 1 for a model that always
     takes the longer response, -1 for the shorter; None if one group is empty."""
-    gap_interval: Interval | None
+    gap_interval: estimates.Interval | None
     """95% interval of the gap; None if there is no gap, or if a group has a single prompt."""
     model_prefers_longer: float | None
     """Share of the pairs of different lengths in which the longer response scores higher."""
@@ -101,11 +89,11 @@ class LengthBias:
     """Share of the pairs of different lengths in which the longer response was chosen."""
     longer_is_right: float
     """Accuracy of always taking the longer response; two of equal length count one half."""
-    responses: Correlation
+    responses: estimates.Correlation
     """Correlation of score and length over both responses of every pair."""
-    pairs: Correlation
+    pairs: estimates.Correlation
     """Correlation of the differences in score and in length, chosen minus rejected, over pairs."""
-    samples: Correlation
+    samples: estimates.Correlation
     """Correlation of score and length over SFT samples."""
 
 
@@ -121,7 +109,7 @@ class Calibration:
     """Calibration error that a calibrated model would show by chance on as many pairs."""
     overconfidence: float
     """Mean confidence minus accuracy; above 0 the model is more confident than accurate."""
-    overconfidence_interval: Interval | None
+    overconfidence_interval: estimates.Interval | None
     """95% interval of the overconfidence; None if all pairs have the same prompt."""
     points: tuple[Mapping[str, float], ...]
     """Bins from the least to the most confident pairs: number of `pairs`, their mean `confidence`,
@@ -142,19 +130,19 @@ class Fitness:
     """Number of different prompts among the pairs."""
     ties: int
     """Number of pairs whose two responses score the same."""
-    accuracy: Group
-    by_difference: tuple[Group, ...]
+    accuracy: estimates.Group
+    by_difference: tuple[estimates.Group, ...]
     """Accuracy by quarter of |chosen - rejected|, the smallest first."""
-    by_margin: tuple[Group, ...]
+    by_margin: tuple[estimates.Group, ...]
     """Accuracy by quarter of the margin given in the data, over the pairs that have one."""
     length: LengthBias
     calibration: Calibration | None
     """Calibration of the source; None if its scores are not log-odds."""
     edges: tuple[float, ...]
     """Edges of the histograms' bins, which leave out values far outside."""
-    chosen: Distribution
-    rejected: Distribution
-    sampled: Distribution | None
+    chosen: estimates.Distribution
+    rejected: estimates.Distribution
+    sampled: estimates.Distribution | None
     """Distribution of the scores of SFT samples; None without samples."""
     outside: float | None
     """Share of SFT samples that score above or below every response of the pairs."""
@@ -208,28 +196,30 @@ def measure_fitness(
     difference, longer = scores[0] - scores[1], tokens[0] - tokens[1]
     right = (np.sign(difference) + 1) / 2
 
-    def by_quarter(size: Float[ndarray, " N"]) -> tuple[Group, ...]:
+    def by_quarter(size: Float[ndarray, " N"]) -> tuple[estimates.Group, ...]:
         """Return the accuracy by quarter of a size, over the pairs that have one."""
         rows = ~np.isnan(size)
         if not rows.any():
             return ()
-        quarter = equal_mass(size[rows], QUARTERS)
+        quarter = estimates.equal_mass(size[rows], QUARTERS)
         prompts = np.unique(prompt[rows], return_inverse=True)[1]
         inside = (size[rows][quarter == index] for index in range(int(quarter.max()) + 1))
         ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
         labels = [low if low == high else f"{low} to {high}" for low, high in ends]
-        return group_accuracy(right[rows], quarter, labels, prompts, seed)
+        return estimates.group_accuracy(right[rows], quarter, labels, prompts, seed)
 
     every = np.concatenate([scores.ravel(), sampled])
     bins = int(np.clip(np.sqrt(len(every)), 10, 40))
-    edges = np.histogram_bin_edges(every, bins, range=inner_range(every))
+    edges = np.histogram_bin_edges(every, bins, range=estimates.inner_range(every))
     outside = (sampled < scores.min()) | (sampled > scores.max())
     return Fitness(
         pairs=tuple(pairs),
         samples=tuple(samples),
         prompts=len(number_of),
         ties=int((difference == 0).sum()),
-        accuracy=group_accuracy(right, np.zeros(len(pairs), dtype=int), ["all"], prompt, seed)[0],
+        accuracy=estimates.group_accuracy(
+            right, np.zeros(len(pairs), dtype=int), ["all"], prompt, seed
+        )[0],
         by_difference=by_quarter(np.abs(difference)),
         by_margin=by_quarter(np.array([pair.margin for pair in pairs], dtype=float)),
         length=length_bias(
@@ -237,17 +227,17 @@ def measure_fitness(
             np.sign(longer),
             prompt,
             seed,
-            responses=correlate(scores.ravel(), tokens.ravel()),
-            pairs=correlate(difference, longer),
-            samples=correlate(sampled, sampled_tokens),
+            responses=estimates.correlate(scores.ravel(), tokens.ravel()),
+            pairs=estimates.correlate(difference, longer),
+            samples=estimates.correlate(sampled, sampled_tokens),
         ),
         calibration=None
         if logit_scale is None
         else calibrate(logit_scale * difference, right, prompt, seed),
         edges=tuple(edges.tolist()),
-        chosen=describe(scores[0], edges),
-        rejected=describe(scores[1], edges),
-        sampled=describe(sampled, edges) if samples else None,
+        chosen=estimates.describe(scores[0], edges),
+        rejected=estimates.describe(scores[1], edges),
+        sampled=estimates.describe(sampled, edges) if samples else None,
         outside=float(outside.mean()) if samples else None,
     )
 
@@ -257,7 +247,7 @@ def length_bias(
     sign: Float[ndarray, " N"],
     prompt: Int[ndarray, " N"],
     seed: int,
-    **correlations: Correlation,
+    **correlations: estimates.Correlation,
 ) -> LengthBias:
     """Return the accuracy by which response is longer, beside the correlations.
 
@@ -266,13 +256,13 @@ def length_bias(
     Source: Singhal et al. 2023, https://arxiv.org/abs/2310.03716
     """
     index = np.select([sign > 0, sign < 0], [0, 1], 2)
-    groups = group_accuracy(right, index, (LONGER, SHORTER, SAME), prompt, seed)
+    groups = estimates.group_accuracy(right, index, (LONGER, SHORTER, SAME), prompt, seed)
     gap = gap_interval = None
     if [group.label for group in groups[:2]] == [LONGER, SHORTER]:
         gap = groups[0].accuracy - groups[1].accuracy
         if all(group.interval is not None for group in groups[:2]):
-            means = resampled_means(right, index, prompt, seed)
-            gap_interval = interval95(means[:, 0] - means[:, 1])
+            means = estimates.resampled_means(right, index, prompt, seed)
+            gap_interval = estimates.interval95(means[:, 0] - means[:, 1])
     differ = sign != 0
     takes_longer = np.where(sign > 0, right, 1 - right)[differ]
     return LengthBias(
@@ -304,14 +294,14 @@ def calibrate(
     Departs: bins of equal mass, not of equal width, since most bins of equal width are empty.
     """
     confidence = 1 / (1 + np.exp(-np.abs(logit)))
-    bins, count = equal_mass(confidence, BINS), len(right)
+    bins, count = estimates.equal_mass(confidence, BINS), len(right)
     inside = [bins == index for index in range(int(bins.max()) + 1)]
     points = tuple(
         {"pairs": int(rows.sum()), "confidence": float(confidence[rows].mean()),
          "accuracy": float(right[rows].mean())}
         for rows in inside
     )  # fmt: skip
-    means = resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
+    means = estimates.resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
     variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
     by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
     return Calibration(
@@ -319,7 +309,7 @@ def calibrate(
         ece=sum(p["pairs"] / count * abs(p["confidence"] - p["accuracy"]) for p in points),
         ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
         overconfidence=float((confidence - right).mean()),
-        overconfidence_interval=interval95(means[:, 0]) if prompt.max() > 0 else None,
+        overconfidence_interval=estimates.interval95(means[:, 0]) if prompt.max() > 0 else None,
         points=points,
     )
 

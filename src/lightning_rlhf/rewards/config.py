@@ -14,18 +14,9 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import ClassifierConfig, Normalization, Term
 from lightning_rlhf.core.errors import require
-from lightning_rlhf.core.validation import (
-    STRICT,
-    NonNegativeInt,
-    Options,
-    PositiveFloat,
-    PositiveInt,
-    Text,
-    described,
-    rule,
-)
 
 if TYPE_CHECKING:
     from urllib3.util import Url
@@ -75,10 +66,10 @@ LARGEST_FACTOR = 1e30
 DAY_S = 86_400
 """Longest time that may be waited for, in seconds."""
 Coefficient = Annotated[float, Field(ge=0, le=LARGEST_FACTOR)]
-Checkpoint = Annotated[Text, described("a folder, a hub id")]
+Checkpoint = Annotated[validation.Text, validation.described("a folder, a hub id")]
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class ComponentConfig:
     """Keys of every component."""
 
@@ -90,7 +81,7 @@ class ComponentConfig:
     clip: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] | None
 
     def __post_init__(self) -> None:
-        rule(not self.no_scale or self.normalization != "stored", "normalization",
+        validation.rule(not self.no_scale or self.normalization != "stored", "normalization",
              self.normalization, f"none, running: {self.no_scale}")  # fmt: skip
 
     def term(self, name: str) -> Term:
@@ -101,19 +92,19 @@ class ComponentConfig:
         """Raise ConfigError naming `key.…` where its device or its address is not one."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class RandomConfig(ComponentConfig):
     """A random head on the SFT model, to debug the loop."""
 
     no_scale = "a random head has no scale that was measured"
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class LearnedConfig(ComponentConfig):
     """Keys of every reward model, whose format is checked before PPO starts."""
 
     format_check: FormatCheck
-    format_tolerance: PositiveFloat
+    format_tolerance: validation.PositiveFloat
     """Largest gap to the reward model's own scores, root mean square, in their deviations."""
     unfit: Unfit
     """Conduct of stage=ppo where its fitness report says that the reward is unfit."""
@@ -121,7 +112,7 @@ class LearnedConfig(ComponentConfig):
     """Price of the deviation between the heads of an ensemble that stage=rm trained."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class HeadConfig(LearnedConfig):
     """A reward model of stage=rm that reads the policy's own tokens."""
 
@@ -129,13 +120,13 @@ class HeadConfig(LearnedConfig):
     """final/ folder or hub id; None is that of the same run."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class TextModelConfig(LearnedConfig, ClassifierConfig):
     """A reward model of any family, which reads text through its own tokenizer and template."""
 
-    device: Annotated[str, described("a device of torch")] | None
+    device: Annotated[str, validation.described("a device of torch")] | None
     """Device on which it computes; None is the policy's."""
-    batch_size: PositiveInt
+    batch_size: validation.PositiveInt
 
     def check(self, key: str) -> None:
         """Raise ConfigError as `ComponentConfig.check` does."""
@@ -149,28 +140,28 @@ class TextModelConfig(LearnedConfig, ClassifierConfig):
                 f"{key}.device", self.device, f"null, {', '.join(devices)}")  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class FunctionConfig(ComponentConfig):
     """A function of the texts."""
 
     no_scale = "a function has no scale that was measured"
     path: Annotated[
-        Text, Field(pattern=":", description="path/to/file.py:name, package.module:name")
+        validation.Text, Field(pattern=":", description="path/to/file.py:name, package.module:name")
     ]
-    arguments: Options
+    arguments: validation.Options
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class HTTPConfig(ComponentConfig):
     """A server that is asked for scores."""
 
     no_scale = "a server tells no scale"
-    url: Annotated[str, described(ALLOWED)]
-    batch_size: PositiveInt
+    url: Annotated[str, validation.described(ALLOWED)]
+    batch_size: validation.PositiveInt
     timeout_s: Annotated[float, Field(gt=0, le=DAY_S)]
-    retries: NonNegativeInt
+    retries: validation.NonNegativeInt
     backoff_s: Annotated[float, Field(ge=0, le=DAY_S)]
-    cache_size: NonNegativeInt
+    cache_size: validation.NonNegativeInt
     token_env: Annotated[str, Field(pattern=r"\S", description=VARIABLE)] | None
 
     def check(self, key: str) -> None:

@@ -12,15 +12,11 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from lightning_rlhf.core.config import Term
+from lightning_rlhf.core import config, masking, memory, records, shaping
 from lightning_rlhf.core.errors import RewardError, counted, quoted
-from lightning_rlhf.core.masking import by_length
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import DecodedResponses
-from lightning_rlhf.core.shaping import AS_IT_IS
 from lightning_rlhf.io.user_code import user_number
 
-Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
+Source = Callable[[records.DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
 """Function that returns one number for each response."""
 
 
@@ -28,7 +24,7 @@ Source = Callable[[DecodedResponses], Float[Tensor, " B"] | Sequence[float | Non
 class Reward:
     """Reward that PPO maximises: components, each with its term in the weighted sum."""
 
-    terms: tuple[Term, ...]
+    terms: tuple[config.Term, ...]
     """Terms of the sum, one per component."""
     sources: tuple[Source, ...]
     """Functions that compute the components, in the order of `terms`."""
@@ -36,7 +32,7 @@ class Reward:
     @classmethod
     def of(cls, source: Source) -> Reward:
         """Return the reward of a single component, unchanged."""
-        return cls(AS_IT_IS, (source,))
+        return cls(shaping.AS_IT_IS, (source,))
 
     @property
     def models(self) -> dict[str, tuple[nn.Module, str]]:
@@ -48,7 +44,7 @@ class Reward:
         return found
 
     @torch.no_grad()
-    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, "B K"]:
+    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:
         """Return the number of each component for each response, before weights.
 
         Raises:
@@ -61,7 +57,7 @@ class Reward:
         return torch.stack(columns, dim=1)
 
 
-def checked(found: Any, decoded: DecodedResponses, name: str) -> Float[Tensor, " B"]:
+def checked(found: Any, decoded: records.DecodedResponses, name: str) -> Float[Tensor, " B"]:
     """Return the numbers that a component gave, in fp32 on the device of the responses.
 
     Raises RewardError unless they are one finite number for each response.
@@ -106,7 +102,7 @@ class LearnedReward:
     """Standard deviation of the raw reward over SFT samples."""
     uncertainty_coef: float
     """Weight of the deviation between the heads of an ensemble."""
-    batch_size: MicrobatchSize
+    batch_size: memory.MicrobatchSize
     """Number of rows that are read at once; rows of similar lengths are read together."""
     module: nn.Module | None = None
     """Model that computes the rewards; None where it is not known."""
@@ -114,9 +110,9 @@ class LearnedReward:
     """Role in which `module` reads."""
 
     @torch.no_grad()
-    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
         rollout = decoded.rollout
-        order = by_length(rollout.mask)
+        order = masking.by_length(rollout.mask)
         parts = self.batch_size.fitting(
             lambda size: [
                 self.rewards(rollout.tokens[rows], rollout.mask[rows]) for rows in order.split(size)
@@ -171,7 +167,7 @@ class TextReward:
     mean: float
     std: float
     uncertainty_coef: float
-    batch_size: MicrobatchSize
+    batch_size: memory.MicrobatchSize
     """Number of dialogues that are read at once; those of similar lengths are read together."""
     max_tokens: int | None
     """Maximum number of tokens that are read; None reads all. A longer dialogue loses the tokens
@@ -183,7 +179,7 @@ class TextReward:
     role: str = ""
     """Role in which `module` reads; empty for a model without roles."""
 
-    def __call__(self, decoded: DecodedResponses) -> Float[Tensor, " B"]:
+    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
         return self.score(decoded.rows, decoded.responses)
 
     @torch.no_grad()

@@ -8,11 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from lightning_rlhf.core import masking, memory, records
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
-from lightning_rlhf.core.masking import by_length, real_tokens
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, SampledResponses, Scores
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
@@ -79,36 +77,36 @@ AT_ONCE = 256
 
 
 def decode_responses(
-    rollout: SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
-) -> DecodedResponses:
+    rollout: records.SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
+) -> records.DecodedResponses:
     """Return the responses of a rollout as text, with the data rows of their prompts."""
-    return DecodedResponses(
+    return records.DecodedResponses(
         rollout=rollout,
         rows=[rows[index] for index in rollout.index.tolist()],
         responses=[
             chat.decode_response(tokens)
-            for tokens in real_tokens(rollout.responses, rollout.response_mask)
+            for tokens in masking.real_tokens(rollout.responses, rollout.response_mask)
         ],
     )
 
 
 def encode_responses(
     rows: Sequence[Mapping[str, Any]], responses: Sequence[str], chat: ChatFormat
-) -> DecodedResponses:
+) -> records.DecodedResponses:
     """Return texts as responses of the policy: left-padded prompts, an end token after each."""
     prompts = [chat.prompt_tokens(tuple(map(Message.of, row["messages"]))) for row in rows]
     encoded = [chat.response_tokens(text) for text in responses]
     rollout = as_responses(prompts, encoded, chat.pad_token_id)
-    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
+    return records.DecodedResponses(rollout=rollout, rows=rows, responses=responses)
 
 
 def as_responses(
     prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int
-) -> SampledResponses:
+) -> records.SampledResponses:
     """Return given responses, as tokens with their end tokens, in the form of sampled ones."""
     prompt, prompt_mask = pad(prompts, pad_id, "left")
     response, response_mask = pad(responses, pad_id, "right")
-    return SampledResponses(
+    return records.SampledResponses(
         tokens=torch.cat([prompt, response], dim=1),
         mask=torch.cat([prompt_mask, response_mask], dim=1),
         response_mask=response_mask,
@@ -142,7 +140,7 @@ def score_texts(
 class ShardedBatch:
     """A whole batch of prompts, of which this process samples some."""
 
-    prompts: Prompts
+    prompts: records.Prompts
     samples_per_prompt: int
     local: Share
     """Prompts that this process samples; it may have none."""
@@ -156,7 +154,7 @@ class ShardedBatch:
 
 
 def shard(
-    batches: Iterable[tuple[Prompts, int]], replicas: Replicas, *, divides: bool
+    batches: Iterable[tuple[records.Prompts, int]], replicas: Replicas, *, divides: bool
 ) -> list[ShardedBatch]:
     """Return all batches (prompts, samples_per_prompt) with the prompts that this process samples.
 
@@ -169,7 +167,7 @@ def shard(
     for number, (prompts, count) in enumerate(pairs):
         rows = torch.arange(len(prompts) if number % replicas.size == replicas.rank else 0)
         if number >= whole:
-            rows = replicas.share(by_length(prompts.mask))
+            rows = replicas.share(masking.by_length(prompts.mask))
         found.append(ShardedBatch(prompts, count, Share(rows, len(prompts)), first))
         first += len(prompts) * count
     return found
@@ -177,7 +175,7 @@ def shard(
 
 def sample_local(
     sampler: NativeSampler | HFSampler, batches: Iterable[ShardedBatch], generator: torch.Generator
-) -> Iterator[tuple[Int[Tensor, " R"], SampledResponses]]:
+) -> Iterator[tuple[Int[Tensor, " R"], records.SampledResponses]]:
     """Yield the numbers of the responses that this process samples, with them, batch by batch.
 
     The random numbers of a response are those that it has in a single process.
@@ -202,7 +200,7 @@ def sample_reference(
     generator: torch.Generator,
     replicas: Replicas = ONE,
     role: str = REFERENCE,
-) -> list[SampledResponses]:
+) -> list[records.SampledResponses]:
     """Return the batches of responses of the SFT model that all processes sample, on the CPU.
 
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
@@ -219,7 +217,9 @@ def sample_reference(
 
 
 @torch.no_grad()
-def sample_rewards(roles: Roles, rollouts: Iterable[SampledResponses]) -> Float[Tensor, " B"]:
+def sample_rewards(
+    roles: Roles, rollouts: Iterable[records.SampledResponses]
+) -> Float[Tensor, " B"]:
     """Return the raw reward of each response, on the CPU."""
     rewards = [
         roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
@@ -256,7 +256,7 @@ class Collector:
     chat: ChatFormat
     prompts: Mapping[str, Sequence[dict[str, Any]]]
     """Split -> rows of the data, as for `PPOModule`."""
-    microbatch: MicrobatchSize
+    microbatch: memory.MicrobatchSize
     """Number of rows that a critic apart, reward and reference read at a time."""
     sampler: Any
     """`Sampler` of the responses; None builds the one that `config.rollout` names."""
@@ -265,11 +265,11 @@ class Collector:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.annotation_rows = MicrobatchSize(
+        self.annotation_rows = memory.MicrobatchSize(
             "the number of rows annotated at a time", config.rollout_batch_size
         )
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
-        self.generation_rows = MicrobatchSize(
+        self.generation_rows = memory.MicrobatchSize(
             f"{self.stage}.generation_batch_size",
             config.generation_batch_size or config.rollout_batch_size,
         )
@@ -287,26 +287,30 @@ class Collector:
         """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
-        self, prompts: Prompts, generator: torch.Generator, samples_per_prompt: int = 1
-    ) -> Rollout:
+        self, prompts: records.Prompts, generator: torch.Generator, samples_per_prompt: int = 1
+    ) -> records.Rollout:
         """Return responses of the active role, with its log-probabilities and the values.
 
         Each process samples and annotates its share of the prompts. Where the memory runs out,
         fewer are sampled at a time. Raises LogitsError, TrainingError or SamplerError.
         """
-        local = Share(self.replicas.share(by_length(prompts.mask)), len(prompts))
+        local = Share(self.replicas.share(masking.by_length(prompts.mask)), len(prompts))
         return self.replicas.joined(
             local.responses(samples_per_prompt),
             lambda _: self.annotate(self.sample(prompts, local, generator, samples_per_prompt)),
         )
 
     def sample(
-        self, prompts: Prompts, share: Share, generator: torch.Generator, samples_per_prompt: int
-    ) -> SampledResponses:
+        self,
+        prompts: records.Prompts,
+        share: Share,
+        generator: torch.Generator,
+        samples_per_prompt: int,
+    ) -> records.SampledResponses:
         """Return the responses to a share of the prompts, as many at a time as fit into memory."""
         start = generator.get_state()
 
-        def at_a_time(count: int) -> list[SampledResponses]:
+        def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
             for rows in share.rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
@@ -314,11 +318,15 @@ class Collector:
                 parts.append(self.sample_at_once(prompts, part, generator, samples_per_prompt))
             return parts
 
-        return SampledResponses.joined(self.generation_rows.fitting(at_a_time))
+        return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))
 
     def sample_at_once(
-        self, prompts: Prompts, share: Share, generator: torch.Generator, samples_per_prompt: int
-    ) -> SampledResponses:
+        self,
+        prompts: records.Prompts,
+        share: Share,
+        generator: torch.Generator,
+        samples_per_prompt: int,
+    ) -> records.SampledResponses:
         """Return the responses to a share of the prompts, sampled together.
 
         The native sampler draws the same numbers for a response in every share; another is given a
@@ -333,7 +341,7 @@ class Collector:
         own = torch.Generator().manual_seed(seed)
         return self.sampler.sample(some, samples_per_prompt, own)
 
-    def annotate(self, sampled: SampledResponses) -> Rollout:
+    def annotate(self, sampled: records.SampledResponses) -> records.Rollout:
         """Return the responses with the predictions that the sampler does not know."""
         on_trunk = self.critic is not None and self.critic.shares_trunk
         given = [sampled.logprobs, *([sampled.values] if on_trunk else [])]
@@ -346,18 +354,18 @@ class Collector:
             )
         )  # fmt: skip
 
-    def decode(self, rollout: Rollout, split: str) -> DecodedResponses:
+    def decode(self, rollout: records.Rollout, split: str) -> records.DecodedResponses:
         """Return the rollout with its text and the rows of `split` that hold its prompts."""
         return decode_responses(rollout, self.prompts[split], self.chat)
 
-    def score(self, decoded: DecodedResponses) -> Scores:
+    def score(self, decoded: records.DecodedResponses) -> records.Scores:
         """Return the scores of the reward and of the reference; each process scores its share.
 
         Raises: RewardError where the reward gives no number for a response.
         """
         config = self.config
 
-        def scored(some: Int[Tensor, " R"]) -> Scores:
+        def scored(some: Int[Tensor, " R"]) -> records.Scores:
             return self.microbatch.fitting(
                 lambda rows: score(
                     self.roles, decoded.select(some), self.reward, batch_size=rows,
@@ -366,4 +374,6 @@ class Collector:
                 )
             )  # fmt: skip
 
-        return self.replicas.joined(self.replicas.share(by_length(decoded.rollout.mask)), scored)
+        return self.replicas.joined(
+            self.replicas.share(masking.by_length(decoded.rollout.mask)), scored
+        )

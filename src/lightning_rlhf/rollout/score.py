@@ -9,27 +9,29 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from lightning_rlhf.core import records
+from lightning_rlhf.core import losses, masking, memory, records, shaping
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
-from lightning_rlhf.core.losses import PolicyOutputs
-from lightning_rlhf.core.masking import by_length, from_first_real, picker
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Experience, Rollout, SampledResponses, Scores
-from lightning_rlhf.core.shaping import weighted_sum
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
 
-B = TypeVar("B", SampledResponses, Experience, "SampledResponses | Experience")
+B = TypeVar(
+    "B",
+    records.SampledResponses,
+    records.Experience,
+    "records.SampledResponses | records.Experience",
+)
 
 
-def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float[Tensor, "N d"]:
+def response_hidden(
+    roles: Roles, batch: records.SampledResponses | records.Experience
+) -> Float[Tensor, "N d"]:
     """Return hidden states of the active role from which each real response token is predicted."""
     lengths, responses = records.row_lengths(batch)[:, :, None].unbind(dim=1)
     longest = int(lengths.max())
-    tokens, _ = from_first_real(batch.tokens, batch.mask, longest)
+    tokens, _ = masking.from_first_real(batch.tokens, batch.mask, longest)
     after = torch.arange(1, longest, device=lengths.device)
     return roles.hidden_at(tokens[:, :-1], (after < lengths) & (after >= lengths - responses))
 
@@ -37,7 +39,7 @@ def response_hidden(roles: Roles, batch: SampledResponses | Experience) -> Float
 def response_logprobs(
     roles: Roles,
     hidden: Float[Tensor, "N d"],
-    batch: SampledResponses | Experience,
+    batch: records.SampledResponses | records.Experience,
     temperature: float,
     *,
     learn_entropy: bool = False,
@@ -47,7 +49,7 @@ def response_logprobs(
     learn_entropy: whether the entropy has a gradient too, which costs more.
     """
     return token_logprobs(
-        hidden, picker(records.known_mask(batch))(batch.responses), roles.head,
+        hidden, masking.picker(records.known_mask(batch))(batch.responses), roles.head,
         temperature=temperature, vocab_size=roles.vocab_size,
         frozen_head=not (learn_entropy or roles.head_is_trained), row_multiple=roles.row_multiple,
     )  # fmt: skip
@@ -75,7 +77,7 @@ def score(
     temperature: float,
     batch_size: int,
     over_vocabulary: bool,
-) -> Scores:
+) -> records.Scores:
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
     over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more forward
@@ -83,7 +85,7 @@ def score(
     """
     components, rollout = reward(decoded), decoded.rollout
 
-    def read(rows: SampledResponses) -> tuple[Tensor, ...]:
+    def read(rows: records.SampledResponses) -> tuple[Tensor, ...]:
         with roles.use_role(REFERENCE):
             ref_hidden = response_hidden(roles, rows)
             logprobs, _ = response_logprobs(roles, ref_hidden, rows, temperature)
@@ -93,9 +95,9 @@ def score(
         return logprobs, response_kl(roles, hidden, ref_hidden, temperature)
 
     ref_logprobs, *kl = by_micro_batch(rollout, batch_size, read)
-    return Scores(
+    return records.Scores(
         component_scores=components,
-        score=weighted_sum(components, reward.terms),
+        score=shaping.weighted_sum(components, reward.terms),
         ref_logprobs=ref_logprobs,
         vocabulary_kl=kl[0] if kl else None,
     )
@@ -103,7 +105,7 @@ def score(
 
 def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, ""]:
     """Return the share of padding that `response_hidden` reads, `batch_size` rows at a time."""
-    lengths = mask[by_length(mask)].sum(dim=1) - 1
+    lengths = mask[masking.by_length(mask)].sum(dim=1) - 1
     read = sum(len(some) * some[-1] for some in lengths.split(batch_size))
     return 1 - lengths.sum() / read
 
@@ -116,7 +118,7 @@ def by_micro_batch(
     read: function that returns numbers of the N real response tokens of some rows, row by row. It
         is given `size` rows at a time, from the shortest to the longest.
     """
-    order = by_length(batch.mask)
+    order = masking.by_length(batch.mask)
     parts = [read(batch.select(rows)) for rows in order.split(size)]
     mask, place = batch.response_mask[order], order.argsort()
     columns = [torch.cat(column) for column in zip(*parts, strict=True)]
@@ -148,7 +150,7 @@ class Critic:
 
     def values(
         self,
-        batch: SampledResponses | Experience,
+        batch: records.SampledResponses | records.Experience,
         *,
         policy_hidden: Float[Tensor, "N d"] | None = None,
     ) -> Float[Tensor, " N"]:
@@ -163,7 +165,7 @@ class Critic:
 
     @torch.no_grad()
     def all_values(
-        self, batch: SampledResponses | Experience, batch_size: int
+        self, batch: records.SampledResponses | records.Experience, batch_size: int
     ) -> Float[Tensor, "B T"]:
         """Return V before each response token, 0 on padding, `batch_size` rows at a time."""
         (values,) = by_micro_batch(batch, batch_size, lambda rows: (self.values(rows),))
@@ -177,15 +179,15 @@ class Critic:
 
 
 def annotate(
-    sampled: SampledResponses,
+    sampled: records.SampledResponses,
     roles: Roles,
     critic: Critic | None,
     *,
     is_exact: bool,
     temperature: float,
-    policy_rows: MicrobatchSize,
+    policy_rows: memory.MicrobatchSize,
     batch_size: int,
-) -> Rollout:
+) -> records.Rollout:
     """Return the responses with log-probabilities of the active role and values of the critic.
 
     Args:
@@ -204,12 +206,12 @@ def annotate(
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     values = torch.zeros_like(logprobs) if values is None else values
-    return Rollout(**vars(sampled) | {"logprobs": logprobs, "values": values})
+    return records.Rollout(**vars(sampled) | {"logprobs": logprobs, "values": values})
 
 
 @torch.no_grad()
 def predict(
-    batch: SampledResponses | Experience,
+    batch: records.SampledResponses | records.Experience,
     roles: Roles,
     critic: Critic | None,
     temperature: float,
@@ -221,7 +223,7 @@ def predict(
     critic.
     """
 
-    def read(rows: SampledResponses | Experience) -> tuple[Tensor, ...]:
+    def read(rows: records.SampledResponses | records.Experience) -> tuple[Tensor, ...]:
         hidden = response_hidden(roles, rows)
         logprobs, _ = response_logprobs(roles, hidden, rows, temperature)
         values = () if critic is None else (critic.values(rows, policy_hidden=hidden),)
@@ -232,8 +234,8 @@ def predict(
 
 
 def policy_outputs(
-    roles: Roles, hidden: Float[Tensor, "N d"], micro_batch: Experience, config: PPOConfig
-) -> PolicyOutputs:
+    roles: Roles, hidden: Float[Tensor, "N d"], micro_batch: records.Experience, config: PPOConfig
+) -> losses.PolicyOutputs:
     """Return the predictions of the active role for a micro-batch, with a gradient.
 
     hidden: hidden states of the role, as `response_hidden` returns them.
@@ -246,4 +248,4 @@ def policy_outputs(
         with torch.no_grad(), roles.use_role(REFERENCE):
             ref_hidden = response_hidden(roles, micro_batch)
         kl = response_kl(roles, hidden, ref_hidden, config.temperature)
-    return PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=kl)
+    return losses.PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=kl)

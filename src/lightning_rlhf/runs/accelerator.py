@@ -22,14 +22,8 @@ import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
 
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import (
-    ConfigError,
-    ProcessEndedError,
-    RLHFError,
-    counted,
-    first_line,
-)
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
 from lightning_rlhf.parallel.replicas import Replicas, ended_processes
@@ -62,18 +56,18 @@ def check_devices(settings: Settings, needed: int = 1) -> None:
     mps = torch.backends.mps.is_available()
     found = torch.cuda.device_count() if torch.cuda.is_available() else int(mps)
     if needed > found:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"trainer.accelerator is 'gpu' and trainer.devices is {settings.trainer.devices}, but "
-            f"torch finds {counted(found, 'GPU')} on this machine ({build_of_torch()}); allowed: "
-            f"{f'trainer.devices of at most {found}, or ' if found else ''}trainer=cpu"
+            f"torch finds {errors.counted(found, 'GPU')} on this machine ({build_of_torch()}); "
+            f"allowed: {f'trainer.devices of at most {found}, or ' if found else ''}trainer=cpu"
         )
     try:
         if needed == 1:  # a sum needs a kernel for this GPU, which not every build of torch has
             torch.ones(2, device="mps" if mps else "cuda").sum().item()
     except RuntimeError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
-            f"({first_line(error)}); allowed: trainer=cpu"
+            f"({errors.first_line(error)}); allowed: trainer=cpu"
         ) from error
 
 
@@ -103,7 +97,9 @@ def print_device(settings: Settings) -> None:
     elif torch.version.cuda is None and shutil.which("nvidia-smi"):
         note = f"; {build_of_torch()} and cannot use the GPU"
     size = world().size
-    threads = f" of {counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
+    threads = (
+        f" of {errors.counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
+    )
     processes = f" in {size} processes{threads}" if size > 1 else ""
     print_line(f"computing on {name}{processes}, {settings.trainer.precision}{note}")
 
@@ -229,18 +225,18 @@ def check_processes(settings: Settings, place: World) -> None:
     if size == 1 and not definition.trains:
         return  # it can compute in one process, whatever trainer.devices is
     if size != trainer.processes:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
             f"but {launcher} has started {'one process' if size == 1 else f'{size} processes'}; "
             "allowed: equal numbers"
         )
     if not (size == 1 or definition.trains or definition.divides):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{launcher} has started {size} processes, but stage={stage} computes in one; allowed: "
             "one process"
         )
     if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
             f"{config.prompts_per_iteration} prompts for {size} processes; allowed: at least "
             f"{size * config.samples_per_prompt}"
@@ -274,14 +270,14 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
         signal.signal(signal.SIGTERM, raise_message)
     try:
         yield
-    except ProcessEndedError as error:
+    except errors.ProcessEndedError as error:
         message = group.message_left() if replicas.is_first else None
         is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
         if message is None and is_printed:
             sys.exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        raise RLHFError(message or str(error)) from error
-    except RLHFError as error:
+        raise errors.RLHFError(message or str(error)) from error
+    except errors.RLHFError as error:
         if replicas.is_first:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise
@@ -295,7 +291,7 @@ def raise_message(signum: int, frame: FrameType | None) -> None:
     Where the command was killed that would say why, this process does.
     """
     if (message := group.message_left()) is not None:
-        raise RLHFError(message)
+        raise errors.RLHFError(message)
     signal.signal(signum, signal.SIG_DFL)
     if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
         os.write(2, b"error: the command that started this process has ended\n")

@@ -11,13 +11,11 @@ from filelock import Timeout
 
 import lightning_rlhf
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.files import Origin, check_checkpoint, numbered, step_named
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
 from lightning_rlhf.models.checkpoint import digest
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, check_writable, folder_of
 from lightning_rlhf.runs.parents import find_parents
 from lightning_rlhf.runs.stage import AUTO, Settings
 
@@ -35,7 +33,7 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
     The lock is a file in the folder, so that all paths to the folder share it.
     Raises ConfigError where another process holds it, or where the folder cannot be written.
     """
-    check_writable("outputs", settings.outputs, folder)
+    folders.check_writable("outputs", settings.outputs, folder)
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     lock = folder / folders.LOCK
     try:
@@ -66,23 +64,24 @@ def state_of(settings: Settings) -> State:
 
     Raises ConfigError where the folder holds the stage with another configuration.
     """
-    return "new" if folders.is_unbegun(folder_of(settings)) else begun_state(settings)
+    return "new" if folders.is_unbegun(folders.folder_of(settings)) else begun_state(settings)
 
 
 def begun_state(settings: Settings) -> State:
     """Return the `state_of` a run whose folder has a config.json."""
-    folder = folder_of(settings)
-    if changed := folders.changes(settings.definition, settings.tree, folder / CONFIG):
+    folder = folders.folder_of(settings)
+    if changed := folders.changes(settings.definition, settings.tree, folder / folders.CONFIG):
         more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
         raise ConfigError(
             f"{folder} holds a run of another configuration and cannot be resumed: "
-            f"{'; '.join([*changed[:LISTED], *more])} ({folder / CONFIG}). Give what it was "
-            f"started with, {name_beside(settings)} to keep both, or overwrite=true to start over"
+            f"{'; '.join([*changed[:LISTED], *more])} ({folder / folders.CONFIG}). Give what it "
+            f"was started with, {name_beside(settings)} to keep both, or overwrite=true to start "
+            "over"
         )
     if is_stale(settings):
         print_line(f"{folder}: the models it was started from are others now")
         return "outdated"
-    return "done" if (folder / FINAL).is_dir() else "cut off"
+    return "done" if (folder / folders.FINAL).is_dir() else "cut off"
 
 
 def decide(settings: Settings) -> Start | None:
@@ -93,9 +92,9 @@ def decide(settings: Settings) -> Start | None:
     Raises ConfigError where a run would be overwritten, where the folder holds another run or where
     there is nothing to resume, and CheckpointError where a file that is read is damaged.
     """
-    folder, resume = folder_of(settings), settings.resume
-    final, beside = folder / FINAL, name_beside(settings)
-    check_writable("outputs", settings.outputs, folder)
+    folder, resume = folders.folder_of(settings), settings.resume
+    final, beside = folder / folders.FINAL, name_beside(settings)
+    folders.check_writable("outputs", settings.outputs, folder)
     if os.path.lexists(final) and not final.is_dir():
         raise CheckpointError(f"{final} is no folder, in the place of that of a run. Move it away")
     is_new = folders.is_unbegun(folder) and resume in (False, AUTO)
@@ -110,8 +109,10 @@ def decide(settings: Settings) -> Start | None:
                 )
     if settings.overwrite or is_new:
         return False, settings.overwrite, None
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(f"{folder} holds no run to resume: no {CONFIG}; leave resume=true out")
+    if not (folder / folders.CONFIG).is_file():
+        raise ConfigError(
+            f"{folder} holds no run to resume: no {folders.CONFIG}; leave resume=true out"
+        )
     there, is_finished = saved(folder), final.is_dir()
     ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
     if resume != AUTO and (is_finished or not there or not resume):
@@ -134,7 +135,7 @@ def decide(settings: Settings) -> Start | None:
         )
         return False, True, None
     if resume not in (True, AUTO):
-        path = folder / CHECKPOINTS / f"{resume}{files.SUFFIX}"
+        path = folder / folders.CHECKPOINTS / f"{resume}{files.SUFFIX}"
         if path not in there:
             names = ", ".join(sorted(p.stem for p in there))
             raise ConfigError(f"resume={resume}: {path} is not there; allowed: true, {names}")
@@ -157,7 +158,7 @@ def is_stale(settings: Settings) -> bool:
 
     A checkpoint that was deleted does not count: results made from it stay valid.
     """
-    file, way = folder_of(settings) / folders.PARENTS, "delete it to go on"
+    file, way = folders.folder_of(settings) / folders.PARENTS, "delete it to go on"
     then = folders.read_config(file, way) if file.is_file() else {}
     if not all(isinstance(was, str) for was in then.values()):
         raise CheckpointError(f"{file} is damaged: it names no digest; {way}")
@@ -170,8 +171,8 @@ def is_stale(settings: Settings) -> bool:
 
 def saved(folder: Path) -> list[Path]:
     """Return the checkpoints of a run: the best one first, the one to resume from last."""
-    best = folder / CHECKPOINTS / files.BEST
-    return [*[best] * best.is_file(), *numbered(folder / CHECKPOINTS)]
+    best = folder / folders.CHECKPOINTS / files.BEST
+    return [*[best] * best.is_file(), *files.numbered(folder / folders.CHECKPOINTS)]
 
 
 def name_beside(settings: Settings) -> str:
@@ -185,32 +186,36 @@ def check_resumable(path: Path, settings: Settings) -> None:
 
     Also where another file that the run continues is damaged.
     """
-    folder = folder_of(settings)
+    folder = folders.folder_of(settings)
     files.read_rows(folder / folders.METRICS)
     if (samples := files.train_samples(folder)).exists():
         files.read_samples(samples)
     if (wandb_id := folder / files.WANDB_ID).exists():
         files.read_wandb_id(wandb_id)
     try:
-        state = check_checkpoint(path, origin(settings))["state_dict"]
+        state = files.check_checkpoint(path, origin(settings))["state_dict"]
         if spoiled := [name for name, x in state.items() if not x.isfinite().all()]:
             raise CheckpointError(
                 f"{path} cannot be resumed: {len(spoiled)} of its weights hold numbers that are "
                 f"NaN or infinite, first {spoiled[0]}"
             )
     except CheckpointError as error:
-        others = [p for p in numbered(path.parent) if p != path]
-        before = [p for p in others if not path.stem.isdigit() or step_named(p) < step_named(path)]
+        others = [p for p in files.numbered(path.parent) if p != path]
+        before = [
+            p
+            for p in others
+            if not path.stem.isdigit() or files.step_named(p) < files.step_named(path)
+        ]
         way = "Give overwrite=true to start over"
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
         raise CheckpointError(f"{error}. {way}") from error
 
 
-def origin(settings: Settings) -> Origin:
+def origin(settings: Settings) -> files.Origin:
     """Return the origin that the run's checkpoints record."""
-    version, run = lightning_rlhf.__version__, run_id(folder_of(settings))
-    return Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)
+    version, run = lightning_rlhf.__version__, run_id(folders.folder_of(settings))
+    return files.Origin(stage=settings.stage, model=settings.model.name, version=version, run=run)
 
 
 def run_id(folder: Path) -> str:

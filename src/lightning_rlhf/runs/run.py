@@ -17,29 +17,21 @@ from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.formats import Kind
-from lightning_rlhf.data.lengths import Tokenised, tokenise
-from lightning_rlhf.data.readers import TrainVal, draw_rows, load
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
 from lightning_rlhf.io.console import Working
 from lightning_rlhf.io.storage import delete, make_folder, written_whole
-from lightning_rlhf.models.build_roles import check_vocabulary, start_from
+from lightning_rlhf.models import build_roles, config, loading
 from lightning_rlhf.models.checkpoint import Final, digest
-from lightning_rlhf.models.config import SFT
-from lightning_rlhf.models.loading import load_tokenizer
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
-from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.accelerator import device_of
+from lightning_rlhf.runs import accelerator, folders, objects, stage
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.folders import Export
-from lightning_rlhf.runs.objects import own_objects
 from lightning_rlhf.runs.parents import find_parents
-from lightning_rlhf.runs.stage import Settings
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
-NOUNS: Mapping[Kind, str] = {
+NOUNS: Mapping[formats.Kind, str] = {
     "demonstrations": "demonstration",
     "preferences": "preference pair",
     "prompts": "prompt",
@@ -51,7 +43,7 @@ NOUNS: Mapping[Kind, str] = {
 class Run:
     """A run in one of its processes; built and checked once, then passed as one thing."""
 
-    settings: Settings
+    settings: stage.Settings
     tokenizer: PreTrainedTokenizerBase
     chat: ChatFormat
     parents: Mapping[str, Final]
@@ -64,7 +56,7 @@ class Run:
     """Arguments of lightning.Trainer of the user's own, except callbacks."""
     checkpoint: Path | None = None
     """Checkpoint from which training resumes; None for a run that starts."""
-    export: Export | None = None
+    export: folders.Export | None = None
     """Folder to write instead of `final/`, from a checkpoint; None for a run."""
     started: float = field(default_factory=time.perf_counter)
     """Time at which the run started, by time.perf_counter()."""
@@ -72,18 +64,20 @@ class Run:
     @classmethod
     def of(
         cls,
-        settings: Settings,
+        settings: stage.Settings,
         *,
         checkpoint: Path | None = None,
-        export: Export | None = None,
+        export: folders.Export | None = None,
     ) -> Run:
         """Find the models that the run starts from and load their tokenizer; write nothing.
 
         Raises an RLHFError where one is missing, or the user's own objects cannot be used.
         """
         check_trained_weights(settings)
-        parents, own = find_parents(settings), own_objects(settings)
-        tokenizer = load_tokenizer(settings.model, parents[SFT].path if SFT in parents else None)
+        parents, own = find_parents(settings), objects.own_objects(settings)
+        tokenizer = loading.load_tokenizer(
+            settings.model, parents[config.SFT].path if config.SFT in parents else None
+        )
         chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
         return cls(
             settings=settings, tokenizer=tokenizer, chat=chat, parents=parents,
@@ -103,7 +97,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Return the device that the run computes on."""
-        return device_of(self.settings)
+        return accelerator.device_of(self.settings)
 
     @property
     def replicas(self) -> Replicas:
@@ -149,12 +143,14 @@ class Run:
         )
         return build_loggers(settings.logger, self.folder, identity) + self.loggers
 
-    def rows(self, kind: Kind) -> TrainVal[Any]:
+    def rows(self, kind: formats.Kind) -> readers.TrainVal[Any]:
         """Return the rows of one kind of data, to train and to validate on."""
         with Working("reading the data"):
-            return load(kind, self.settings.data, self.settings.seed)
+            return readers.load(kind, self.settings.data, self.settings.seed)
 
-    def tokenised(self, rows: TrainVal[R]) -> tuple[Rows[R], Tokenised[Any], Tokenised[Any]]:
+    def tokenised(
+        self, rows: readers.TrainVal[R]
+    ) -> tuple[Rows[R], lengths.Tokenised[Any], lengths.Tokenised[Any]]:
         """Return the validation rows, the training rows as tokens, and the former as tokens.
 
         At most data.max_val_rows of the rows that fit are kept for validation. Prints the numbers.
@@ -162,14 +158,14 @@ class Run:
         """
         data, what = self.settings.data, NOUNS[self.settings.definition.data]
         with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
-            train = tokenise(rows.train, self.chat, data)
-            val = tokenise(rows.val, self.chat, data)
+            train = lengths.tokenise(rows.train, self.chat, data)
+            val = lengths.tokenise(rows.val, self.chat, data)
         held_out = rows.val
         if data.max_val_rows is not None and len(val.examples) > data.max_val_rows:
             fitting = set(val.numbers)
             fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
-            held_out = draw_rows(rows.val.only(fits), data.max_val_rows, self.settings.seed)
-            val = replace(tokenise(held_out, self.chat, data), dropped=val.dropped)
+            held_out = readers.draw_rows(rows.val.only(fits), data.max_val_rows, self.settings.seed)
+            val = replace(lengths.tokenise(held_out, self.chat, data), dropped=val.dropped)
         print_lengths(what, rows.train, train)
         print_lengths(what, held_out, val, to_validate=True)
         return held_out, train, val
@@ -181,17 +177,17 @@ class Run:
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         with Working("loading the model"):
-            roles = start_from(
+            roles = build_roles.start_from(
                 self.settings.model,
-                self.parents.get(SFT),
+                self.parents.get(config.SFT),
                 trainable=getattr(self.settings.config, "finetune", None) == "full",
                 seed=self.settings.seed,
             )
-        check_vocabulary(roles, self.tokenizer)
+        build_roles.check_vocabulary(roles, self.tokenizer)
         return roles
 
 
-def check_trained_weights(settings: Settings) -> None:
+def check_trained_weights(settings: stage.Settings) -> None:
     """Raise ConfigError where the stage trains whole weights that would be quantised."""
     quantization = settings.model.quantization
     for key, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):

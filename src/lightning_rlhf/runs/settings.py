@@ -15,7 +15,6 @@ from lightning_rlhf.callbacks.files import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
-from lightning_rlhf.core.validation import build, check_value, described, refuse_unknown
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards
@@ -39,7 +38,7 @@ OBJECTS = ("callbacks", "plugins", "profiler", "strategy")
 TYPES: Mapping[str, Any] = {
     "seed": validation.Seed,
     "preflight": stages.PreflightMode,
-    "outputs": Annotated[validation.Text, described("a folder")],
+    "outputs": Annotated[validation.Text, validation.described("a folder")],
     **dict.fromkeys(("overwrite", "record", "debug", "samples"), bool),
 }
 """Top-level key of one value -> type of the value."""
@@ -52,10 +51,14 @@ PASSED: Mapping[str, Any] = {
     **dict.fromkeys(("callbacks", "max_time", "plugins", "profiler", "strategy"), Any),
     **dict.fromkeys(("benchmark", "enable_model_summary", "enable_progress_bar"), bool | None),
     "detect_anomaly": bool,
-    "deterministic": Annotated[bool | Literal["warn"] | None, described("true, false, warn, null")],
+    "deterministic": Annotated[
+        bool | Literal["warn"] | None, validation.described("true, false, warn, null")
+    ],
     "limit_val_batches": Annotated[
         validation.Count | Annotated[float, Field(gt=0, le=1)],
-        described("a whole number >= 1, or a share up to 1.0: evaluations tell the best step"),
+        validation.described(
+            "a whole number >= 1, or a share up to 1.0: evaluations tell the best step"
+        ),
     ],
 }
 """Arguments of lightning.Trainer that are passed on unchanged -> type; Lightning checks Any."""
@@ -113,13 +116,13 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     stage, config_class, find = stages.chosen_stage(tree)
     others = {*stages.stage_names(tree)} - {stage}
     tree = {key: node for key, node in tree.items() if key not in others}
-    refuse_unknown(tree, KEYS | {"recipe", "final", stage}, "")
+    validation.refuse_unknown(tree, KEYS | {"recipe", "final", stage}, "")
     for key in (*KEYS, stage):
         require(key in tree, key, "missing", "a value; it was taken out of the configuration")
     if tree["preflight"] is False:
         tree["preflight"] = "off"  # which is false in a YAML file
     for key, kind in TYPES.items():
-        check_value(key, tree[key], kind)
+        validation.check_value(key, tree[key], kind)
     tree["resume"] = resume = read_resume(tree["resume"])
     both = f"resume={str(resume).lower()} and overwrite=true"
     if resume and tree["overwrite"]:
@@ -132,7 +135,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         keys = f"the keys of an estimator: +advantage@{stage}=gae, or `/advantage@_here_: gae` in"
         require(has_keys, f"{stage}.advantage", "missing", f"{keys} stages/{stage}.yaml")
     with naming_own_keys(stage, {f.name for f in fields(config_class)}):
-        config: Any = build(config_class, node, stage)
+        config: Any = validation.build(config_class, node, stage)
         own = [name for name, x in reward.items() if x.normalization == "running" or x.clip]
         if isinstance(config, PPOConfig) and own and config.score_normalization != "none":
             raise ConfigError(
@@ -146,14 +149,14 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         stage=stage,
         find=find,
         config=config,
-        model=build(ModelConfig, section(tree, "model"), "model"),
-        data=build(DataConfig, tree["data"], "data"),
+        model=validation.build(ModelConfig, section(tree, "model"), "model"),
+        data=validation.build(DataConfig, tree["data"], "data"),
         reward=reward,
         trainer=read_trainer(tree["trainer"]),
         logger=logger,
         custom_logger=custom_logger,
         callbacks=section(tree, "callbacks"),
-        policy=build(stages.PolicySource, tree["policy"], "policy"),
+        policy=validation.build(stages.PolicySource, tree["policy"], "policy"),
         outputs=Path(os.path.expanduser(tree["outputs"])),
         tree=tree,
         **{key: tree[key] for key in ("run", "job", "resume", *TYPES) if key != "outputs"},
@@ -244,7 +247,7 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
     parts, key, kinds = {str(kind): node}, "reward", ", ".join(REWARDS)
     if kind == SUM:
         parts, key = node.get("components"), "reward.components.{}"
-        refuse_unknown(node, {"kind", "components"}, "reward.")
+        validation.refuse_unknown(node, {"kind", "components"}, "reward.")
         require(isinstance(parts, Mapping) and bool(parts), "reward.components", parts,
                 "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
         kinds += "; +reward@reward.components.NAME=KIND sets all keys of a component"
@@ -259,7 +262,7 @@ def read_reward(node: Any) -> dict[str, ComponentConfig]:
         own = key.format(name)
         found = section({own: part}, own).get("kind", "missing")
         require(found in list(REWARDS), f"{own}.kind", found, kinds)
-        reward[str(name)] = build(REWARDS[found], part, own)
+        reward[str(name)] = validation.build(REWARDS[found], part, own)
         reward[str(name)].check(own)
     if all(component.weight == 0 for component in reward.values()):
         raise ConfigError("every weight of reward is 0; allowed: one or more that are not")
@@ -284,17 +287,17 @@ def read_trainer(node: Any) -> TrainerConfig:
         found = f"trainer.{key} is {node[key]!r}"
         raise ConfigError(f"{found}, but it is not to be set: {OWNED[key]}")
     ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
-    refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
+    validation.refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
     strategy = node.get("strategy")
     alone = "auto, single_device: the processes of a run sum their gradients themselves"
     is_alone = not isinstance(strategy, str) or strategy in (AUTO, "single_device")
     require(is_alone, "trainer.strategy", strategy, alone)
     for key in PASSED.keys() & node.keys():
-        check_value(f"trainer.{key}", node[key], PASSED[key])
+        validation.check_value(f"trainer.{key}", node[key], PASSED[key])
     options = {key: value for key, value in node.items() if key not in ours}
     mine = {key: value for key, value in node.items() if key in ours}
     mine["options"] = {"_target_": "lightning.Trainer", **options}
-    return build(TrainerConfig, mine, "trainer")
+    return validation.build(TrainerConfig, mine, "trainer")
 
 
 def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:

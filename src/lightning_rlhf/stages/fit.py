@@ -15,14 +15,10 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles, divergence_advice
-from lightning_rlhf.callbacks.compute import PEAK, PREFIX, compute_line
-from lightning_rlhf.callbacks.files import load_checkpoint, read_rows
+from lightning_rlhf.callbacks import checkpoints, compute, files, progress, stopping
 from lightning_rlhf.callbacks.loggers import close_loggers
 from lightning_rlhf.callbacks.metrics import SharedMetrics
-from lightning_rlhf.callbacks.progress import Progress, latest, position, trained
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
-from lightning_rlhf.callbacks.stopping import CheckMonitors, EarlyStop, WeightAverage
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, TrainingError, counted, require
@@ -33,11 +29,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
-from lightning_rlhf.runs import accelerator, folders
+from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import Export, folder_of
-from lightning_rlhf.runs.measured import read_metrics
-from lightning_rlhf.runs.objects import build_trainer, misconfigured
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run, check_trained_weights
 from lightning_rlhf.runs.stage import Settings, Stage
@@ -60,7 +53,7 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
                 "the clip of a reward's component. Start over (overwrite=true or job=NAME) with one"
             )
         case errors.NotFiniteError():
-            error.advice = divergence_advice(error.stage, error.made)
+            error.advice = checkpoints.divergence_advice(error.stage, error.made)
         case errors.PolicyLogitsError(iterations=0):
             error.advice = "No update was made yet: so is the model that the run starts from"
         case errors.PolicyLogitsError(nonfinite=count):
@@ -89,7 +82,7 @@ def fit(settings: Settings) -> Path:
     """
     with started(settings) as begun:
         if begun is None:
-            return folder_of(settings) / folders.FINAL
+            return folders.folder_of(settings) / folders.FINAL
         stage, run = begun
         if not stage.trains:
             final = stage.measure(run)
@@ -106,26 +99,28 @@ def fit(settings: Settings) -> Path:
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
-        saver = Checkpoints(run.folder / folders.CHECKPOINTS, config, origin(run.settings), stop,
-                            select.goal_of(run.settings), replicas)  # fmt: skip
-        rule = EarlyStop(
+        goal = select.goal_of(run.settings)
+        saver = checkpoints.Checkpoints(
+            run.folder / folders.CHECKPOINTS, config, origin(run.settings), stop, goal, replicas
+        )
+        rule = stopping.EarlyStop(
             stage.name, config.stop, next(iter(select.goal_of(run.settings, "stop")), None)
         )
         trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
         exit_code = 1
         try:
-            with deferred_signals(stop), misconfigured():
+            with deferred_signals(stop), objects.misconfigured():
                 trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
                 if replicas.is_first:
                     select.check_learned(stage.name, run.folder, trainer, module)
                 # The last checkpoint is written before the evaluation of the same step.
-                if saver.measured != trained(trainer):
+                if saver.measured != progress.trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
             if not replicas.is_first:
                 sys.exit()
-            last = trained(trainer)
+            last = progress.trained(trainer)
             chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
-            stage.report(run, module, loggers, position(trainer, module))
+            stage.report(run, module, loggers, progress.position(trainer, module))
             exit_code = 0
         finally:
             if exit_code and replicas.size > 1:
@@ -136,13 +131,19 @@ def fit(settings: Settings) -> Path:
             if exit_code and replicas.is_first:
                 leave_report(run.folder, stage)
         if chosen is None:
-            chosen = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
+            chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
         metrics = stage.summarise(run, module, chosen)
-        rows = [row for row in read_rows(run.folder / folders.METRICS).values() if PEAK in row]
+        rows = [
+            row
+            for row in files.read_rows(run.folder / folders.METRICS).values()
+            if compute.PEAK in row
+        ]
         if rows:  # else the run had ended before its compute was counted
-            computed = {n: float(cell) for n, cell in rows[-1].items() if n.startswith(PREFIX)}
-            print_line(compute_line(computed))
+            computed = {
+                n: float(cell) for n, cell in rows[-1].items() if n.startswith(compute.PREFIX)
+            }
+            print_line(compute.compute_line(computed))
             metrics |= computed
         return stage.finish(run, module, metrics)
 
@@ -157,7 +158,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
     accelerator.check_processes(settings, world())
     is_alone = world().size == 1
     replicas = ONE if is_alone else accelerator.join(settings)
-    lock = held(settings, folder_of(settings)) if replicas.is_first else nullcontext()
+    lock = held(settings, folders.folder_of(settings)) if replicas.is_first else nullcontext()
     with nullcontext() if is_alone else accelerator.errors_of_all(replicas), lock:
         start = replicas.first(lambda: decide(settings))
         if start is None:
@@ -203,7 +204,7 @@ def plan(settings: Settings) -> None:
     print_plan(settings)
 
 
-def export(settings: Settings, given: Export) -> Path:
+def export(settings: Settings, given: folders.Export) -> Path:
     """Write the model of a checkpoint as a folder like `final/`; return its path."""
     with entered(settings, given=given) as (stage, run):
         module = stage.restore(run)
@@ -224,7 +225,7 @@ def require_trained(stage: Stage, done: str) -> None:
 def complete(settings: Settings) -> None:
     """Write the page of a finished run that was killed before it had one, and delete what is left
     half written."""
-    folder = folder_of(settings)
+    folder = folders.folder_of(settings)
     page, final = folder / folders.PAGE, folder / folders.FINAL
     is_written = page.is_file() and page.stat().st_mtime_ns >= final.stat().st_mtime_ns
     if not is_written or (folder / folders.FAILED).exists():
@@ -234,7 +235,7 @@ def complete(settings: Settings) -> None:
 
 @contextmanager
 def entered(
-    settings: Settings, *, checkpoint: Path | None = None, given: Export | None = None
+    settings: Settings, *, checkpoint: Path | None = None, given: folders.Export | None = None
 ) -> Iterator[tuple[Stage, Run]]:
     """Within the block, compute as a run of these settings does; yield the stage and its run.
 
@@ -288,18 +289,18 @@ def trainer_of(
     # First, so that whatever the others do in a validation is done with the averaged weights.
     callbacks: list[Callback] = []
     if config.ema_decay is not None:
-        callbacks.append(WeightAverage(config.ema_decay))
+        callbacks.append(stopping.WeightAverage(config.ema_decay))
     # The first process alone measures and writes, and shares its metrics.
     callbacks += logging if run.replicas.is_first else []
     callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
-    callbacks += [CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
+    callbacks += [stopping.CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
     has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
     if not has_bar and options.get("enable_progress_bar") is not False:
-        callbacks.append(Progress(stage.name, stage.headlines))
+        callbacks.append(progress.Progress(stage.name, stage.headlines))
     if run.checkpoint is not None:
         print_line(f"going on from {run.checkpoint}")
-    return build_trainer(
-        run.settings.trainer, run.arguments, stop, callbacks, [WholeFiles()],
+    return objects.build_trainer(
+        run.settings.trainer, run.arguments, stop, callbacks, [checkpoints.WholeFiles()],
         max_epochs=1,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,
@@ -328,7 +329,7 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 
     Called before anything in the run's folder is written or removed; Lightning reads it again.
     """
-    found = load_checkpoint(checkpoint)
+    found = files.load_checkpoint(checkpoint)
     try:
         data.load_state_dict(found[type(data).__qualname__])
         module.on_load_checkpoint(found)
@@ -338,10 +339,10 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
         ) from error
 
 
-def print_curves(run: Run, stage: Stage, saver: Checkpoints) -> None:
+def print_curves(run: Run, stage: Stage, saver: checkpoints.Checkpoints) -> None:
     """Draw the curves, and print which evaluation was the best unless it was the last one."""
     title = f"{stage.title}: {folders.run_name(run.settings)}"
-    curves = read_metrics(run.folder)
+    curves = measured.read_metrics(run.folder)
     print_line(f"curves: {draw_curves(run.folder, curves, title, stage.unit, stage.panels)}")
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
         print_line(

@@ -15,18 +15,16 @@ from rich.text import Text
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from lightning_rlhf.core import logprobs, memory
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.logprobs import CHUNK_ELEMENTS
-from lightning_rlhf.core.memory import available_memory
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
-from lightning_rlhf.models.build_roles import SAMPLING_BYTES, cache_bytes
+from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
-from lightning_rlhf.models.loading import empty_model, layers_of, recompute, scale_bytes
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
@@ -81,7 +79,7 @@ class MemoryPlan:
 
     def update(self, rows: int) -> Bytes:
         """Return the memory of a forward and backward pass over so many rows."""
-        bound = LOGITS_COPIES * 4 * CHUNK_ELEMENTS
+        bound = LOGITS_COPIES * 4 * logprobs.CHUNK_ELEMENTS
         logits = min(rows * self.row.logits, bound)
         return Bytes(activations=rows * self.row.activations, logits=logits)
 
@@ -128,7 +126,9 @@ def plan_memory(
         prompts = min(ceil(config.prompts_per_iteration / processes), prompts)
         layer = ends(model.base_model) // text.num_hidden_layers
         tokens, count = longest + config.max_response_tokens, prompts * samples
-        size = tokens * (cache_bytes(text, model.dtype) + SAMPLING_BYTES) + state_bytes(text)
+        size = tokens * (
+            build_roles.cache_bytes(text, model.dtype) + build_roles.SAMPLING_BYTES
+        ) + state_bytes(text)
         rollout = Bytes(weights=copied, activations=prompts * longest * layer * number,
                         logits=logits * count, cache=size * count)  # fmt: skip
         longest = max(tokens, *(one.length for one in demonstrations), 0)
@@ -156,7 +156,7 @@ def activation_numbers(model: PreTrainedModel) -> int:
     """
     if not getattr(model, "recomputes", False):
         return ends(model.base_model)
-    layers = layers_of(model)
+    layers = loading.layers_of(model)
     return len(layers) * model.get_output_embeddings().in_features + max(map(ends, layers))
 
 
@@ -194,7 +194,7 @@ def plan_of(
     }
     found = {role: bytes_of(group, config) for role, group in here.items()}
     loaded = sum(role.weights for role in found.values())
-    free = available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
+    free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     trunks, ptx, copies = [roles.causal_lm], getattr(module, "ptx", None), False
     if isinstance(module, PPOModule):
         copies = roles.copies_weights
@@ -229,7 +229,7 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
 def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
     """Return the memory of the weights of a role, of which some are trained by AdamW."""
     trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    weights = sum(p.nbytes + scale_bytes(p) for p in parameters)
+    weights = sum(p.nbytes + loading.scale_bytes(p) for p in parameters)
     copies = 2 + (config.ema_decay is not None)
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
@@ -248,9 +248,9 @@ def plan_run(settings: Settings) -> MemoryPlan:
             "your own with one of their configurations"
         )
     is_full = getattr(config, "finetune", "lora") == "full"
-    model = empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
+    model = loading.empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
     if own.gradient_checkpointing:
-        recompute(model)
+        loading.recompute(model)
     base = list(model.requires_grad_(is_full).parameters())
     roles = assumed_roles(settings, Roles(model, "plain"), is_full=is_full)
     found = by_role(SimpleNamespace(roles=roles))

@@ -21,11 +21,9 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.models import checkpoint
-from lightning_rlhf.models.checkpoint import FROM_CONFIG, Manifest, Verdict, is_folder
+from lightning_rlhf.models import checkpoint, heads
 from lightning_rlhf.models.config import REWARD, SFT
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import score_bias, with_padding
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
@@ -45,7 +43,7 @@ OPTIONS = {
 def hand_over(
     run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *, head: str | None,
     reward: tuple[float, float] | None = None, below: torch.Tensor | None = None,
-    more: Path | None = None, verdicts: Mapping[str, Verdict] | None = None,
+    more: Path | None = None, verdicts: Mapping[str, checkpoint.Verdict] | None = None,
 ) -> Path:  # fmt: skip
     """Write `final/`, or the folder of an export, and return its path.
 
@@ -58,9 +56,11 @@ def hand_over(
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     outputs, here = settings.outputs.resolve(), folder.resolve()
     paths = {name: final.path.resolve() for name, final in run.parents.items()}
-    manifest = Manifest(
+    manifest = checkpoint.Manifest(
         stage=settings.stage,
-        base=str(Path(base).resolve()) if base and Path(base).is_dir() else base or FROM_CONFIG,
+        base=str(Path(base).resolve())
+        if base and Path(base).is_dir()
+        else base or checkpoint.FROM_CONFIG,
         base_seed=inherited.base_seed if inherited else settings.seed,
         parents={  # relative in outputs/, which may be moved
             name: os.path.relpath(path, here)
@@ -92,9 +92,9 @@ def hand_over(
 
 def write_model(
     folder: Path, roles: Roles, role: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat,
-    manifest: Manifest, title: str, kind: Kind, *, head: str | None, license: Mapping[str, Any],
-    run: Path | None, below: torch.Tensor | None, more: Path | None = None,
-    dtype: torch.dtype | None = None,
+    manifest: checkpoint.Manifest, title: str, kind: Kind, *, head: str | None,
+    license: Mapping[str, Any], run: Path | None, below: torch.Tensor | None,
+    more: Path | None = None, dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Write a model as `write_final` does, with a README.md of that title.
 
@@ -108,10 +108,14 @@ def write_model(
         generation.pad_token_id = chat.pad_token_id
     is_reward, bias = head == REWARD, 0.0
     if is_reward:
-        tokenizer = with_padding(tokenizer, chat.end_token_ids)
-        bias = score_bias(roles.heads[REWARD])
+        tokenizer = heads.with_padding(tokenizer, chat.end_token_ids)
+        bias = heads.score_bias(roles.heads[REWARD])
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
-    config, hub, is_random = manifest.config, hub_id(manifest.base), manifest.base == FROM_CONFIG
+    config, hub, is_random = (
+        manifest.config,
+        hub_id(manifest.base),
+        manifest.base == checkpoint.FROM_CONFIG,
+    )
     node = (config.get("data") or {}).get(kind) or {}
     sources = {x: node[x] for x in ("train", "val") if isinstance(node.get(x), str)}
     data = ModelCardData(
@@ -176,7 +180,9 @@ def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
 def hub_id(source: str) -> str | None:
     """Return `source` where it can be the id of a repository on the hub, else None."""
     is_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and ":" not in source
-    return source if is_id and not Path(source).suffix and not is_folder(source) else None
+    return (
+        source if is_id and not Path(source).suffix and not checkpoint.is_folder(source) else None
+    )
 
 
 def license_of(*folders: Path | None) -> dict[str, Any]:

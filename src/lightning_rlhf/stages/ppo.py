@@ -8,9 +8,7 @@ from typing import Any, ClassVar
 from lightning.pytorch.callbacks import Callback
 from rich import get_console
 
-from lightning_rlhf.callbacks.diagnosis import Diagnosis
-from lightning_rlhf.callbacks.evaluation import COUNT, Evaluation, Recorder, Samples, load_judge
-from lightning_rlhf.callbacks.files import read_rows
+from lightning_rlhf.callbacks import diagnosis, evaluation, files
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -30,14 +28,13 @@ from lightning_rlhf.report.curves import ppo_panels
 from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import OURS, load_sampler
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.folders import METRICS, read_ending, run_name
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over
 
 
-class PPO(Stage):
+class PPO(stage.Stage):
     """Training of a policy from the SFT model on a reward."""
 
     name = "ppo"
@@ -59,7 +56,7 @@ class PPO(Stage):
     def build(self, run: Run) -> tuple[PPOModule, StageData, list[Callback]]:
         settings, chat = run.settings, run.chat
         config: PPOConfig = settings.config
-        judge = load_judge(settings.data.judge) if settings.data.judge else None
+        judge = evaluation.load_judge(settings.data.judge) if settings.data.judge else None
         if config.rollout not in OURS:
             load_sampler(config.rollout, f"{self.name}.rollout")
         self.verdicts = verdicts_on(run, refuses=True)
@@ -96,15 +93,17 @@ class PPO(Stage):
                 pool_batches=1,
             ),
         )
-        self.evaluation = Evaluation(judge, run.folder)
+        self.evaluation = evaluation.Evaluation(judge, run.folder)
         characters = 160 if settings.samples else None
         callbacks = [
             PPOMetrics(),
-            Diagnosis(config, run.folder, prompts_cut=train.too_long, stage=self.name),
+            diagnosis.Diagnosis(config, run.folder, prompts_cut=train.too_long, stage=self.name),
             self.evaluation,
-            Samples(every_n_iterations=config.samples_every, count=COUNT, characters=characters,
-                    run_dir=run.folder),
-            Recorder(run.folder, rows.train, every=settings.record),
+            evaluation.Samples(
+                every_n_iterations=config.samples_every, count=evaluation.COUNT,
+                characters=characters, run_dir=run.folder,
+            ),
+            evaluation.Recorder(run.folder, rows.train, every=settings.record),
         ]  # fmt: skip
         return self.make_module(run, roles, reward, prompts, microbatch, ptx), data, callbacks
 
@@ -137,15 +136,17 @@ class PPO(Stage):
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print what the training changed; return the evaluations before it and after it."""
         first, last = self.evaluation.first, self.evaluation.last
-        ending = read_ending(run.folder)
+        ending = folders.read_ending(run.folder)
         assert first is not None and last is not None and ending is not None  # noqa: PT018
         last = last if ending.step == ending.last_step else metrics
         get_console().print(before_after_table(first, last, self.verdicts))
-        trained = [row for row in read_rows(run.folder / METRICS).values() if KL in row]
+        trained = [
+            row for row in files.read_rows(run.folder / folders.METRICS).values() if KL in row
+        ]
         final = {name: float(cell) for name, cell in trained[-1].items()} if trained else {}
         if final and (why := collapsed(final, self.name)) is not None:
             print_line(f"warning: {why}", "yellow")
-        print_diminishing(run.folder, run_name(run.settings))
+        print_diminishing(run.folder, folders.run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:

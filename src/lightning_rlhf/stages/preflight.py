@@ -28,10 +28,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
-from lightning_rlhf.rollout.collector import decode_responses
-from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout import collector, native, score
 from lightning_rlhf.rollout.sampler import HFSampler
-from lightning_rlhf.rollout.score import policy_outputs, predict, response_hidden
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
 
@@ -188,7 +186,7 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
     samplers have at most TOKENS tokens, those of another up to ppo.max_response_tokens.
     """
     each, sampler = min(2, module.config.samples_per_prompt), module.collector.sampler
-    if isinstance(sampler, NativeSampler | HFSampler):
+    if isinstance(sampler, native.NativeSampler | HFSampler):
         tokens = min(TOKENS, sampler.params.max_response_tokens)
         short = copy(sampler)
         short.params = replace(sampler.params, max_response_tokens=tokens)
@@ -207,7 +205,7 @@ def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Ite
         yield Check(name, reason, "", "not applicable")
         return
     with roles.use_role(REFERENCE):
-        reference, _ = predict(sampled, roles, None, module.config.temperature, len(sampled))
+        reference, _ = score.predict(sampled, roles, None, module.config.temperature, len(sampled))
     yield at_most(name, (rollout.logprobs - reference)[sampled.response_mask], limit, "nats")
 
 
@@ -217,8 +215,8 @@ def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
     found = []
     ordered = rollout.select(by_length(rollout.mask))
     for micro_batch in ordered.split(module.guard.microbatch.rows):
-        hidden = response_hidden(module.roles, micro_batch)
-        now = policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
+        hidden = score.response_hidden(module.roles, micro_batch)
+        now = score.policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
         found.append((now - micro_batch.logprobs[micro_batch.response_mask]).exp())
     return torch.cat(found)
 
@@ -231,7 +229,7 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     critic, models = module.critic, module.reward.models
     if critic is not None and critic.roles is not module.roles:
         yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
-    decoded = decode_responses(sampled, module.collector.prompts["train"], module.chat)
+    decoded = collector.decode_responses(sampled, module.collector.prompts["train"], module.chat)
     tokens, mask = wider(sampled.tokens, sampled.mask)
     response_mask = F.pad(sampled.response_mask, (0, MORE))
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)

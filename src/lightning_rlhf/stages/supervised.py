@@ -20,28 +20,18 @@ from torch import Tensor
 from lightning_rlhf.callbacks.evaluation import KeepLastBatch
 from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
 from lightning_rlhf.callbacks.metrics import StepMetrics
+from lightning_rlhf.core import masking, memory, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import DataError, require
-from lightning_rlhf.core.masking import real_tokens
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Record, SampledResponses
-from lightning_rlhf.data import batches
-from lightning_rlhf.data.batches import (
-    Schedule,
-    StageData,
-)
+from lightning_rlhf.data import batches, lengths, problems, readers
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.lengths import PromptTokens
-from lightning_rlhf.data.problems import find_problems
-from lightning_rlhf.data.readers import TrainVal
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.io.console import Working, print_line, visible_line
-from lightning_rlhf.models.build_roles import add_policy, check_positions
+from lightning_rlhf.models import build_roles, heads
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
-from lightning_rlhf.models.heads import RewardHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
@@ -53,20 +43,19 @@ from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.weighted import LearnedReward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.sampler import SamplingParams
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import print_problems
-from lightning_rlhf.runs.folders import run_name
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.runs.stage import Stage
 from lightning_rlhf.stages.model_card import hand_over
 
-ROWS: Mapping[str, tuple[Callable[..., Record], str]] = {
+ROWS: Mapping[str, tuple[Callable[..., records.Record], str]] = {
     "demonstrations": (batches.collate_demonstrations, "the longest demonstration"),
     "preferences": (batches.collate_preferences, "the longest prompt of a pair with its response"),
 }
 """Kind of data -> (examples, id of the padding token) -> batch; description of its longest row."""
 
 
-class Supervised(Stage):
+class Supervised(stage.Stage):
     """A stage whose section is a SupervisedConfig: `epochs` passes over its rows.
 
     `add_roles` and `module_class` are what such a stage has of its own.
@@ -79,7 +68,7 @@ class Supervised(Stage):
     role: ClassVar[str] = POLICY
     """Role that is trained, and handed over."""
 
-    def build(self, run: Run) -> tuple[LightningModule, StageData, list[Callback]]:
+    def build(self, run: Run) -> tuple[LightningModule, batches.StageData, list[Callback]]:
         data, callbacks = self.read(run, run.rows(self.data))
         return self.make_module(run, self.load(run, data)), data, callbacks
 
@@ -89,7 +78,9 @@ class Supervised(Stage):
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         return hand_over(run, module.roles, self.role, metrics, head=None)
 
-    def read(self, run: Run, rows: TrainVal[Any]) -> tuple[StageData, list[Callback]]:
+    def read(
+        self, run: Run, rows: readers.TrainVal[Any]
+    ) -> tuple[batches.StageData, list[Callback]]:
         """Return batches of rows of similar length, the metrics of the steps, and what keeps a
         batch that no update can be made of."""
         config, settings = run.settings.config, run.settings
@@ -98,13 +89,13 @@ class Supervised(Stage):
         steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
         require(steps > 0, f"{self.name}.epochs", config.epochs,
                 f"a number >= {1 / count:.6g}, which is 1 of the {count} examples")  # fmt: skip
-        data = StageData(
+        data = batches.StageData(
             train=train.examples,
             val=val.examples,
             columns=(),
             collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
             val_batch_size=config.microbatch_size,
-            schedule=Schedule(
+            schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.batch_size,
                 batches=steps,
@@ -114,10 +105,10 @@ class Supervised(Stage):
         )
         return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
 
-    def load(self, run: Run, data: StageData) -> Roles:
+    def load(self, run: Run, data: batches.StageData) -> Roles:
         """Return the model that the stage starts from, which has positions for all rows."""
         roles = run.load_model()
-        check_positions(roles, max(e.length for e in data.train), ROWS[self.data][1])
+        build_roles.check_positions(roles, max(e.length for e in data.train), ROWS[self.data][1])
         return roles
 
     def make_module(self, run: Run, roles: Roles) -> LightningModule:
@@ -129,7 +120,7 @@ class Supervised(Stage):
         """Add what is trained: a policy equal to the SFT model, or an adapter or all weights."""
         settings = run.settings
         if self.role == POLICY:
-            add_policy(roles, settings.model, settings.seed)
+            build_roles.add_policy(roles, settings.model, settings.seed)
         elif settings.config.finetune == "lora":
             roles.add_adapter(self.role, settings.model.lora, settings.seed)
         else:
@@ -166,7 +157,7 @@ class SFT(Supervised):
     module_class = SFTModule
     role = SFT_ROLE
 
-    def load(self, run: Run, data: StageData) -> Roles:
+    def load(self, run: Run, data: batches.StageData) -> Roles:
         self.batches = data
         return super().load(run, data)
 
@@ -196,13 +187,13 @@ class RM(Supervised):
     fitness: TemporaryDirectory[str] | None = None
     """Folder with the files of the fitness report; None for a model without one."""
 
-    def build(self, run: Run) -> tuple[RewardModule, StageData, list[Callback]]:
+    def build(self, run: Run) -> tuple[RewardModule, batches.StageData, list[Callback]]:
         config: RMConfig = run.settings.config
         rows = run.rows(self.data)
         if config.margin_coef > 0:
             require_margins(rows.train)
         with Working("looking through the pairs"):
-            self.problems = find_problems(rows.val, rows.train)
+            self.problems = problems.find_problems(rows.val, rows.train)
         print_problems(self.problems)
         data, callbacks = self.read(run, rows)
         roles = self.load(run, data)
@@ -224,7 +215,7 @@ class RM(Supervised):
     def make_module(self, run: Run, roles: Roles) -> RewardModule:
         config, seed = run.settings.config, run.settings.seed
         generator = torch.Generator().manual_seed(seed)
-        roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, config.heads, generator)
+        roles.heads[REWARD] = heads.RewardHeads.random(roles.hidden_size, config.heads, generator)
         self.add_roles(run, roles)
         return self.module_class(roles, config, seed=seed, replicas=run.replicas)
 
@@ -239,11 +230,11 @@ class RM(Supervised):
         roles.to(run.device)
         with Working("scoring pairs for the format check"):
             write_pairs(folder, known_pairs(roles, pairs, run.chat))
-        batch_size = MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
+        batch_size = memory.MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
         report = evaluate_reward.measure_reward(
             run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size), pairs,
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
-            title=run_name(settings), problems=self.problems,
+            title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
             scale="The scores are raw; PPO pays (score - mean) / std of the SFT samples, unless "
             "`reward.normalization` says otherwise.",
@@ -282,7 +273,9 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
     return known
 
 
-def scored_samples(roles: Roles, rollouts: Sequence[SampledResponses]) -> Float[Tensor, " B"]:
+def scored_samples(
+    roles: Roles, rollouts: Sequence[records.SampledResponses]
+) -> Float[Tensor, " B"]:
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
         return collector.sample_rewards(roles, working.track(rollouts, lambda r: len(r.tokens)))
@@ -303,7 +296,7 @@ RESPONSES, LONGEST_RESPONSE = 5, 128
 """Number of responses that SFT samples at its end, and the largest number of their tokens."""
 
 
-def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
+def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
     """Print and keep a response to each of RESPONSES held-out prompts, sampled at temperature 1.
 
     The random numbers are the responses' own: the state of torch's generators stays as it is.
@@ -315,7 +308,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
     room = min(LONGEST_RESPONSE, limit - max((len(prompt) for prompt, _ in some), default=0))
     if not some or room < 1:
         return
-    prompts = [PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
+    prompts = [lengths.PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     batch = batches.collate_prompts(prompts, chat.pad_token_id)
     tokens = min(room, run.settings.data.max_response_tokens)
     (sampled,) = collector.sample_reference(
@@ -326,7 +319,7 @@ def sample_held_out(run: Run, roles: Roles, data: StageData) -> None:
         torch.Generator().manual_seed(run.settings.seed),
         role=SFT_ROLE,
     )  # fmt: skip
-    said = real_tokens(sampled.responses, sampled.response_mask)
+    said = masking.real_tokens(sampled.responses, sampled.response_mask)
     keys = ("prompt", "demonstration", "response")
     texts = [
         dict(zip(keys, map(chat.decode_response, (*some[i], response)), strict=True))
