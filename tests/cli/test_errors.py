@@ -22,7 +22,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
 
 
 @pytest.mark.usefixtures("no_model")

@@ -200,7 +200,7 @@ def test_what_is_refused(
     place: Workplace, monkeypatch: pytest.MonkeyPatch, words: str, told: str
 ) -> None:
     """The number of PPO's iterations is in the configuration, so that no model is loaded before."""
-    monkeypatch.delattr("lightning_rlhf.runs.run.start_from")
+    monkeypatch.delattr("lightning_rlhf.models.build_roles.start_from")
     assert told in ppo(place, "refused", *words.split()).error
     assert not folder(place, "refused").exists()
 

@@ -41,6 +41,6 @@ def test_a_sampler_of_the_user_s_own_trains(finished: Workplace) -> None:
 def test_what_is_no_sampler_is_refused_before_a_model_loads(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch, rollout: str, error: str
 ) -> None:
-    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", pytest.fail)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
     outcome = finished.mini("stage=ppo", "run=own", f"ppo.rollout={rollout}", *given(finished))
     assert error in outcome.error

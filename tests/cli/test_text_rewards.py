@@ -86,7 +86,7 @@ def test_a_final_brings_its_own(judged: Workplace) -> None:
 def test_a_wrong_option_costs_no_sampling(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    monkeypatch.setattr("lightning_rlhf.evaluation.policies.start_from", pytest.fail)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
     final = judged.stage("sft") / "final"
     error = judged.mini(
         f"stage={stage}", "run=own", f"policy.checkpoint={final}", *of_judge(judged),
