@@ -232,7 +232,7 @@ SOON: dict[str, tuple[list[str], str]] = {
     "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
                    "model.name_or_path=./x: no such folder"),
     "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
-                        "data.preferences.val: data file x.jsonl does not exist"),
+                        "data.preferences.val: x.jsonl does not exist"),
 }  # fmt: skip
 """What names and folders alone tell -> the command and what its answer holds."""
 
