@@ -244,6 +244,12 @@ def history_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_the_jobs_of_a_sweep_have_tags_and_names_of_their_own() -> None:
     short = replace(IDENTITY, job="kl_coef=0.1,seed=1")
     assert short.tags == ["ppo", "tiny", "kl_coef=0.1,seed=1", "kl_coef=0.1", "seed=1"]
+    for job, values in (
+        ("advantage=reinforce++", []),
+        ("advantage=reinforce++,lr=0.1", ["advantage=reinforce++", "lr=0.1"]),
+        ("kinds=-a,b-,seed=1-0a1b2c3d", ["kinds=-a,b-", "seed=1-0a1b2c3d"]),
+    ):
+        assert replace(IDENTITY, job=job).tags == ["ppo", "tiny", job, *values]
     assert replace(IDENTITY, job=None).tags == ["ppo", "tiny"]
     low, high = (replace(IDENTITY, job=f"{'x' * 70}{i}").tags for i in (1, 2))
     assert low != high
