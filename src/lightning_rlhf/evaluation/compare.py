@@ -218,17 +218,6 @@ class RunComparison:
                 areas.append(Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high))
         return Plot(title=heading_of(metric), x_label=self.unit, unit="", series=lines, areas=areas)
 
-    def frontier_plot(self) -> Plot:
-        """Return reward against KL, a line for each run."""
-        series = [
-            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
-                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
-            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
-            for run in group.runs
-        ]  # fmt: skip
-        return Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
-                    x_label="KL to the reference, nats a response")  # fmt: skip
-
     def console(self) -> Iterator[RichTable]:
         """Yield the tables for the console."""
         for found in (self.results(), *self.frontiers(), self.differences()):
@@ -244,6 +233,14 @@ class RunComparison:
         curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
         note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
         frontiers = [table.html(wide) for table in self.frontiers()]
+        series = [
+            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
+                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
+            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
+            for run in group.runs
+        ]  # fmt: skip
+        by_kl = Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
+                     x_label="KL to the reference, nats a response")  # fmt: skip
         names = [f"{group.label}: {run.name}, seed {run.tree.get(SEED)}"
                  for group in self.groups for run in group.runs]  # fmt: skip
         sections = [
@@ -251,7 +248,7 @@ class RunComparison:
             ("", "" if jobs is None else jobs.html("jobs")),
             ("Curves", run_page.plots(curves, note, is_soft=True)),
             *(("", table) for table in frontiers[:1]),
-            ("", run_page.plots([self.frontier_plot()] if frontiers else [])),
+            ("", run_page.plots([by_kl] if frontiers else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
             ("Runs", run_page.part("list", names)),
