@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from lightning_rlhf.callbacks.evaluation import (
     Evaluation,
     Samples,
     console_table,
-    keep_until,
     load_judge,
 )
 from lightning_rlhf.callbacks.loggers import MetricsFile
@@ -62,9 +62,12 @@ def test_text_is_cut_for_reading_and_never_taken_for_markup() -> None:
 
 
 def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
-    path = tmp_path / "train.jsonl"
+    path = tmp_path / "samples" / "train.jsonl"
+    path.parent.mkdir()
     path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)) + '{"itera')
-    keep_until(path, 2)
+    samples = Samples(every_n_iterations=1, count=1, characters=None, run_dir=tmp_path)
+    trainer: Any = SimpleNamespace(is_global_zero=True)
+    samples.on_train_start(trainer, SimpleNamespace(iteration=2))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
 
 

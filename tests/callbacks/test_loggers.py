@@ -25,7 +25,7 @@ from wandb.errors import AuthenticationError, CommError
 
 from lightning_rlhf.callbacks.diagnosis import Diagnosis, History, rule
 from lightning_rlhf.callbacks.evaluation import Samples
-from lightning_rlhf.callbacks.files import LoggerConfig, WandbConfig, logger_config
+from lightning_rlhf.callbacks.files import LoggerConfig, logger_config
 from lightning_rlhf.callbacks.loggers import (
     MetricsFile,
     RunIdentity,
@@ -155,31 +155,34 @@ def test_tensorboard_has_the_curves_the_samples_and_no_later_steps_after_a_rewin
 # W&B
 
 
-def test_wandb_is_online_only_with_a_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What is to be online without one is refused before anything starts."""
-
-    def mode_of(mode: str) -> str:
-        found = configured("wandb", mode=mode)
-        assert isinstance(found, WandbConfig)
-        return str(found.start_mode)
-
-    told = r"W&B is to be online .*hold no key.*wandb login"
-    with pytest.raises(ConfigError, match=told):
-        mode_of("online")
-    assert mode_of("auto") == "offline"
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
-    assert mode_of("auto") == "online"
-    (tmp_path / "netrc").unlink()
-    monkeypatch.setenv("WANDB_MODE", "online")
-    with pytest.raises(ConfigError, match=told):
-        mode_of("auto")
-    monkeypatch.delenv("WANDB_MODE")
-    monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert [mode_of(mode) for mode in ("auto", "online", "offline")] == [
-        "online", "online", "offline",
-    ]  # fmt: skip
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    assert mode_of("online") == "disabled"
+@pytest.mark.parametrize(
+    ("mode", "variable", "key", "expected"),
+    [
+        ("auto", None, None, "offline"),
+        ("auto", None, "netrc", "online"),
+        ("auto", None, "variable", "online"),
+        ("online", None, "variable", "online"),
+        ("offline", None, "variable", "offline"),
+        ("online", "disabled", None, "disabled"),
+        ("online", None, None, None),  # refused before anything starts
+        ("auto", "online", None, None),
+    ],
+)
+def test_wandb_is_online_only_with_a_key(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, variable: str | None,
+    key: str | None, expected: str | None,
+) -> None:  # fmt: skip
+    if variable is not None:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    if key == "variable":
+        monkeypatch.setenv("WANDB_API_KEY", "secret")
+    elif key == "netrc":
+        (tmp_path / "netrc").write_text("machine api.wandb.ai login user password secret\n")
+    if expected is None:
+        with pytest.raises(ConfigError, match=r"W&B is to be online .*hold no key.*wandb login"):
+            configured("wandb", mode=mode)
+    else:
+        assert configured("wandb", mode=mode).start_mode == expected  # type: ignore[attr-defined]
 
 
 @rule(when="in the second iteration", cause="a cause", remedy="a remedy")
@@ -244,6 +247,12 @@ def history_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def test_the_jobs_of_a_sweep_have_tags_and_names_of_their_own() -> None:
     short = replace(IDENTITY, job="kl_coef=0.1,seed=1")
     assert short.tags == ["ppo", "tiny", "kl_coef=0.1,seed=1", "kl_coef=0.1", "seed=1"]
+    for job, values in (
+        ("advantage=reinforce++", []),
+        ("advantage=reinforce++,lr=0.1", ["advantage=reinforce++", "lr=0.1"]),
+        ("kinds=-a,b-,seed=1-0a1b2c3d", ["kinds=-a,b-", "seed=1-0a1b2c3d"]),
+    ):
+        assert replace(IDENTITY, job=job).tags == ["ppo", "tiny", job, *values]
     assert replace(IDENTITY, job=None).tags == ["ppo", "tiny"]
     low, high = (replace(IDENTITY, job=f"{'x' * 70}{i}").tags for i in (1, 2))
     assert low != high

@@ -17,7 +17,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from lightning_rlhf.callbacks.compute import compute_line, peak_memory, sum_of
+from lightning_rlhf.callbacks.compute import compute_line, peak_memory
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
 from lightning_rlhf.callbacks.progress import position
@@ -149,7 +149,7 @@ def test_the_totals_of_a_recipe_are_those_of_its_stages() -> None:
     sft = {"compute/trained_tokens": 5.0, "compute/flops": 1e15, "compute/device_s": 2.0}
     sft |= {"compute/peak_memory": 9_000.0, "eval/loss": 1.0}
     ppo = sft | {"compute/generated_tokens": 3.0, "compute/peak_memory": 7_000.0}
-    assert compute_line(sum_of([sft, ppo]), " of sft, ppo") == (
+    assert compute_line([sft, ppo], " of sft, ppo") == (
         "compute of sft, ppo: tokens 3 generated, 10 trained; 2 PFLOP; 4.0 device seconds; "
         "peak memory 9.0 kB"
     )

@@ -190,15 +190,11 @@ def test_reward_against_gold(
     assert found(evaluations=rows, run_dir=tmp_path) == ["reward_against_gold"] * applies
 
 
-@pytest.mark.parametrize(
-    ("reward", "perplexity", "applies"), [(1.0, 51.0, True), (1.0, 50.0, False), (0.0, 51.0, False)]
-)
-def test_reward_against_perplexity(reward: float, perplexity: float, applies: bool) -> None:
-    rows = [
-        {"eval/reward_mean": 0.0, "eval/response_perplexity": 5.0},
-        {"eval/reward_mean": reward, "eval/response_perplexity": perplexity},
-    ]
-    assert found(evaluations=rows) == ["reward_against_perplexity"] * applies
+def test_reward_against_perplexity() -> None:
+    first = {"eval/reward_mean": 0.0, "eval/response_perplexity": 5.0}
+    for reward, perplexity, applies in ((1.0, 51.0, 1), (1.0, 50.0, 0), (0.0, 51.0, 0)):
+        last = {"eval/reward_mean": reward, "eval/response_perplexity": perplexity}
+        assert found(evaluations=[first, last]) == ["reward_against_perplexity"] * applies
 
 
 def test_the_root_cause_comes_first() -> None:

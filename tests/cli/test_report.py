@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.compare import runs_of, write_report, write_steps
+from lightning_rlhf.evaluation.compare import keep_recipe, runs_of, write_report
 from lightning_rlhf.runs.folders import CONFIG, METRICS
 from lightning_rlhf.stages.supervised import sample_held_out
 
@@ -132,7 +132,7 @@ def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:
         (path / CONFIG).write_text(json.dumps(tree | {"job": path.parent.name}))
     folder = tmp_path / "r/mini"
     assert runs_of(folder) == runs[:1]
-    write_steps(folder, [*reversed(runs), folder / "rm"])
+    keep_recipe(folder, [*reversed(runs), folder / "rm"], None)
     assert runs_of(folder) == runs[::-1]
     page = check(write_report(folder).read_text())
     assert page.values("href") == ["#stage-1", "#stage-2", "#stage-3"]

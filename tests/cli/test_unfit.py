@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.evaluation.compare import read_package_run
 from lightning_rlhf.evaluation.run_report import stage_report
 from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
+from lightning_rlhf.runs.measured import read_run
 
 from .conftest import Workplace, given, make_workplace
 
@@ -101,7 +101,7 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
 
 
 def level_of(folder: Path) -> str:
-    return stage_report(read_package_run(folder)).verdict.level
+    return stage_report(read_run(folder)).verdict.level
 
 
 @pytest.mark.parametrize("stage", ["eval_policy", "rank"])

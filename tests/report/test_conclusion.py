@@ -16,12 +16,21 @@ def gained(metric: str, gain: float, low: float, high: float) -> Evaluated:
                      gain_interval=(low, high))  # fmt: skip
 
 
-def verdict(*evaluated: Evaluated, **facts: Any) -> Verdict:
-    given = {"is_finished": True, "findings": 0, "sentence": None} | facts
-    return conclude(evaluated, [(REWARD, "max")], **given)
+def of(metric: str, value: float, *interval: float, **more: Any) -> Evaluated:
+    return Evaluated(metric=metric, value=value, interval=interval or None, **more)  # type: ignore[arg-type]
 
 
-GOOD = gained(REWARD, 0.5, 0.4, 0.6)
+def verdict(
+    *evaluated: Evaluated, goal: tuple[str, str] = (REWARD, "max"), **facts: Any
+) -> Verdict:
+    given: dict[str, Any] = {"is_finished": True, "findings": 0, "sentence": None} | facts
+    return conclude(evaluated, [goal], **given)
+
+
+GOOD, LOSS = gained(REWARD, 0.5, 0.4, 0.6), ("eval/loss", "min")
+ACCURACY = ("eval/accuracy", "max")
+FALLEN = gained("eval/loss", -1.0, -1.1, -0.9)
+UNIGRAM = of("eval/unigram_perplexity", 400.0)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,17 @@ GOOD = gained(REWARD, 0.5, 0.4, 0.6)
         ("doubtful", [GOOD], {"is_finished": False}),
         ("bad", [GOOD], {"rewards": [Verdict("bad", "Unfit.")]}),
         ("unknown", [], {}),
+        # A loss is better when it falls; without an interval it is never bad.
+        ("good", [of("eval/loss", 1.0, gain=-0.5)], {"goal": LOSS}),
+        ("doubtful", [of("eval/loss", 1.0, gain=0.5)], {"goal": LOSS}),
+        # Accuracy is held against guessing, 0.5.
+        ("good", [of("eval/accuracy", 0.6, 0.55, 0.65)], {"goal": ACCURACY}),
+        ("doubtful", [of("eval/accuracy", 0.6, 0.45, 0.75)], {"goal": ACCURACY}),
+        # Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89. 0 is no
+        # perplexity, but a manifest from elsewhere may have it.
+        ("doubtful", [FALLEN, of("eval/perplexity", 198.0), UNIGRAM], {"goal": LOSS}),
+        ("good", [FALLEN, of("eval/perplexity", 20.0), UNIGRAM], {"goal": LOSS}),
+        ("good", [FALLEN, of("eval/perplexity", 0.0), UNIGRAM], {"goal": LOSS}),
     ],
 )  # fmt: skip
 def test_the_worst_fact_decides(
@@ -46,47 +66,12 @@ def test_the_worst_fact_decides(
 
 
 def test_the_sentence() -> None:
-    kl = Evaluated(metric=KL, value=5.0, interval=(4.0, 6.0))
+    kl = of(KL, 5.0, 4.0, 6.0)
     assert verdict(GOOD, gained(GOLD, -0.25, -0.3, -0.2), kl, findings=1, sentence="s").words == (
         "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1; the gold score fell by 0.25 "
         "[0.2, 0.3] to 1; the KL to the SFT model is 5 [4, 6] nats a response; the diagnosis has 1 "
         "finding; s."
     )
-
-
-def test_a_loss_is_better_when_it_falls() -> None:
-    goal: Any = [("eval/loss", "min")]
-    for gain, level in ((-0.5, "good"), (0.5, "doubtful")):
-        one = Evaluated(metric="eval/loss", value=1.0, gain=gain)
-        assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level
-
-
-def test_accuracy_is_held_against_guessing() -> None:
-    """Accuracy 0.6: above 0.5 beyond doubt with [0.55, 0.65], not with [0.45, 0.75]."""
-    goal: Any = [("eval/accuracy", "max")]
-    for interval, level in (((0.55, 0.65), "good"), ((0.45, 0.75), "doubtful")):
-        one = Evaluated(metric="eval/accuracy", value=0.6, interval=interval)
-        assert conclude([one], goal, is_finished=True, findings=0, sentence=None).level == level
-
-
-@pytest.mark.parametrize(
-    ("perplexity", "level"), [(198.0, "doubtful"), (20.0, "good"), (0.0, "good")]
-)
-def test_a_model_that_knows_little_more_than_frequencies_is_not_good(
-    perplexity: float, level: Level
-) -> None:
-    """Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89.
-
-    0 is no perplexity, but a manifest from elsewhere may have it.
-    """
-    loss = gained("eval/loss", -1.0, -1.1, -0.9)
-    values = {"eval/perplexity": perplexity, "eval/unigram_perplexity": 400.0}
-    scale = [Evaluated(metric=name, value=value) for name, value in values.items()]
-    found = conclude(
-        [loss, *scale], [("eval/loss", "min")], is_finished=True, findings=0, sentence=None
-    )
-    assert found.level == level
-    assert ("learned little" in found.words) == (level == "doubtful")
 
 
 def test_what_is_too_small_to_be_shown_did_not_change() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from lightning_rlhf.evaluation.diminishing import (
     FEWEST_POINTS,
     ITERATIONS,
     GoldStop,
+    conclude,
     find_gold_stop,
     fit,
     knee_of,
@@ -146,12 +148,13 @@ def run_of(n: int, reward: Function, gold: Function | None = None, every: int = 
 def test_a_run_without_a_judge() -> None:
     """The knee of scale 0.1 lies at 0.415 of the range."""
     found = measure_returns(run_of(100, exponential(0.1)))
-    assert found.stop is not None
-    low, high = found.stop.interval
+    told = conclude(found)
+    low, high = told["stop"]["interval"]
     assert low <= 41.5 <= (high or 100)
-    assert found.sentence.startswith(f"after iteration {found.stop} a further 10% of compute")
-    assert found.gold is None
-    assert found.as_json()["divergence"] is None
+    assert told["sentence"].startswith(
+        f"after iteration {found.reward.knee} a further 10% of compute bought less than 1%"
+    )
+    assert (found.gold, told["divergence"]) == (None, None)
     assert found.by_kl is not None
     assert found.by_kl.fit is not None
     low_kl, high_kl = found.by_kl.fit.interval
@@ -160,13 +163,14 @@ def test_a_run_without_a_judge() -> None:
 
 def test_gold_with_a_gain_decides() -> None:
     found = measure_returns(run_of(150, lambda u: u, exponential(0.05)))
+    told = conclude(found)
     assert found.gold is not None
-    assert found.stop == found.gold.knee
-    assert found.sentence.endswith("of the gain in gold score")
+    assert told["stop"] == {"metric": GOLD, **asdict(found.gold.knee)}
+    assert told["sentence"].endswith("of the gain in gold score")
     few = measure_returns(run_of(100, exponential(0.1), exponential(0.1), every=20))
     assert few.gold is not None
     assert few.gold.fit is None
-    assert few.stop == few.reward.knee
+    assert conclude(few)["stop"] == {"metric": REWARD, **asdict(few.reward.knee)}
 
 
 def test_compute_is_the_axis_where_it_was_measured_throughout() -> None:
@@ -182,23 +186,17 @@ def test_compute_is_the_axis_where_it_was_measured_throughout() -> None:
 
 def test_rows_that_are_not_numbers_or_there_twice() -> None:
     curves = run_of(60, exponential(0.1))
-    expected = measure_returns(curves).as_json()
+    expected = conclude(measure_returns(curves))
     steps, values = curves[REWARD]
     curves[REWARD] = (
         [*steps, 30, 61, 62, 10],
         [*values, values[29], float("nan"), float("inf"), values[9]],
     )
-    assert measure_returns(curves).as_json() == expected
+    assert conclude(measure_returns(curves)) == expected
     for name in curves:
         curves[name] = ([1], [float("nan")])
-    assert "no gain" in measure_returns(curves).sentence
-    assert measure_returns({}).stop is None
-
-
-def test_a_run_that_gains_nothing() -> None:
-    found = measure_returns(run_of(100, np.zeros_like))
-    assert (found.stop, found.as_json()["divergence"]) == (None, None)
-    assert found.sentence == "no gain within this run: the reward did not rise beyond its noise"
+    assert "no gain" in conclude(measure_returns(curves))["sentence"]
+    assert conclude(measure_returns({}))["stop"] is None
 
 
 # The stop by paired evaluations.
@@ -223,31 +221,28 @@ def stop_of(*gold: ndarray, reward: tuple[ndarray, ...] | None = None) -> GoldSt
     return find_gold_stop(*by_step)
 
 
-def test_differences_without_noise_leave_the_best_alone() -> None:
-    stop = stop_of(level(0.0), level(0.99), level(1.0), level(0.8))
-    assert (stop.first, stop.step, stop.last, stop.best, stop.end) == (20, 20, 20, 20, 30)
+@pytest.mark.parametrize(
+    ("gold", "first", "step", "last"),
+    [  # after 0, 10, 20 and 30 iterations; the best is the third
+        ((level(0.0), level(0.99), level(1.0), level(0.8)), 20, 20, 20),  # no noise
+        # 0.1 below the best is half a standard error, 0.9 is nearly five.
+        ((spread(0.1), spread(0.9), level(1.0), level(0.8)), 10, 10, 20),
+        ((spread(0.1), spread(0.9), level(1.0), spread(0.95)), 10, 20, 30),  # not below the end
+        ((spread(0.1), spread(0.9), level(1.0)), 10, 20, 20),
+    ],
+)
+def test_the_stop_is_the_earliest_within_the_noise_and_not_below_the_end(
+    gold: tuple[ndarray, ...], first: int, step: int, last: int
+) -> None:
+    stop = stop_of(*gold)
+    assert (stop.first, stop.step, stop.last, stop.best) == (first, step, last, 20)
+    end = "end" if last == stop.end else last
     assert str(stop) == (
-        "stop at iteration 20 [20-20] by the gold score: 1, the earliest of 4 evaluations on 8 "
-        "prompts that is not below the highest (1 at 20) beyond the noise, nor below the end (0.8)"
+        f"stop at iteration {step} [{first}-{end}] by the gold score: "
+        f"{gold[step // 10].mean():.3g}, the earliest of {len(gold)} evaluations on 8 prompts that "
+        "is not below the highest (1 at 20) beyond the noise, nor below the end "
+        f"({gold[-1].mean():.3g})"
     )
-
-
-def test_the_earliest_within_the_noise() -> None:
-    """0.1 below the best is half a standard error, 0.9 is nearly five."""
-    stop = stop_of(spread(0.1), spread(0.9), level(1.0), level(0.8))
-    assert (stop.first, stop.step, stop.last, stop.best) == (10, 10, 20, 20)
-    assert str(stop) == (
-        "stop at iteration 10 [10-20] by the gold score: 0.9, the earliest of 4 evaluations on 8 "
-        "prompts that is not below the highest (1 at 20) beyond the noise, nor below the end (0.8)"
-    )
-
-
-def test_the_stop_is_not_below_the_end() -> None:
-    stop = stop_of(spread(0.1), spread(0.9), level(1.0), spread(0.95))
-    assert (stop.first, stop.step, stop.last) == (10, 20, 30)
-    rising = stop_of(spread(0.1), spread(0.9), level(1.0))
-    assert (rising.first, rising.step, rising.last) == (10, 20, 20)
-    assert str(rising.point) == "20 [10-end]"
 
 
 def test_the_reward_that_rises_after_the_stop_diverges() -> None:
@@ -277,18 +272,16 @@ def test_it_names_the_stop_of_a_run() -> None:
     curves = run_of(100, exponential(0.1))
     gold = {0: level(0.0), 50: level(1.0), 100: level(0.9)}
     rising = {0: level(0.0), 50: level(0.0), 100: level(0.25)}
-    run = measure_returns(curves, find_gold_stop(gold, rising))
-    assert str(run.stop) == "50 [50-50]"
-    assert run.as_json()["divergence"] == {"iteration": 50, "interval": (50, 50)}
-    assert run.sentence.endswith(
+    told = conclude(measure_returns(curves), find_gold_stop(gold, rising))
+    assert told["divergence"] == {"iteration": 50, "interval": (50, 50)}
+    assert told["stop"] == {"metric": GOLD, "iteration": 50, "interval": (50, 50)}
+    assert told["sentence"].endswith(
         "from 50 [50-50] on the reward rose by 0.25 and the gold score did not"
     )
-    told = run.as_json()
-    assert told["stop"] == {"metric": "eval/judge/gold", "iteration": 50, "interval": (50, 50)}
     assert told["gold_stop"]["gold_at_end"] == pytest.approx(0.9)
-    still = measure_returns(run_of(100, np.zeros_like), find_gold_stop(gold, gold))
-    assert still.sentence.startswith("no gain within this run")
-    assert str(still.gold_stop) in still.sentence
+    still = conclude(measure_returns(run_of(100, np.zeros_like)))
+    assert (still["stop"], still["divergence"]) == (None, None)
+    assert still["sentence"] == "no gain within this run: the reward did not rise beyond its noise"
 
 
 def test_without_a_penalty_gold_at_the_stop_is_at_least_that_of_the_end() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -67,15 +68,32 @@ def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
     assert told.verdict.words.startswith("Fit with reservations")
 
 
-def test_a_gap_by_chance_is_no_flag() -> None:
-    # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter. The gap is 0.206,
-    # but its standard error is sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119.
-    longer, shorter = [(1, 0, 9, 3)] * 20 + [(0, 1, 9, 3)] * 14, [(1, 0, 3, 9)] * 13
-    fitness = measure(scored(*longer, *shorter, *[(0, 1, 3, 9)] * 21))
-    found = finding(checks.LENGTH_GAP, fitness)
-    assert found.value == pytest.approx(7 / 34)
-    assert found.outcome == "clear"
-    assert fitness.length.gap_interval == pytest.approx((0.206 - 0.233, 0.206 + 0.233), abs=0.04)
+# 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter.
+LONGER = [(1, 0, 9, 3)] * 20 + [(0, 1, 9, 3)] * 14
+SHORTER = [(1, 0, 3, 9)] * 13 + [(0, 1, 3, 9)] * 21
+FORTY = [(float(i % 5), 0.0, 3, 3) for i in range(40)]
+LENGTH_RIGHT = [(1, 0, 9, 3)] * 98 + [(0, 1, 3, 9)] * 2
+
+
+@pytest.mark.parametrize(
+    ("check", "pairs", "samples", "outcome", "value"),
+    [
+        # The gap is 0.206, its standard error sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119
+        (checks.LENGTH_GAP, LONGER + SHORTER, [], "clear", 7 / 34),
+        (checks.OUTSIDE, FORTY, [(2.0, 3)] * 38 + [(4.5, 3)] * 2, "clear", 2 / 40),
+        (checks.OUTSIDE, FORTY, [(2.0, 3)] * 38 + [(4.5, 3)] * 3, "flag", 3 / 41),
+        # Chosen is longer in 98 of 100 pairs, of which all are ranked right.
+        (checks.BEATS_LENGTH, LENGTH_RIGHT, [], "flag", 0.0),
+        # The shorter one is right in 60; all are ranked right, so that the interval is 1 to 1.
+        (checks.BEATS_LENGTH, [(1, 0, 3, 9)] * 60 + [(1, 0, 9, 3)] * 40, [], "clear", 0.4),
+    ],
+)
+def test_a_check_is_flagged_beyond_its_threshold_alone(
+    check: FitnessCheck, pairs: Any, samples: Any, outcome: str, value: float
+) -> None:
+    found = finding(check, measure(scored(*pairs), samples))
+    assert found.outcome == outcome
+    assert found.value == pytest.approx(value)
 
 
 @pytest.mark.parametrize(
@@ -106,13 +124,6 @@ def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> N
     found = finding(checks.OVERCONFIDENCE, measure(simulated(50, 0.0), logit_scale=None))
     assert (found.outcome, found.value) == ("not tested", None)
     assert "no log-odds" in found.words
-
-
-def test_samples_off_the_scale() -> None:
-    pairs = scored(*[(float(i % 5), 0.0, 3, 3) for i in range(40)])
-    for beyond, outcome in ((2, "clear"), (3, "flag")):  # of 40 and 41: 5.0% and 7.3%
-        fitness = measure(pairs, [(2.0, 3)] * 38 + [(4.5, 3)] * beyond)
-        assert finding(checks.OUTSIDE, fitness).outcome == outcome
 
 
 def test_nothing_is_flagged_without_data() -> None:
@@ -176,21 +187,13 @@ def test_metrics_leave_out_what_is_undefined() -> None:
 
 
 def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
-    # Chosen is longer in 98 of 100 pairs; right are those 98, or 90 of them.
-    told = report(scored(*[(1, 0, 9, 3)] * 98, *[(0, 1, 3, 9)] * 2))
-    findings = told.findings
-    assert [f.outcome for f in findings[:3]] == ["clear", "flag", "not tested"]
-    assert (findings[1].value, findings[1].words) == (
-        0.0,
+    told = report(scored(*LENGTH_RIGHT))
+    assert [f.outcome for f in told.findings[:3]] == ["clear", "flag", "not tested"]
+    assert told.findings[1].words == (
         "ranks 98.0% of held-out pairs right; always taking the longer response is right in 98.0%; "
-        "length alone may explain its accuracy",
+        "length alone may explain its accuracy"
     )
     assert "length may be what is paid" in told.advice
-    # The shorter one is right in 60; all are ranked right, so that the interval is 1 to 1.
-    better = measure(scored(*[(1, 0, 3, 9)] * 60, *[(1, 0, 9, 3)] * 40))
-    found = finding(checks.BEATS_LENGTH, better)
-    assert found.outcome == "clear"
-    assert "taking the shorter response is right in 60.0%" in found.words
 
 
 def pairs_of(*rows: tuple[str, str, str]) -> Rows[Preference]:

@@ -200,23 +200,17 @@ def test_a_verdict_is_a_list_with_its_level_in_words(tmp_path: Path) -> None:
     assert [tag for tag, _ in page.elements].count("li") == 2
 
 
-@pytest.mark.parametrize(
-    ("at", "ends", "words"),
-    [
-        (3.14159, [2.0, None], "the knee of reward against KL is at 3.14 [2.00-end] nats"),
-        (
-            None,
-            [2.0, None],
-            "no knee of reward against KL within this run (one below 2.00 nats is unlikely)",
-        ),
-        (None, [None, None], "no knee of reward against KL within this run"),
-    ],
-)
-def test_the_knee_over_kl_in_words(at: float | None, ends: list[float | None], words: str) -> None:
-    knee = {"at": at, "at_interval": ends}
-    curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": knee}
-    assert kl_note({"curves": [curve]}) == words
-    assert kl_note({"curves": [curve | {"knee": None}]}) == ""
+def test_the_knee_over_kl_in_words() -> None:
+    none = "no knee of reward against KL within this run"
+    curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": None}
+    assert kl_note({"curves": [curve]}) == ""
+    for at, low, words in (
+        (3.14159, 2.0, "the knee of reward against KL is at 3.14 [2.00-end] nats"),
+        (None, 2.0, f"{none} (one below 2.00 nats is unlikely)"),
+        (None, None, none),
+    ):
+        knee = {"at": at, "at_interval": [low, None]}
+        assert kl_note({"curves": [curve | {"knee": knee}]}) == words
 
 
 def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:

@@ -173,23 +173,19 @@ class Checkpoints(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self._finished = progress(trainer, pl_module)
-        if self.is_due(trainer):
-            self.save(trainer)
-        # The run ends in every process where a signal or a callback ends it in one of them.
-        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
-        self.stop.obey(self.replicas)
-
-    def is_due(self, trainer: Trainer) -> bool:
-        """Return True if a checkpoint of the finished step is due."""
         step, config = trained(trainer), self.config
         minutes = (monotonic() - self._since) / 60
-        return (
+        if (
             step % config.checkpoint_every == 0
             or step % config.val_every == 0
             or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes)
             or step == trainer.num_training_batches
             or trainer.should_stop
-        )
+        ):
+            self.save(trainer)
+        # The run ends in every process where a signal or a callback ends it in one of them.
+        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
+        self.stop.obey(self.replicas)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.replicas.size > 1:
@@ -212,7 +208,9 @@ class Checkpoints(Callback):
             if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(x)
         ]
         if bad:  # before the evaluation counts as done, so that a resumed run raises it again
-            raise diverged(self.origin.stage, step, trainer.global_step, " and ".join(bad))
+            advice = divergence_advice(self.origin.stage, trainer.global_step)
+            told = f"{self.origin.stage} has diverged: after step {step}, {' and '.join(bad)}"
+            raise DivergedError(f"{told}. {advice}")
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
@@ -286,14 +284,11 @@ def require_finite_weights(
     weights = list(weights)
     found = [name for name, tensor in weights if not tensor.isfinite().all()]
     if found:
-        what = f"{len(found)} of {len(weights)} trained parameters are NaN or infinite"
-        raise diverged(stage, step, made, f"{what} (the first: {found[0]})")
-
-
-def diverged(stage: str, step: int, made: int, what: str) -> DivergedError:
-    """Return the error that says `what` was found after `step`."""
-    advice = divergence_advice(stage, made)
-    return DivergedError(f"{stage} has diverged: after step {step}, {what}. {advice}")
+        raise DivergedError(
+            f"{stage} has diverged: after step {step}, {len(found)} of {len(weights)} trained "
+            f"parameters are NaN or infinite (the first: {found[0]}). "
+            f"{divergence_advice(stage, made)}"
+        )
 
 
 def divergence_advice(stage: str, made: int) -> str:

@@ -211,19 +211,17 @@ def peak_memory(device: torch.device) -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def sum_of(stages: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the totals of several stages together, and the largest of their peaks of memory."""
-    names = {name: None for metrics in stages for name in metrics if name.startswith(PREFIX)}
-    measured = {name: [m[name] for m in stages if name in m] for name in names}
-    return {name: max(x) if name == PEAK else sum(x) for name, x in measured.items()}
+def compute_line(stages: Sequence[Mapping[str, float]], of: str = "") -> str:
+    """Return the totals of stages together in one line, with the largest of their memory peaks.
 
-
-def compute_line(metrics: Mapping[str, float], of: str = "") -> str:
-    """Return the totals of a run in one line; of: words that say whose, after a space."""
-    found = {name.removeprefix(PREFIX): x for name, x in metrics.items() if name.startswith(PREFIX)}
+    stages: metrics of each. of: words that say whose, after a space.
+    """
+    names = {name for metrics in stages for name in metrics if name.startswith(PREFIX)}
+    found = {name.removeprefix(PREFIX): sum(m.get(name, 0.0) for m in stages) for name in names}
     kinds = [kind for kind in ("generated", "scored", "trained") if f"{kind}_tokens" in found]
     tokens = ", ".join(f"{found[f'{kind}_tokens']:,.0f} {kind}" for kind in kinds)
+    peak = readable(int(max(metrics[PEAK] for metrics in stages)))
     return (
         f"compute{of}: tokens {tokens}; {found['flops'] / 1e15:.4g} PFLOP; "
-        f"{found['device_s']:,.1f} device seconds; peak memory {readable(int(metrics[PEAK]))}"
+        f"{found['device_s']:,.1f} device seconds; peak memory {peak}"
     )

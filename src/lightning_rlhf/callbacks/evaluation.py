@@ -65,7 +65,11 @@ class Samples(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         if trainer.is_global_zero and self._path.exists():
-            keep_until(self._path, pl_module.iteration)
+            # A resumed run draws the samples of later iterations again; one cut off is none.
+            lines = files.read_samples(self._path)
+            kept = [f"{line}\n" for line, drawn in lines if drawn <= pl_module.iteration]
+            with storage.written_whole(self._path) as beside:
+                beside.write_bytes("".join(kept).encode())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         iteration = pl_module.iteration
@@ -151,13 +155,6 @@ def markdown(samples: Sequence[files.Sample]) -> str:
         cells = (str(sample[column]).replace("|", "\\|") for column in COLUMNS)
         lines.append(f"| {' | '.join(cells)} |".replace("\n", " "))
     return "\n".join(lines)
-
-
-def keep_until(path: Path, iteration: int) -> None:
-    """Drop the samples of later iterations, which a resumed run draws again, or one cut off."""
-    kept = [f"{line}\n" for line, drawn in files.read_samples(path) if drawn <= iteration]
-    with storage.written_whole(path) as beside:
-        beside.write_bytes("".join(kept).encode())
 
 
 Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]

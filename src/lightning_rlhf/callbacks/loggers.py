@@ -182,9 +182,9 @@ class RunIdentity:
     def tags(self) -> list[str]:
         """Return the tags of the run: stage, model, job, and each value in the job's name.
 
-        A sweep joins values by , or + to the name of a job.
+        The name of a sweep's job is key=value,key=value; a list as value has commas as well.
         """
-        varied = [self.job, *re.split("[,+]", self.job)] if self.job else []
+        varied = [self.job, *re.split(",(?=[^,=]+=)", self.job)] if self.job else []
         tags = (self.stage, self.model, *filter(None, varied))
         return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
 

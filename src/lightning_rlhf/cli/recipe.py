@@ -234,15 +234,14 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written = settings_of(recipe, (), None, folder)
-    compare.write_steps(folder, [*map(folders.folder_of, stages.values())])
     # They are made for the recipe's own model and data.
     is_made = all(
         (found.model.name, found.data) == (written[step].model.name, written[step].data)
         for step, found in stages.items()
     )
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
-    if is_made:
-        compare.write_promises(folder, rows)
+    places = [*map(folders.folder_of, stages.values())]
+    compare.keep_recipe(folder, places, rows if is_made else None)
     print_line(f"report: {compare.write_report(folder)}")
     if is_made:
         check_promises(recipe.title, rows, stages, written)
@@ -306,7 +305,7 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]
 
     Return each stage's metrics by name.
     """
-    from lightning_rlhf.callbacks.compute import PEAK, compute_line, sum_of
+    from lightning_rlhf.callbacks.compute import PEAK, compute_line
     from lightning_rlhf.evaluation.diminishing import repeat_conclusion
     from lightning_rlhf.runs import measured
 
@@ -333,8 +332,7 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]
     if "ppo" in stages:
         repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:
-        total = sum_of([metrics[step] for step in counted])
-        print_line(compute_line(total, f" of {', '.join(counted)}"))
+        print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
     return {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
 
 

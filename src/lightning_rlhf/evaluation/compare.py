@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
@@ -49,7 +49,7 @@ def write_report(folder: Path) -> Path:
             f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
             "outputs/<run>/<model>/ppo, or the one above it"
         )
-    return write([read_package_run(path) for path in runs], folder)
+    return write(list(map(read_run, runs)), folder)
 
 
 def runs_of(folder: Path) -> list[Path]:
@@ -63,26 +63,19 @@ def runs_of(folder: Path) -> list[Path]:
     return [path for path in found if (path / CONFIG).is_file()]
 
 
-def write_steps(folder: Path, runs: Sequence[Path]) -> None:
-    """Keep the runs of the steps of a recipe, all below `folder`, for its page."""
-    names = [path.relative_to(folder).as_posix() for path in runs]
-    with written_whole(folder / STEPS) as beside:
-        beside.write_text(json.dumps(names, indent=2) + "\n")
+def keep_recipe(
+    folder: Path, runs: Sequence[Path], promises: Sequence[run_page.PromiseRow] | None
+) -> None:
+    """Keep what the page of a recipe shows: its runs, all below `folder`, and its promises.
 
-
-def write_promises(folder: Path, rows: Sequence[run_page.PromiseRow]) -> None:
-    """Keep the promises of a recipe for its page."""
-    with written_whole(folder / PROMISES) as beside:
-        beside.write_text(json.dumps([vars(row) for row in rows], indent=2) + "\n")
-
-
-def read_package_run(folder: Path) -> RunFiles:
-    """Return what the folder of a run holds; code of the user's own, as a stage, is not loaded.
-
-    Raises CheckpointError where a file is damaged.
+    promises: None keeps those that are there.
     """
-    run = read_run(folder, None)
-    return replace(run, definition=find_stage(run.stage))
+    names = [path.relative_to(folder).as_posix() for path in runs]
+    rows = None if promises is None else list(map(vars, promises))
+    for name, content in ((STEPS, names), (PROMISES, rows)):
+        if content is not None:
+            with written_whole(folder / name) as beside:
+                beside.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -169,7 +162,7 @@ class RunComparison:
             title="Results",
             columns=["runs", "seed", *map(heading_of, self.metrics)],
             rows=[
-                [group.label, ", ".join(run.seed for run in group.runs),
+                [group.label, ", ".join(str(run.tree.get(SEED)) for run in group.runs),
                  *(over_seeds([run.metrics[m] for run in group.runs if m in run.metrics])
                    for m in self.metrics)]
                 for group in self.groups
@@ -225,17 +218,6 @@ class RunComparison:
                 areas.append(Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high))
         return Plot(title=heading_of(metric), x_label=self.unit, unit="", series=lines, areas=areas)
 
-    def frontier_plot(self) -> Plot:
-        """Return reward against KL, a line for each run."""
-        series = [
-            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
-                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
-            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
-            for run in group.runs
-        ]  # fmt: skip
-        return Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
-                    x_label="KL to the reference, nats a response")  # fmt: skip
-
     def console(self) -> Iterator[RichTable]:
         """Yield the tables for the console."""
         for found in (self.results(), *self.frontiers(), self.differences()):
@@ -251,14 +233,22 @@ class RunComparison:
         curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
         note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
         frontiers = [table.html(wide) for table in self.frontiers()]
-        names = [f"{group.label}: {run.name}, seed {run.seed}"
+        series = [
+            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
+                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
+            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
+            for run in group.runs
+        ]  # fmt: skip
+        by_kl = Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
+                     x_label="KL to the reference, nats a response")  # fmt: skip
+        names = [f"{group.label}: {run.name}, seed {run.tree.get(SEED)}"
                  for group in self.groups for run in group.runs]  # fmt: skip
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
             ("Curves", run_page.plots(curves, note, is_soft=True)),
             *(("", table) for table in frontiers[:1]),
-            ("", run_page.plots([self.frontier_plot()] if frontiers else [])),
+            ("", run_page.plots([by_kl] if frontiers else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
             ("Runs", run_page.part("list", names)),
@@ -277,7 +267,7 @@ def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> 
     stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
     names = sorted(set(stages.values()))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
-    runs = [read_package_run(path) for path in dict.fromkeys(found) if stages[path] == chosen]
+    runs = [read_run(path) for path in dict.fromkeys(found) if stages[path] == chosen]
     if len(runs) < fewest:
         others = [name for name in names if name != chosen]
         there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -155,63 +155,18 @@ class GoldStop:
         return f"{words}; {rise} and the gold score did not" if self.diverges else words
 
 
-@dataclass(frozen=True)
-class Diminishing:
-    """The gain from further compute in a run of PPO."""
+class Frontiers(NamedTuple):
+    """Curves of a run of PPO."""
 
     reward: Frontier
     by_kl: Frontier | None
     """Reward against KL; None where the KL was not measured."""
     gold: Frontier | None
     """Gold score against compute; None without a judge."""
-    gold_stop: GoldStop | None
-
-    @property
-    def decisive(self) -> Frontier:
-        """Return the curve that names the knee: gold, where its gain can be measured."""
-        return self.gold if self.gold is not None and self.gold.fit is not None else self.reward
-
-    @property
-    def stop(self) -> Point | None:
-        """Return the stop by gold, else the knee, else the end of the run; None without a gain."""
-        knee = self.decisive.knee if self.gold_stop is None else self.gold_stop.point
-        if knee is None or knee.iteration is not None:
-            return knee
-        return Point(int(self.reward.after[-1]) + 1, knee.interval)
-
-    @property
-    def sentence(self) -> str:
-        """Return the conclusion as one line."""
-        knee, more = self.decisive.knee, f"a further {AHEAD:.0%} of compute bought"
-        bought = f"{GAIN:.0%} of the gain in {NAMES[self.decisive.metric]}"
-        if knee is None:
-            words = "no gain within this run: the reward did not rise beyond its noise"
-        elif knee.iteration is None:
-            words = f"no knee within this run: to its end {more} at least {bought} (a knee before "
-            words += f"iteration {knee.interval[0]} is unlikely)"
-        else:
-            words = f"after iteration {knee} {more} less than {bought}"
-        return words if self.gold_stop is None else f"{words}; {self.gold_stop}"
-
-    def as_json(self) -> dict[str, Any]:
-        """Return all numbers; an iteration or position of None is beyond the run."""
-        stop = None if self.stop is None else asdict(self.stop)
-        metric = self.decisive.metric if self.gold_stop is None else GOLD
-        curves = [curve for curve in (self.reward, self.by_kl, self.gold) if curve is not None]
-        diverges = self.gold_stop is not None and self.gold_stop.diverges
-        return {
-            "sentence": self.sentence,
-            "unit_of_compute": self.reward.unit,
-            "share_of_compute": AHEAD, "share_of_gain": GAIN, "level": LEVEL,
-            "stop": None if stop is None else {"metric": metric, **stop},
-            "gold_stop": None if self.gold_stop is None else asdict(self.gold_stop),
-            "divergence": stop if diverges else None,
-            "curves": [curve.as_json() for curve in curves],
-        }  # fmt: skip
 
 
-def measure_returns(curves: Curves, gold_stop: GoldStop | None = None) -> Diminishing:
-    """Return what further compute bought, from the metrics of a run and its paired evaluations.
+def measure_returns(curves: Curves) -> Frontiers:
+    """Return what further compute bought, from the metrics of a run.
 
     Reward and KL of iteration t are those of the policy after t - 1 iterations, gold of step t is
     that of the policy after t. The KL on the axis is the curve closest to the measured one that
@@ -235,7 +190,40 @@ def measure_returns(curves: Curves, gold_stop: GoldStop | None = None) -> Dimini
         x, y = isotonic_regression(kl[1][in_kl]).x, reward[1][in_reward]
         by_kl = Frontier(REWARD, KL, after, x, y, fit(x, y))
     by_gold = against_compute(GOLD, *gold) if len(gold[0]) else None
-    return Diminishing(against_compute(REWARD, *reward), by_kl, by_gold, gold_stop)
+    return Frontiers(against_compute(REWARD, *reward), by_kl, by_gold)
+
+
+def conclude(found: Frontiers, gold_stop: GoldStop | None = None) -> dict[str, Any]:
+    """Return the content of diminishing.json; an iteration or position of None is beyond the run.
+
+    The knee is that of the gold score, where its gain can be measured, else that of the reward. The
+    stop is that by gold, else the knee, else the end of the run, and None without a gain.
+    """
+    decisive = found.gold if found.gold is not None and found.gold.fit is not None else found.reward
+    knee, more = decisive.knee, f"a further {AHEAD:.0%} of compute bought"
+    bought = f"{GAIN:.0%} of the gain in {NAMES[decisive.metric]}"
+    if knee is None:
+        words = "no gain within this run: the reward did not rise beyond its noise"
+    elif knee.iteration is None:
+        words = f"no knee within this run: to its end {more} at least {bought} (a knee before "
+        words += f"iteration {knee.interval[0]} is unlikely)"
+    else:
+        words = f"after iteration {knee} {more} less than {bought}"
+    point = knee if gold_stop is None else gold_stop.point
+    if point is not None and point.iteration is None:
+        point = Point(int(found.reward.after[-1]) + 1, point.interval)
+    stop = None if point is None else asdict(point)
+    metric = decisive.metric if gold_stop is None else GOLD
+    curves = [curve for curve in (found.reward, found.by_kl, found.gold) if curve is not None]
+    return {
+        "sentence": words if gold_stop is None else f"{words}; {gold_stop}",
+        "unit_of_compute": found.reward.unit,
+        "share_of_compute": AHEAD, "share_of_gain": GAIN, "level": LEVEL,
+        "stop": None if stop is None else {"metric": metric, **stop},
+        "gold_stop": None if gold_stop is None else asdict(gold_stop),
+        "divergence": stop if gold_stop is not None and gold_stop.diverges else None,
+        "curves": [curve.as_json() for curve in curves],
+    }  # fmt: skip
 
 
 def saturating(
@@ -398,9 +386,9 @@ def paired_stop(folder: Path) -> GoldStop | None:
     return find_gold_stop(gold, reward)
 
 
-def pictured(found: Diminishing, curves: Curves) -> list[Plot]:
+def pictured(found: Frontiers, conclusion: Mapping[str, Any], curves: Curves) -> list[Plot]:
     """Return the plots of the frontiers, with the fits over compute."""
-    *others, by_compute = frontier_plots(curves, found.as_json())
+    *others, by_compute = frontier_plots(curves, conclusion)
     fits = []
     for curve, color in ((found.reward, PURPLE), (found.gold, PALETTE[4])):
         if curve is not None and curve.fit is not None:
@@ -420,12 +408,14 @@ def print_diminishing(folder: Path, title: str) -> bool:
     curves = read_metrics(folder)
     if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
         return False
-    found = measure_returns(curves, paired_stop(folder))
+    found = measure_returns(curves)
+    conclusion = conclude(found, paired_stop(folder))
     with written_whole(folder / NUMBERS) as beside:
-        text = json.dumps(found.as_json(), indent=1, allow_nan=False)
+        text = json.dumps(conclusion, indent=1, allow_nan=False)
         beside.write_text(f"{text}\n", encoding="utf-8")
-    heading = f"{title}. {found.sentence[:1].upper()}{found.sentence[1:]}"
-    draw_plots(folder / PICTURE, heading, pictured(found, curves))
+    sentence = conclusion["sentence"]
+    heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
+    draw_plots(folder / PICTURE, heading, pictured(found, conclusion, curves))
     repeat_conclusion(folder)
     return True
 

@@ -17,7 +17,7 @@ from lightning_rlhf.io.storage import delete, json_lines, written_whole
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report import comparison, fitness_page, run_page
-from lightning_rlhf.report.curves import curve_plots, fan_plot, frontier_plots, kl_note
+from lightning_rlhf.report.curves import FAN_PANEL, curve_plots, frontier_plots, kl_note
 from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
 from lightning_rlhf.runs import measured
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
@@ -80,7 +80,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     verdict = run_page.conclude(
         evaluated,
         (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
-        is_finished=run.is_finished,
+        is_finished=(folder / FINAL).is_dir(),
         findings=len(found),
         sentence=returns.get("sentence") or results(run, evaluated) or None,
         diverges=diverges,
@@ -93,7 +93,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     tables += [] if policies else single_numbers(run, evaluated)
     seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
     total = sum(seconds.values()) or 1.0
-    fan = fan_plot(curves, unit)
+    fan = [FAN_PANEL.plot(curves, unit)] if FAN_PANEL.metrics <= curves.keys() else []
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
     others, data = ([one for one in flat.items() if one[0].startswith("data.") is is_data]
                     for is_data in (False, True))  # fmt: skip
@@ -104,7 +104,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         verdict=verdict,
         sections=[
             ("Curves", run_page.plots(curve_plots(curves, panels, unit))),
-            ("Distribution of the reward", run_page.plots([] if fan is None else [fan])),
+            ("Distribution of the reward", run_page.plots(fan)),
             ("Frontiers and the point of diminishing returns",
              run_page.plots(frontiers, " ".join(run_page.clauses(note)))),
             *(("", table.html()) for table in tables),

@@ -184,7 +184,7 @@ _JUDGE = (
     _of("Judge, on held-out prompts: correct", ("eval/judge/correct", "correct", GREEN),
         unit="share", limits=SHARE),
 )  # fmt: skip
-_FAN = _of(
+FAN_PANEL = _of(
     "Distribution of the score over the responses of an iteration",
     (FAN[2], "median", BLUE),
     bands=((FAN[0], FAN[4], "5% to 95%", 0.15), (FAN[1], FAN[3], "25% to 75%", 0.3)),
@@ -195,7 +195,7 @@ def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
     """Return the panels of PPO: with those of the judge, where there was a judge, of the quantiles
     of the score, where they are measured, and of the components of several."""
     judged = [panel for panel in _JUDGE if panel.metrics & set(measured)]
-    fan = [_FAN] if _FAN.metrics <= set(measured) else []
+    fan = [FAN_PANEL] if FAN_PANEL.metrics <= set(measured) else []
     fixed = (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan)
     part = metrics.PART
     names = [metric.removeprefix(part) for metric in measured if metric.startswith(part)]
@@ -222,17 +222,12 @@ def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plo
 
     What was measured once is not a curve, and is left out.
     """
-    shown = [one for one in (panels or panel_for_each)(curves) if one is not _FAN]
+    shown = [one for one in (panels or panel_for_each)(curves) if one is not FAN_PANEL]
     drawn = {metric for panel in shown for metric in panel.metrics} | set(FAN)
     banded = (name for name in curves if name in METRICS and METRICS[name].band is not None)
     rest = [_of(name, (name, "", BLUE), unit="") for name in banded if name not in drawn]
     plots = [panel.plot(curves, x_label) for panel in (*shown, *rest)]
     return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
-
-
-def fan_plot(curves: Curves, x_label: str) -> Plot | None:
-    """Return the quantiles of the score over the run; None where they were not measured."""
-    return _FAN.plot(curves, x_label) if _FAN.metrics <= curves.keys() else None
 
 
 def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> list[Plot]:

@@ -325,9 +325,9 @@ def kinds_of(fitness: Fitness) -> list[tuple[str, str, estimates.Distribution]]:
         ("chosen", curves.GREEN, fitness.chosen),
         ("rejected", curves.PURPLE, fitness.rejected),
     ]
-    return found + (
-        [] if fitness.sampled is None else [("SFT samples", curves.BLUE, fitness.sampled)]
-    )
+    if fitness.sampled is not None:
+        found.append(("SFT samples", curves.BLUE, fitness.sampled))
+    return found
 
 
 def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:

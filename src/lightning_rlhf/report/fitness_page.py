@@ -125,11 +125,6 @@ PAIR_CHECKS = (
 DUPLICATES, CONTRADICTIONS, LEAKS, ONE_SIDED = PAIR_CHECKS
 
 
-def find(fitness: Fitness, probes: Sequence[ProbeResult]) -> tuple[Finding, ...]:
-    """Return the finding of every check of the reward; none is flagged on too few data."""
-    return (*of_pairs(fitness), *of_scores(fitness), *map(of_probe, probes))
-
-
 def of_pairs(fitness: Fitness) -> Iterator[Finding]:
     """Yield the findings on accuracy and length."""
     group, length, found = fitness.accuracy, fitness.length, fitness.length.pairs
@@ -275,7 +270,9 @@ class FitnessReport:
 
     @cached_property
     def findings(self) -> Sequence[Finding]:
-        return find(self.fitness, self.probes)
+        """Return the finding of every check of the reward; none is flagged on too few data."""
+        fitness = self.fitness
+        return (*of_pairs(fitness), *of_scores(fitness), *map(of_probe, self.probes))
 
     @cached_property
     def flags(self) -> Sequence[Finding]:
@@ -393,19 +390,21 @@ def _numbers(fitness: Fitness) -> Iterator[str]:
     def text(interval: Interval | None) -> str:
         return "-" if interval is None else f"{interval[0]:z.3f} to {interval[1]:z.3f}"
 
-    cells = [(f"{name} ({counted(g.pairs, 'pair')})", number_text(g.accuracy), text(g.interval))
-             for name, g in groups]  # fmt: skip
-    rule = "Accuracy of always taking the longer response", number_text(length.longer_is_right), ""
-    cells += [rule, ("Length gap", number_text(length.gap), text(length.gap_interval))]
+    rows: list[tuple[str, float | None, str]] = [
+        *((f"{name} ({counted(g.pairs, 'pair')})", g.accuracy, text(g.interval))
+          for name, g in groups),
+        ("Accuracy of always taking the longer response", length.longer_is_right, ""),
+        ("Length gap", length.gap, text(length.gap_interval)),
+    ]  # fmt: skip
     if calibration is not None:
-        cells += [
-            ("Log-loss, nats a pair", number_text(calibration.log_loss), ""),
-            ("ECE", number_text(calibration.ece), ""),
-            ("ECE of a calibrated model, by chance",
-             number_text(calibration.ece_of_calibrated), ""),
-            ("Overconfidence", number_text(calibration.overconfidence),
+        rows += [
+            ("Log-loss, nats a pair", calibration.log_loss, ""),
+            ("ECE", calibration.ece, ""),
+            ("ECE of a calibrated model, by chance", calibration.ece_of_calibrated, ""),
+            ("Overconfidence", calibration.overconfidence,
              text(calibration.overconfidence_interval)),
         ]  # fmt: skip
+    cells = [(name, number_text(value), ends) for name, value, ends in rows]
     yield table(("", "value", "95% interval"), cells, right=(1, 2))
     if accuracy.accuracy == 1 and fitness.prompts > 1:
         most = percent(min(1.0, 3 / fitness.prompts))

@@ -203,8 +203,9 @@ def conclude(
         words += ": the model has learned little" * is_little
         facts.append(Verdict("doubtful" if is_little else "unknown", words))
     if HELD_OUT_KL in known:
-        kl = measured(known[HELD_OUT_KL])
-        facts.append(Verdict("unknown", f"the KL to the SFT model is {kl} nats a response"))
+        kl = known[HELD_OUT_KL]
+        words = f"the KL to the SFT model is {short(kl.value, kl.interval)} nats a response"
+        facts.append(Verdict("unknown", words))
     if findings:
         facts.append(Verdict("doubtful", f"the diagnosis has {counted(findings, 'finding')}"))
     if sentence is not None:
@@ -220,21 +221,22 @@ def judge(one: Evaluated, is_cost: bool) -> Verdict:
 
     is_cost: whether a lower value is better.
     """
-    label = label_of(one.metric)
+    label, value = label_of(one.metric), short(one.value, one.interval)
     if one.metric == "eval/accuracy":
         gain = one.value - GUESSING
         ends = one.interval and (one.interval[0] - GUESSING, one.interval[1] - GUESSING)
-        return Verdict(gain_level(gain, ends, False), f"{label} is {measured(one)}")
+        return Verdict(gain_level(gain, ends, False), f"{label} is {value}")
     if one.gain is None:
-        return Verdict("unknown", f"{label} is {measured(one)}, evaluated once")
-    level, change = gain_level(one.gain, one.gain_interval, is_cost), short(abs(one.gain))
-    if change == "0":
+        return Verdict("unknown", f"{label} is {value}, evaluated once")
+    level = gain_level(one.gain, one.gain_interval, is_cost)
+    if short(one.gain) == "0":
         return Verdict(level, f"{label} did not change and is {short(one.value)}")
     rises, ends = one.gain > 0, one.gain_interval
     if ends is not None and not rises:
         ends = -ends[1], -ends[0]
-    words = f"{'rose' if rises else 'fell'} by {change}{short_interval(ends)} to {short(one.value)}"
-    return Verdict(level, f"{label} {words}")
+    verb = "rose" if rises else "fell"
+    words = f"{label} {verb} by {short(abs(one.gain), ends)} to {short(one.value)}"
+    return Verdict(level, words)
 
 
 def gain_level(gain: float, interval: Interval | None, is_cost: bool) -> Level:
@@ -247,19 +249,13 @@ def gain_level(gain: float, interval: Interval | None, is_cost: bool) -> Level:
     return "bad" if high < 0 and interval is not None else "doubtful"
 
 
-def measured(one: Evaluated) -> str:
-    """Return a value with its interval."""
-    return short(one.value) + short_interval(one.interval)
+def short(value: float, interval: Interval | None = None) -> str:
+    """Return a number with three digits, and at most four decimals, and its interval if any.
 
-
-def short(value: float) -> str:
-    """Return a number with three digits, and at most four decimals: what is smaller is 0."""
-    return f"{round(value, 4):z.3g}"
-
-
-def short_interval(interval: Interval | None) -> str:
-    """Return an interval for after a number; nothing for None."""
-    return "" if interval is None else f" [{short(interval[0])}, {short(interval[1])}]"
+    What is smaller is 0.
+    """
+    text, *ends = (f"{round(x, 4):z.3g}" for x in (value, *(interval or ())))
+    return f"{text} [{', '.join(ends)}]" if ends else text
 
 
 def change(one: Evaluated) -> list[str]:

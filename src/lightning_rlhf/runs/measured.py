@@ -19,7 +19,7 @@ from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
 from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS, read_config, read_ending
-from lightning_rlhf.runs.stage import Stage
+from lightning_rlhf.runs.stage import Stage, find_stage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +40,6 @@ class RunFiles:
         return str(self.tree["stage"])
 
     @property
-    def seed(self) -> str:
-        return str(self.tree.get("seed"))
-
-    @property
     def name(self) -> str:
         """Return run/model/stage, or run/model/job/stage."""
         tree = self.tree
@@ -62,21 +58,18 @@ class RunFiles:
         last = {name: values[-1] for name, (_, values) in self.curves.items()}
         return last if self.manifest is None else last | dict(self.manifest.metrics)
 
-    @property
-    def is_finished(self) -> bool:
-        return (self.folder / FINAL).is_dir()
 
-
-def read_run(folder: Path, definition: Stage | None) -> RunFiles:
+def read_run(folder: Path, definition: Stage | None = None) -> RunFiles:
     """Return what the folder of a run holds.
 
-    definition: stage of the run; None for one that is not in the package.
+    definition: stage of the run; None for that of the package with its name, if there is one: code
+        of the user's own is not loaded.
     Raises CheckpointError where a file is damaged.
     """
     tree = read_config(folder / CONFIG, "a report cannot be written")
     match tree:
-        case {"stage": str(), "model": {"name": str()}}:
-            pass
+        case {"stage": str() as stage, "model": {"name": str()}}:
+            definition = definition or find_stage(stage)
         case _:
             raise CheckpointError(f"{folder / CONFIG} is damaged: it names no stage and no model")
     file = folder / FINAL / MANIFEST

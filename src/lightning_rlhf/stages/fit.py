@@ -143,7 +143,7 @@ def fit(settings: Settings) -> Path:
             computed = {
                 n: float(cell) for n, cell in rows[-1].items() if n.startswith(compute.PREFIX)
             }
-            print_line(compute.compute_line(computed))
+            print_line(compute.compute_line([computed]))
             metrics |= computed
         return stage.finish(run, module, metrics)
 
