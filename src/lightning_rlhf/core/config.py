@@ -116,9 +116,7 @@ class SupervisedConfig(StageConfig):
     batch_size: validation.Count
 
     def __post_init__(self) -> None:
-        validation.check_divides(
-            "microbatch_size", self.microbatch_size, "batch_size", self.batch_size
-        )
+        validation.check_divides(self, "microbatch_size", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -243,11 +241,6 @@ class DPOConfig(SupervisedConfig):
     sft_coef: validation.NonNegativeFloat
     """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
 
-    @property
-    def is_length_normalized(self) -> bool:
-        """Return whether log-ratios are means over the tokens of a response, not sums."""
-        return self.loss_type != "sigmoid"
-
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOStopConfig(StopConfig):
@@ -342,12 +335,9 @@ class PPOConfig(StageConfig):
         return self.samples_per_prompt if self.advantage in GROUPED else 1
 
     def __post_init__(self) -> None:
-        for small, large in (
-            ("samples_per_prompt", "rollout_batch_size"),
-            ("minibatch_size", "rollout_batch_size"),
-            ("microbatch_size", "minibatch_size"),
-        ):
-            validation.check_divides(small, getattr(self, small), large, getattr(self, large))
+        validation.check_divides(self, "samples_per_prompt", "rollout_batch_size")
+        validation.check_divides(self, "minibatch_size", "rollout_batch_size")
+        validation.check_divides(self, "microbatch_size", "minibatch_size")
         is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
         without = f"since advantage={self.advantage} has no critic"
         for holds, key, allowed in (
@@ -387,11 +377,6 @@ class Term:
     far."""
     clip: float | None
     """Bound of the normalised component's absolute value; None does not clip."""
-
-    @property
-    def is_paid_as_reported(self) -> bool:
-        """Return whether `paid_sum` and `weighted_sum` use the same number of the component."""
-        return self.normalization != "running" and self.clip is None
 
 
 PAIR = "pair"

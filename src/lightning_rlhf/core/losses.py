@@ -93,14 +93,6 @@ def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float
     return 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
 
 
-def policy_is_clipped(
-    ratio: Float[Tensor, "*n"], *, clip_range: float, clip_range_high: float | None
-) -> Bool[Tensor, "*n"]:
-    """Return True where a ratio is outside the clip range, whatever its advantage."""
-    low, high = clip_bounds(clip_range, clip_range_high)
-    return (ratio < low) | (ratio > high)
-
-
 def policy_loss(
     logprobs: Float[Tensor, "*n"],
     old_logprobs: Float[Tensor, "*n"],
@@ -152,17 +144,6 @@ def value_loss(
         return 0.5 * error
     clipped = old_values + (values - old_values).clamp(-clip_range_vf, clip_range_vf)
     return 0.5 * torch.maximum(error, (clipped - returns) ** 2)
-
-
-def value_is_clipped(
-    values: Float[Tensor, "*n"], old_values: Float[Tensor, "*n"], *, clip_range_vf: float | None
-) -> Bool[Tensor, "*n"]:
-    """Return True where a value differs from the old one by more than clip_range_vf.
-
-    clip_range_vf: None returns False everywhere.
-    """
-    limit = math.inf if clip_range_vf is None else clip_range_vf
-    return (values - old_values).abs() > limit
 
 
 def token_weights(
@@ -238,7 +219,7 @@ def ppo_terms(
         policy_losses = zeros
     else:
         old_logprobs = pick(batch.old_logprobs)
-        clip_range, clip_range_high = config.clip_range, config.clip_range_high
+        low, high = clip_bounds(config.clip_range, config.clip_range_high)
         kl_losses = kl_loss(policy, batch, config)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
@@ -247,16 +228,15 @@ def ppo_terms(
         with torch.no_grad():
             approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)
-            policy_clipped = policy_is_clipped(
-                ratio, clip_range=clip_range, clip_range_high=clip_range_high
-            ).float()
+            policy_clipped = ((ratio < low) | (ratio > high)).float()
     if values is not None:
         old_values, clip_range_vf = pick(batch.old_values), config.clip_range_vf
         value_losses = value_loss(
             values, old_values, pick(batch.returns), clip_range_vf=clip_range_vf
         )
         loss = loss + config.vf_coef * value_losses
-        value_clipped = value_is_clipped(values, old_values, clip_range_vf=clip_range_vf).float()
+        limit = math.inf if clip_range_vf is None else clip_range_vf
+        value_clipped = ((values - old_values).abs() > limit).float()
     return records.PPOTerms(
         loss=(weight * loss).sum(),
         policy_loss=(weight * policy_losses.detach()).sum(),

@@ -252,12 +252,9 @@ def open_source(
         except _UNREADABLE as error:
             raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
         names = file.schema_arrow.names
-
-        def parquet_rows(columns: list[str]) -> Iterator[Row]:
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                yield from batch.to_pylist()
-
-        return "row", names, _table(source, names, parquet_rows)
+        return "row", names, _table(source, names, lambda columns: chain.from_iterable(
+            batch.to_pylist() for batch in file.iter_batches(batch_size=1024, columns=columns)
+        ))  # fmt: skip
     if source.endswith(".csv"):
         rows = _csv_rows(path)
         number, names = next(rows, (1, []))
