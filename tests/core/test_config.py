@@ -15,25 +15,16 @@ from lightning_rlhf.core.validation import build as from_section
 
 from .configs import STAGES, ppo_config
 
-WHOLE, COUNT = "a whole number and >= 1", "a whole number and >= 1 and <= 1000000"
-ABOVE_0, AT_LEAST_0, INSIDE = "a number and > 0", "a number and >= 0", "a number and > 0 and < 1"
+WHOLE = "a whole number and >= 1"
 BOUNDS: list[tuple[str, str, Any, str]] = [
-    ("sft", "adam_beta2", 0, INSIDE), ("sft", "warmup_fraction", 1, "a number and >= 0 and < 1"),
-    ("sft", "microbatch_size", 0, COUNT), ("sft", "val_every", 1.5, WHOLE),
-    ("sft", "epochs", 0, "a number and > 0 and <= 1000000"),
+    ("sft", "val_every", 1.5, WHOLE),
     ("rm", "label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
-    ("rm", "calibration_samples", 1, "a whole number and >= 2 and <= 1000000"),
-    ("ppo", "temperature", 0, "a number and >= 1e-06"),
-    ("ppo", "score_clip", 0, f"{ABOVE_0}, or null"), ("ppo", "kl_coef", -1e-9, AT_LEAST_0),
-    ("ppo", "clip_range", 1, INSIDE), ("ppo", "dual_clip", 1, "a number and > 1, or null"),
-    ("ppo", "gamma", 1 + 1e-9, "a number and >= 0 and <= 1"),
-    ("ppo", "whiten_rewards", "yes", "true, false"),
+    ("ppo", "score_clip", 0, "a number and > 0, or null"),
     # A text alone would be read letter by letter, and stop every response at an E.
     ("ppo", "stop_strings", "END", "a list of texts, none of them empty"),
     ("ppo", "rollout", "no", "native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
     ("ppo", "kl_estimator", "k4", "k1, k2, k3, abs, mse, full"),
-    ("ppo", "advantage", None, "gae, rloo, grpo, dr_grpo, reinforce++"),
-]  # fmt: skip
+]
 
 
 def refusal(stage: str = "ppo", **changes: Any) -> str:
@@ -127,10 +118,6 @@ def test_sizes_that_do_not_divide(
 )  # fmt: skip
 def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reason: str) -> None:
     assert refusal(**changes).startswith(f"ppo.{key} is {changes[key]!r}; allowed: {reason}")
-
-
-def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
-    assert ppo_config(stop_strings=["END", "\n"]).stop_strings == ("END", "\n")
 
 
 def test_numbers_that_follow_from_others() -> None:

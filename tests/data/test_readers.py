@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from lightning_rlhf.core.errors import DataError, HubError
+from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data.readers import read
 from lightning_rlhf.data.rows import Message, Preference
 
@@ -66,19 +65,16 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
 
 JSON_LINES = [
     (b"", NOTHING),
-    (BOM + b"\n \r\n", NOTHING),
     (
         b'{"prompt": "\xc3\xa9\xff"}',
         "line 1: not UTF-8 (at byte 15 of the line; allowed: UTF-8, not",
     ),
-    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (at byte 1 of the line"),
     (b'{\n"prompt": "a"\n}', "line 1: broken JSON (allowed: one JSON object a line)"),
     (b"null", "not a JSON object (found NoneType; allowed: one JSON object a line)"),
 ]
 ARRAYS = [
     (b'[{"prompt": "a"},\n{"prompt": }]', "line 2: broken JSON (Expecting value)"),
     (b'[{"prompt": "a"},\n"\xff"]', "line 2: not UTF-8"),
-    (b"[" * 100_000, "broken JSON (maximum recursion"),
 ]
 CSV = [
     (b'prompt\n"a\nb\n', "x.csv, line 2: broken CSV (unexpected end of data)"),
@@ -133,14 +129,6 @@ def test_csv(tmp_path: Path) -> None:
     assert found.left_out == Counter({"another number of cells than columns": 2, "broken CSV": 1})
     said = "line 6: another number of cells than columns (found 1 cell, the first row names 2 colu"
     assert f"x.csv, {said}" in error(file)
-
-
-def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
-    bad = b'"first\xff line\nsecond line",good'
-    file.write_bytes(b"prompt,response\na,b\n" + bad + b"\nc,d\n")
-    assert numbered(file) == [(2, "a"), (5, "c")]
-    assert "x.csv, line 3: not UTF-8" in error(file)
 
 
 def test_a_text_file_of_prompts(tmp_path: Path) -> None:
@@ -209,14 +197,3 @@ def test_a_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{source}, row 2: field 'chosen' is missing" in error(source, "preferences")
     table = datasets.Dataset(pa.table({"prompt": ["a"], "response": NO_UTF8, "x": NO_UTF8}))
     assert f"{source}, after row 0, cannot be read: " in error(source)
-
-
-def test_an_unreachable_hub_data_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(name: str, split: str) -> None:
-        raise ConnectionError("no route\nmany more lines")
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    with pytest.raises(
-        HubError, match=re.escape("org/name, split test, cannot be loaded: no route. ")
-    ):
-        read("preferences", "org/name:test", "skip")

@@ -67,11 +67,6 @@ class StopConfig(BestConfig):
     min_gain: validation.NonNegativeFloat
     """Smallest gain that counts, exclusive, in units of the metric."""
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether a rule may end the run before its last step."""
-        return self.patience is not None
-
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StageConfig:
@@ -248,10 +243,6 @@ class PPOStopConfig(StopConfig):
 
     max_kl: validation.PositiveFloat | None
     """Largest kl_divergence, in nats a response, with which the run goes on; None is any."""
-
-    @property
-    def is_on(self) -> bool:
-        return super().is_on or self.max_kl is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

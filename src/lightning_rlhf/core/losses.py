@@ -220,7 +220,9 @@ def ppo_terms(
     else:
         old_logprobs = pick(batch.old_logprobs)
         low, high = clip_bounds(config.clip_range, config.clip_range_high)
-        kl_losses = kl_loss(policy, batch, config)
+        if config.kl_in == "loss":
+            ref_logprobs = pick(batch.ref_logprobs)
+            kl_losses = kl.priced(config, policy.logprobs, ref_logprobs, policy.vocabulary_kl)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
         if config.ent_coef > 0:
@@ -250,19 +252,6 @@ def ppo_terms(
         ratio_mean=ratio.sum() / tokens,
         ratio_max=ratio.max(),
     )
-
-
-def kl_loss(
-    policy: PolicyOutputs, batch: records.Experience, config: PPOConfig
-) -> Float[Tensor, " N"]:
-    """Return the KL to the reference that ppo.kl_in=loss adds, nats a token; else 0."""
-    if config.kl_in == "reward":
-        return torch.zeros_like(policy.logprobs)
-    if config.kl_estimator == "full":
-        assert policy.vocabulary_kl is not None
-        return policy.vocabulary_kl
-    estimator = kl.ESTIMATORS[config.kl_estimator]
-    return estimator(policy.logprobs, masking.picker(records.known_mask(batch))(batch.ref_logprobs))
 
 
 def sum_terms(terms: Sequence[records.PPOTerms]) -> records.PPOTerms:

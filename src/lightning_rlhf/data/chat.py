@@ -62,8 +62,8 @@ class ChatFormat:
         """
         taken = {*signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
         names = ", ".join(sorted(taken & template_kwargs.keys()))
-        require(not names, "data.chat_template_kwargs", dict(template_kwargs),
-                f"variables of the chat template, which {names} is not")  # fmt: skip
+        allowed = f"variables of the chat template, which {names} is not"
+        require(not names, "data.chat_template_kwargs", dict(template_kwargs), allowed)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer

@@ -129,7 +129,12 @@ def read(
             while `on_bad_row` is "stop"; names file, line and reason.
         HubError: the Hub dataset cannot be loaded.
     """
-    formats.check_serves(format, kind, source)
+    if not formats.formats_of(format, kind):
+        names = dict.fromkeys(form.name for form in formats.formats_of(formats.AUTO, kind))
+        raise DataError(
+            f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}; allowed: "
+            f"{', '.join(names)}"
+        )
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)
@@ -252,9 +257,12 @@ def open_source(
         except _UNREADABLE as error:
             raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
         names = file.schema_arrow.names
-        return "row", names, _table(source, names, lambda columns: chain.from_iterable(
-            batch.to_pylist() for batch in file.iter_batches(batch_size=1024, columns=columns)
-        ))  # fmt: skip
+
+        def parquet_rows(columns: list[str]) -> Iterator[Row]:
+            for batch in file.iter_batches(batch_size=1024, columns=columns):
+                yield from batch.to_pylist()
+
+        return "row", names, _table(source, names, parquet_rows)
     if source.endswith(".csv"):
         rows = _csv_rows(path)
         number, names = next(rows, (1, []))
