@@ -55,26 +55,6 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
-    [
-        *[{key: 0} for key in ("length_penalty", "kl_coef", "vf_coef", "gamma", "gae_lambda")],
-        {"gamma": 1, "gae_lambda": 1, "iterations": 1},
-        {"clip_range": 1 - 1e-6, "stop_strings": ("END", "\n\n"), "critic_warmup": 9},
-        {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1},
-        {"rollout_batch_size": 8, "samples_per_prompt": 8},
-        *[{"advantage": name, "samples_per_prompt": 2} for name in GROUPED],
-        *[{"kl_in": "loss", "kl_estimator": k} for k in ("k2", "k3", "abs", "mse", "full")],
-        {"kl_control": "adaptive", "kl_coef": 1e-6},
-        {"kl_control": "linear", "kl_coef": 0, "kl_coef_end": 0.1},
-    ],
-)
-def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
-    config = ppo_config(**changes)
-    for key, value in changes.items():
-        assert getattr(config, key) == value
-
-
-@pytest.mark.parametrize(
     ("stage", "small", "smaller", "large", "larger", "divisors"),
     [
         ("sft", "microbatch_size", 4, "batch_size", 10, "1, 2, 5, 10"),

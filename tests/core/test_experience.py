@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.core.config import PPOConfig, Term
-from lightning_rlhf.core.experience import estimate
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments, weighted_sum
 
@@ -235,16 +234,6 @@ def test_advantages_by_hand(changes: dict[str, Any], expected: list[list[float]]
     close(found.advantages, doubles(*expected))
     if changes["advantage"] != "gae":
         assert found.returns.tolist() == [[1.25, 3.5], [-2, 0]]
-
-
-def test_groups_are_consecutive_rows() -> None:
-    # Two prompts, two responses each, of one token: worth (1, 3) and (10, 14).
-    rollout, _ = by_hand()
-    four = rollout.select(torch.tensor([1, 1, 1, 1]))
-    rewards = doubles([1.0, 0.0], [3.0, 0.0], [10.0, 0.0], [14.0, 0.0])
-    config = ppo_config(advantage="rloo", samples_per_prompt=2)
-    advantages, _ = estimate(rewards, four, config)
-    assert advantages.tolist() == [[-2, 0], [2, 0], [-4, 0], [4, 0]]
 
 
 def test_components_are_normalised_clipped_and_weighted() -> None:

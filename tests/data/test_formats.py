@@ -73,6 +73,7 @@ DEMONSTRATIONS: list[tuple[str, dict[str, Any], Messages, str]] = [
     ("native", {"messages": HH + " Ann. "}, HH_READ, "Ann."),
     # An empty input is no input; other columns are not read.
     ("alpaca", {"instruction": "é.", "input": "", "output": "é", "text": "B"}, turns("é."), "é"),
+    ("alpaca", {"instruction": "Add.", "input": "1, 2", "output": "3"}, turns("Add.\n\n1, 2"), "3"),
     # A dialogue that begins with the model, has a tool, and ends on a human turn.
     ("sharegpt", {"conversations": [{"from": "system", "value": "Be kind."}, *human("", "x")[1:],
      *human(*"ab"), {"from": "tool", "value": "c"}, *human("", "d", "e")[1:]]},
@@ -93,6 +94,7 @@ PREFERENCES: list[tuple[str, dict[str, Any], Messages, tuple[Any, ...]]] = [
     # Some copies of the HH data have the dialogue in a column of its own.
     ("hh", {"prompt": HH, "chosen": " Ann.", "rejected": " E"}, HH_READ, (" Ann.", " E", None)),
     ("native", PAIR | {"margin": 0.5}, turns("p"), ("b", "c", 0.5)),
+    ("native", PAIR | {"margin": -1}, turns("p"), ("b", "c", None)),
     ("ultrafeedback", ULTRA, turns("a"), ("b", "c", 2.5)),
     ("shp", SHP | {"labels": 1}, turns("Why?"), ("A", "B", math.log(4))),
     ("shp", SHP | {"labels": 0, "score_ratio": None}, turns("Why?"), ("B", "A", None)),
@@ -107,6 +109,7 @@ PREFERENCES: list[tuple[str, dict[str, Any], Messages, tuple[Any, ...]]] = [
 PROMPTS: list[tuple[str, dict[str, Any], Messages, int]] = [
     ("native", {"prompt": "1 + 1?", "answer": 2, "note": None}, turns("1 + 1?"), 2),
     ("native", {"messages": chat("a", "b", "c", "d"), "id": 7}, turns("a", "b", "c"), 1),
+    ("sharegpt", {"conversations": human("a", "b", "c")}, turns("a", "b", "c"), 1),
     ("sharegpt", {"conversations": human("a", "b", "c", "d")}, turns("a", "b", "c"), 1),
     ("helpsteer", HELP, turns("Hi"), 1),
     ("text", {"text": "a"}, turns("a"), 2),
@@ -159,6 +162,25 @@ def test_scored_responses_to_a_prompt_are_paired(jsonl: Jsonl) -> None:
         read(RM, jsonl(HELP), "stop")
 
 
+def test_labels_are_paired_and_bad_completions_are_not_imitated(jsonl: Jsonl) -> None:
+    rows = [("p", "bad", False), ("p", "good", True), ("q", "fine", True)]
+    source = jsonl(*({"prompt": p, "completion": c, "label": x} for p, c, x in rows))
+    pairs = read(RM, source, "stop")
+    assert pairs.rows == (Preference(turns("p"), "good", "bad", None),)
+    assert (pairs.numbers, pairs.left_out) == ((2,), Counter({UNPAIRED: 1}))
+    found = read(SFT, source, "stop")
+    assert [row.response for row in found.rows] == ["good", "fine"]
+    assert found.left_out == Counter({"its label is false": 1})
+
+
+def test_ties_are_left_out_and_do_not_stop(jsonl: Jsonl) -> None:
+    tie = ULTRA | {"score_rejected": 8.5}
+    found = read(RM, jsonl(tie, ULTRA), "stop")
+    assert (found.numbers, found.left_out.total()) == ((2,), 1)
+    # With a margin it is a file of the package's own.
+    assert read(RM, jsonl(tie | {"margin": 3.0}), "stop").rows[0].margin == 3.0
+
+
 def test_the_package_s_own_form_goes_before_others(jsonl: Jsonl) -> None:
     both = {"prompt": "p", "response": "r", "instruction": "i", "output": "o", "text": "t"}
     source = jsonl({"text": "t"}, both)
@@ -171,10 +193,14 @@ BAD: list[tuple[str, str, Any, str]] = [
     (SFT, "native", {"prompt": "a", "response": "\ud83d"}, "holds half a surrogate pair"),
     (SFT, "native", {"messages": [*chat("a"), {"from": "gpt"}]},
      'a turn of \'messages\' is not {"role", "content"} (messages[1] has \'from\')'),
+    (SFT, "native", {"messages": chat("a", " ")}, "empty or blank (messages[1].content)"),
     (SFT, "native", {"messages": [{"role": "robot", "content": "x"}]},
      "unknown role in 'messages' (found 'robot' in messages[0].role; known are system, user"),
+    (SFT, "native", {"messages": [*chat("a"), TOOLS[0], *chat("b", "c")]}, "a system turn"),
     (SFT, "alpaca", {"instruction": "a", "output": None},
      "field 'output' is missing (found 'instruction'; data.format=alpaca (instruction, out"),
+    (SFT, "sharegpt", {"conversations": human("a")}, "no turn of the assistant answers one of the"),
+    (SFT, "messages", {"messages": TOOLS[:3]}, "is not text (messages[2].content is NoneType)"),
     (SFT, "messages",
      {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"f": 1}]}, *TOOLS[3:]]},
      "a call of a tool in 'messages' has no name (messages[1].tool_calls[0] is not"),
@@ -182,14 +208,16 @@ BAD: list[tuple[str, str, Any, str]] = [
     # The same last turn, so that nothing but the earlier turn tells them apart.
     (RM, "hh", {"chosen": HH + " A", "rejected": HH.replace("Bob", "Rob") + " A"},
      "chosen and rejected differ before the last turn (turn 3 is not the same)"),
+    (RM, "ultrafeedback", ULTRA | {"score_chosen": 1}, "score_chosen is below score_rejected"),
     (RM, "shp", SHP | {"labels": 2}, "field 'labels' is no label (found '2'; allowed: true"),
 ]  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "native": {"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"},
     "alpaca": {"instruction": "x", "output": "y"},
+    "sharegpt": {"conversations": human("x", "y")},
     "messages": {"messages": chat("x", "y")},
     "hh": {"prompt": "x", "chosen": "y", "rejected": "z"},
-    "shp": SHP | {"labels": 1},
+    "ultrafeedback": ULTRA, "shp": SHP | {"labels": 1},
 }  # fmt: skip
 
 

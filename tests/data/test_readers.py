@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -65,16 +66,19 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
 
 JSON_LINES = [
     (b"", NOTHING),
+    (BOM + b"\n \r\n", NOTHING),
     (
         b'{"prompt": "\xc3\xa9\xff"}',
         "line 1: not UTF-8 (at byte 15 of the line; allowed: UTF-8, not",
     ),
+    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (at byte 1 of the line"),
     (b'{\n"prompt": "a"\n}', "line 1: broken JSON (allowed: one JSON object a line)"),
     (b"null", "not a JSON object (found NoneType; allowed: one JSON object a line)"),
 ]
 ARRAYS = [
     (b'[{"prompt": "a"},\n{"prompt": }]', "line 2: broken JSON (Expecting value)"),
     (b'[{"prompt": "a"},\n"\xff"]', "line 2: not UTF-8"),
+    (b"[" * 100_000, "broken JSON (maximum recursion"),
 ]
 CSV = [
     (b'prompt\n"a\nb\n', "x.csv, line 2: broken CSV (unexpected end of data)"),
@@ -103,6 +107,29 @@ def test_a_file_that_cannot_be_read_is_refused_also_where_rows_are_skipped(
     assert str(file) in message
 
 
+CELLS = ["NA", "007", "1e5", "null", "True", "nan", "a, b", 'a "b" c', "é 中 🙂 \u2028x",
+         "line one\r\nline two", "\ttab ", "'", "\\n", "1_000", "-0", "0x10"]  # fmt: skip
+"""Texts that a reader may take for something else."""
+
+
+def test_every_cell_keeps_its_characters(tmp_path: Path) -> None:
+    pairs = [{"prompt": cell, "response": f"{cell}|"} for cell in CELLS]
+    quoted = ('"{}","{}|"'.format(*[cell.replace('"', '""')] * 2) for cell in CELLS)
+    lines = "\r\n".join(json.dumps(pair, ensure_ascii=False) for pair in pairs)
+    contents = {
+        "jsonl": lines.encode(), "jsonl.gz": gzip.compress(lines.encode()),
+        "json": json.dumps(pairs, indent=1).encode(),
+        "csv": "\n".join(["prompt,response", *quoted]).encode(),
+    }  # fmt: skip
+    for ending, content in contents.items():
+        (tmp_path / f"x.{ending}").write_bytes(content)
+    parquet(tmp_path, **{name: [pair[name] for pair in pairs] for name in pairs[0]})
+    for ending in (*contents, "parquet"):
+        rows = read("demonstrations", str(tmp_path / f"x.{ending}"), "stop").rows
+        found = [(row.prompt[0].content, row.response) for row in rows]
+        assert found == [(cell, f"{cell}|") for cell in CELLS], ending
+
+
 @pytest.mark.parametrize(("content", "said"), JSON_LINES)
 def test_a_line_that_cannot_be_read(content: bytes, said: str, tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl"
@@ -129,6 +156,14 @@ def test_csv(tmp_path: Path) -> None:
     assert found.left_out == Counter({"another number of cells than columns": 2, "broken CSV": 1})
     said = "line 6: another number of cells than columns (found 1 cell, the first row names 2 colu"
     assert f"x.csv, {said}" in error(file)
+
+
+def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(tmp_path: Path) -> None:
+    file = tmp_path / "x.csv"
+    bad = b'"first\xff line\nsecond line",good'
+    file.write_bytes(b"prompt,response\na,b\n" + bad + b"\nc,d\n")
+    assert numbered(file) == [(2, "a"), (5, "c")]
+    assert "x.csv, line 3: not UTF-8" in error(file)
 
 
 def test_a_text_file_of_prompts(tmp_path: Path) -> None:
