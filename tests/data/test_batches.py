@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lightning import Callback, LightningModule, Trainer
 
@@ -229,6 +229,7 @@ POOLS = st.integers(1, 6)
 SEEDS = st.integers(0, 2**32)
 
 
+@settings(deadline=None)
 @given(LENGTHS, SIZES, SEEDS, POOLS, st.integers(0, 12), st.data())
 def test_any_start_gives_the_tail_of_the_whole_run(
     lengths: list[int], size: int, seed: int, pool: int, batches: int, data: st.DataObject
@@ -244,6 +245,7 @@ def test_any_start_gives_the_tail_of_the_whole_run(
     assert len(resumed) == len(whole) == batches
 
 
+@settings(deadline=None)
 @given(LENGTHS, SIZES, SEEDS, POOLS)
 def test_every_epoch_is_each_example_once(
     lengths: list[int], size: int, seed: int, pool: int

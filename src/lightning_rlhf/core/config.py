@@ -316,11 +316,6 @@ class PPOConfig(StageConfig):
         return self.rollout_batch_size // self.samples_per_prompt
 
     @property
-    def updates_per_iteration(self) -> int:
-        """Return the number of updates of an iteration that ppo.target_kl does not end."""
-        return self.ppo_epochs * (self.rollout_batch_size // self.minibatch_size)
-
-    @property
     def group_size(self) -> int:
         """Return the number of responses to one prompt that the advantage compares, 1 if none."""
         return self.samples_per_prompt if self.advantage in GROUPED else 1

@@ -81,10 +81,7 @@ class Schedule(Sampler[list[int]]):
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the positions of all examples in the order of this epoch."""
-        examples, batches = (
-            np.random.default_rng((self.seed, stream, epoch)) for stream in (_EPOCH, _POOL)
-        )
-        order = examples.permutation(len(self.lengths))
+        order = np.random.default_rng((self.seed, _EPOCH, epoch)).permutation(len(self.lengths))
         start = -epoch * len(order) % self.batch_size  # after the previous epoch's last batch
         whole = (len(order) - start) // self.batch_size
         if self.pool_batches == 1 or whole < 1:
@@ -92,8 +89,9 @@ class Schedule(Sampler[list[int]]):
         inner = slice(start, start + whole * self.batch_size)
         pool = np.arange(whole * self.batch_size) // (self.pool_batches * self.batch_size)
         by_length = np.lexsort((self.lengths[order[inner]], pool))
-        pooled = order[inner][by_length].reshape(whole, self.batch_size)
-        order[inner] = batches.permutation(pooled).ravel()
+        batches = order[inner][by_length].reshape(whole, self.batch_size)
+        generator = np.random.default_rng((self.seed, _POOL, epoch))
+        order[inner] = generator.permutation(batches).ravel()
         return order
 
 
