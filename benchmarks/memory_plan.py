@@ -102,7 +102,8 @@ def exchanged(plan: MemoryPlan, settings: Settings) -> list[str]:
         return [gradients, "1", "-"]
     of_response = 9 * settings.data.max_prompt_tokens + 22 * config.max_response_tokens + 4 + 29
     records = config.rollout_batch_size * of_response
-    return [gradients, str(config.updates_per_iteration), f"{records / 1e6:.2f}"]
+    updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
+    return [gradients, str(updates), f"{records / 1e6:.2f}"]
 
 
 def main() -> None:

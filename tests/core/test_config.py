@@ -15,25 +15,16 @@ from lightning_rlhf.core.validation import build as from_section
 
 from .configs import STAGES, ppo_config
 
-WHOLE, COUNT = "a whole number and >= 1", "a whole number and >= 1 and <= 1000000"
-ABOVE_0, AT_LEAST_0, INSIDE = "a number and > 0", "a number and >= 0", "a number and > 0 and < 1"
+WHOLE = "a whole number and >= 1"
 BOUNDS: list[tuple[str, str, Any, str]] = [
-    ("sft", "adam_beta2", 0, INSIDE), ("sft", "warmup_fraction", 1, "a number and >= 0 and < 1"),
-    ("sft", "microbatch_size", 0, COUNT), ("sft", "val_every", 1.5, WHOLE),
-    ("sft", "epochs", 0, "a number and > 0 and <= 1000000"),
+    ("sft", "val_every", 1.5, WHOLE),
     ("rm", "label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
-    ("rm", "calibration_samples", 1, "a whole number and >= 2 and <= 1000000"),
-    ("ppo", "temperature", 0, "a number and >= 1e-06"),
-    ("ppo", "score_clip", 0, f"{ABOVE_0}, or null"), ("ppo", "kl_coef", -1e-9, AT_LEAST_0),
-    ("ppo", "clip_range", 1, INSIDE), ("ppo", "dual_clip", 1, "a number and > 1, or null"),
-    ("ppo", "gamma", 1 + 1e-9, "a number and >= 0 and <= 1"),
-    ("ppo", "whiten_rewards", "yes", "true, false"),
+    ("ppo", "score_clip", 0, "a number and > 0, or null"),
     # A text alone would be read letter by letter, and stop every response at an E.
     ("ppo", "stop_strings", "END", "a list of texts, none of them empty"),
     ("ppo", "rollout", "no", "native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
     ("ppo", "kl_estimator", "k4", "k1, k2, k3, abs, mse, full"),
-    ("ppo", "advantage", None, "gae, rloo, grpo, dr_grpo, reinforce++"),
-]  # fmt: skip
+]
 
 
 def refusal(stage: str = "ppo", **changes: Any) -> str:
@@ -61,26 +52,6 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
             for found in (math.nan, -math.inf, "1e-5", None, True):
                 start = f"{stage}.{key} is {found!r}; allowed: a "
                 assert refusal(stage, **{key: found}).startswith(start)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        *[{key: 0} for key in ("length_penalty", "kl_coef", "vf_coef", "gamma", "gae_lambda")],
-        {"gamma": 1, "gae_lambda": 1, "iterations": 1},
-        {"clip_range": 1 - 1e-6, "stop_strings": ("END", "\n\n"), "critic_warmup": 9},
-        {"rollout_batch_size": 1, "minibatch_size": 1, "microbatch_size": 1},
-        {"rollout_batch_size": 8, "samples_per_prompt": 8},
-        *[{"advantage": name, "samples_per_prompt": 2} for name in GROUPED],
-        *[{"kl_in": "loss", "kl_estimator": k} for k in ("k2", "k3", "abs", "mse", "full")],
-        {"kl_control": "adaptive", "kl_coef": 1e-6},
-        {"kl_control": "linear", "kl_coef": 0, "kl_coef_end": 0.1},
-    ],
-)
-def test_the_ends_that_are_allowed(changes: dict[str, Any]) -> None:
-    config = ppo_config(**changes)
-    for key, value in changes.items():
-        assert getattr(config, key) == value
 
 
 @pytest.mark.parametrize(
@@ -129,17 +100,13 @@ def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reaso
     assert refusal(**changes).startswith(f"ppo.{key} is {changes[key]!r}; allowed: {reason}")
 
 
-def test_a_list_of_stop_strings_becomes_a_tuple() -> None:
-    assert ppo_config(stop_strings=["END", "\n"]).stop_strings == ("END", "\n")
-
-
 def test_numbers_that_follow_from_others() -> None:
     for advantage in get_args(names.Advantage):
         config = ppo_config(advantage=advantage, samples_per_prompt=2)
         assert config.has_critic is (advantage == "gae")
         assert config.group_size == (2 if advantage in GROUPED else 1)
-    config = ppo_config(rollout_batch_size=8, samples_per_prompt=4, minibatch_size=2, ppo_epochs=3)
-    assert (config.prompts_per_iteration, config.updates_per_iteration) == (2, 12)
+    config = ppo_config(rollout_batch_size=8, samples_per_prompt=4)
+    assert config.prompts_per_iteration == 2
     # A run shorter than val_every validates at each tenth.
     steps = {1: 1, 9: 1, 25: 3, 99: 10, 100: 100, 2000: 100}
     config = ppo_config(val_every=100)

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_rlhf.core.config import PPOConfig, Term
-from lightning_rlhf.core.experience import estimate
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments, weighted_sum
 
@@ -90,31 +89,6 @@ def test_by_hand_with_whitening() -> None:
     half = math.sqrt(0.5)
     close(experience.advantages, doubles([half, half], [-2 * half, 0]), rtol=1e-8)
     assert experience.returns.tolist() == [[3, 3.5], [-2, 0]]
-
-
-@drawn
-@given(ragged(), st.floats(0, 2), st.sampled_from(["none", "subtract", "replace"]))
-def test_rewards_sum_to_score_minus_price_and_returns_start_there(
-    batch: Ragged, kl_coef: float, rule: str
-) -> None:
-    rollout, scores = drawn_rollout(batch)
-    config = ppo_config(missing_eos=rule, missing_eos_penalty=1.5, gamma=1.0, gae_lambda=1.0)
-    experience = make(rollout, scores, config, kl_coef)
-    worth = {
-        "none": scores.score,
-        "subtract": scores.score - 1.5 * (~rollout.ended),
-        "replace": torch.where(rollout.ended, scores.score, -1.5),
-    }[rule]
-    kl = torch.stack(
-        [
-            (rollout.logprobs[i, :n] - scores.ref_logprobs[i, :n]).sum()
-            for i, n in enumerate(batch.lengths)
-        ]
-    )
-    close(experience.kl.sum(1), kl)
-    close(experience.rewards.sum(1), worth - kl_coef * kl)
-    # Undiscounted Monte-Carlo: the return of the first token is the sum of all rewards.
-    close(experience.returns[:, 0], experience.rewards.sum(1))
 
 
 @drawn
@@ -260,27 +234,6 @@ def test_advantages_by_hand(changes: dict[str, Any], expected: list[list[float]]
     close(found.advantages, doubles(*expected))
     if changes["advantage"] != "gae":
         assert found.returns.tolist() == [[1.25, 3.5], [-2, 0]]
-
-
-@pytest.mark.parametrize("advantage", ["rloo", "grpo", "dr_grpo", "reinforce++"])
-def test_without_a_critic_values_have_no_say(advantage: str) -> None:
-    rollout, _ = by_hand()
-    config = ppo_config(advantage=advantage, samples_per_prompt=2)
-    rewards = doubles([1.0, 2.0], [4.0, 0.0])
-    expected = estimate(rewards, rollout, config)
-    garbage = replace(rollout, values=torch.full_like(rollout.values, NAN))
-    for found, wanted in zip(estimate(rewards, garbage, config), expected, strict=True):
-        assert torch.equal(found, wanted)
-
-
-def test_groups_are_consecutive_rows() -> None:
-    # Two prompts, two responses each, of one token: worth (1, 3) and (10, 14).
-    rollout, _ = by_hand()
-    four = rollout.select(torch.tensor([1, 1, 1, 1]))
-    rewards = doubles([1.0, 0.0], [3.0, 0.0], [10.0, 0.0], [14.0, 0.0])
-    config = ppo_config(advantage="rloo", samples_per_prompt=2)
-    advantages, _ = estimate(rewards, four, config)
-    assert advantages.tolist() == [[-2, 0], [2, 0], [-4, 0], [4, 0]]
 
 
 def test_components_are_normalised_clipped_and_weighted() -> None:

@@ -7,16 +7,6 @@ import pytest
 from lightning_rlhf.core.metrics import METRICS, check_names, metric_rows
 from lightning_rlhf.core.records import UpdateStats
 
-PREFIXES = {
-    "rollout": "rollout/",
-    "update": "update/",
-    "eval": ("eval/", "fitness/"),
-    "time": "time/",
-    "compute": "compute/",
-    "rank": ("rank/", "eval/"),
-}
-HEADLINES = {"reward_mean", "kl_divergence", "entropy", "ppo_loss"}
-
 
 def test_every_fact_of_an_update_has_a_row() -> None:
     """Under its own name, or under that of a headline or a count."""

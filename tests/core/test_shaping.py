@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS, Normalization, Term
+from lightning_rlhf.core.config import MissingEOS
 from lightning_rlhf.core.shaping import (
     NO_SCORES,
     RunningMoments,
@@ -167,14 +167,3 @@ def test_normalised_then_clipped_then_priced_then_the_end_rule(
     )  # fmt: skip
     assert shape_score(SCORES, ENDS, TOKENS, config, MOMENTS).tolist() == expected
     assert SCORES.tolist() == [10, -6, 0, 4]
-
-
-@pytest.mark.parametrize(
-    ("normalization", "clip", "expected"),
-    [("none", None, True), ("stored", None, True), ("running", None, False), ("none", 1.0, False)],
-)
-def test_a_component_is_paid_as_reported_unless_moments_or_a_clip_change_it(
-    normalization: Normalization, clip: float | None, expected: bool
-) -> None:
-    term = Term(name="a", weight=2.0, normalization=normalization, clip=clip)
-    assert term.is_paid_as_reported == expected

@@ -80,15 +80,6 @@ def test_a_field_that_is_not_there_stays_away() -> None:
     assert whole.select(rows).score.tolist() == [3, 1]
 
 
-def test_to_moves_every_field_and_keeps_the_original() -> None:
-    # "meta" is a device that every machine has.
-    whole = prompts(2)
-    moved = whole.to("meta")
-    assert {getattr(moved, f.name).device.type for f in fields(moved)} == {"meta"}
-    assert {getattr(whole, f.name).device.type for f in fields(whole)} == {"cpu"}
-    assert isinstance(moved, Prompts)
-
-
 def test_an_experience_that_is_counted_selects_its_counts_too() -> None:
     mask = torch.tensor([[F, T, T], [T, T, F], [F, T, F]])
     response_mask = torch.tensor([[T, T], [T, F], [T, F]])

@@ -76,19 +76,10 @@ def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
         ChatFormat(make_tokenizer(template), {})
 
 
-@pytest.mark.parametrize("pad", [{}, {"pad_token": "<|eos|>"}])
-def test_padding_falls_back_to_eos(pad: dict[str, str], make_tokenizer: Make, ids: Ids) -> None:
-    tokenizer = make_tokenizer(None, eos_token="<|eos|>", **pad)
-    chat = ChatFormat(tokenizer, {})
-    assert chat.pad_token_id == ids(tokenizer, "<|eos|>")[0]
-    assert chat.response_tokens("A") == ids(tokenizer, "A", "<|eos|>")
-
-
 @pytest.mark.parametrize(
     ("template", "lost"),
     [
         ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "assistant's"),
-        ("{% for m in messages %}{{ m.content | upper }}{% endfor %}", "user's"),
         ("{{ messages[0].content }}{{ messages[1].content[:5] }}", "assistant's"),
     ],
 )
@@ -114,6 +105,16 @@ def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
     )
 
 
+@pytest.mark.parametrize("name", ["padding", "return_tensors", "add_generation_prompt"])
+def test_a_name_that_the_template_never_sees_is_refused(
+    name: str, chatml: PreTrainedTokenizerFast
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^data\.chat_template_kwargs is .*, which {name} is not"
+    ):
+        ChatFormat(chatml, {name: 5})
+
+
 def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     tokenizer = make_tokenizer(None, bos_token="<|bos|>", eos_token="<|eos|>")
     chat = ChatFormat(tokenizer, {})
@@ -130,7 +131,6 @@ def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     [
         (("Hello", "<|im_end|>"), "Hello"),
         (("Hello", "<|im_end|>", "<|pad|>", "<|pad|>"), "Hello"),
-        ((" Hello \n", "<|im_end|>"), " Hello \n"),
         (("Hel", "<|im_start|>", "lo", "<|im_end|>"), "Hel<|im_start|>lo"),
         (("<|im_end|>",), ""),
     ],
@@ -139,13 +139,6 @@ def test_decoding_shows_what_was_said(
     pieces: tuple[str, ...], said: str, chatml: PreTrainedTokenizerFast, ids: Ids
 ) -> None:
     assert ChatFormat(chatml, {}).decode_response(ids(chatml, *pieces)) == said
-
-
-def test_a_text_without_a_prompt_starts_with_bos_or_after_eos(
-    chatml: PreTrainedTokenizerFast, llama: PreTrainedTokenizerFast, ids: Ids
-) -> None:
-    assert ChatFormat(llama, {}).prompt_tokens(()) == ids(llama, "<|bos|>")
-    assert ChatFormat(chatml, {}).prompt_tokens(()) == ids(chatml, "<|eos|>")
 
 
 TOOLS = (
@@ -229,10 +222,6 @@ CHATML_MARKED = (
             "{% for m in messages %}{{ m.role }}:{{ m.content | trim }} <|eot|>{% endfor %}",
             ["Hello, who?", "<|eot|>", "Ann.", "<|eot|>"],
         ),
-        (
-            "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}\n{% endfor %}",
-            ["Hello, who?", "Ann."],
-        ),
         # The author of a template decides what is learned.
         (
             "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
@@ -290,15 +279,6 @@ def test_calls_of_tools_are_learned_and_their_answers_are_not(make_tokenizer: Ma
     )
     chat = ChatFormat(make_tokenizer(template, **EOS), {})
     assert pieces(chat, prompt) == ["(clock)<|im_end|>", "So:(clock)<|im_end|>"]
-
-
-def test_a_tokenizer_without_characters_is_refused(
-    chatml: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    chat = ChatFormat(chatml, {})
-    monkeypatch.setattr(type(chatml), "is_fast", False)
-    with pytest.raises(ConfigError, match=r"^data\.train_on is 'all'; allowed: last, as tokenizer"):
-        turn_targets(chat, ANSWERED)
 
 
 def examples(train_on: str, make_config: MakeConfig, chat: ChatFormat, **limits: Any) -> Any:

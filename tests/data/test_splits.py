@@ -5,13 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.readers import draw_rows, load
 
@@ -84,11 +81,3 @@ def test_a_missing_source(make_config: MakeConfig) -> None:
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         load("preferences", make_config(), seed=0)
-
-
-@pytest.mark.parametrize("name", ["quickstart", "course", "files", "hh"])
-def test_the_shipped_configurations(name: str) -> None:
-    OmegaConf.register_new_resolver("recipes", lambda path: f"recipes/{path}", replace=True)
-    OmegaConf.register_new_resolver("hub_val", str, replace=True)
-    loaded: Any = OmegaConf.to_container(OmegaConf.load(CONF / f"{name}.yaml"), resolve=True)
-    assert isinstance(build(DataConfig, loaded, "data").prompts, Split)

@@ -273,7 +273,7 @@ class PPOMetrics(StepRows):
         }
         terms = pl_module.reward.terms
         parts = experience.component_scores.cpu()
-        if not all(term.is_paid_as_reported for term in terms):
+        if any(term.normalization == "running" or term.clip is not None for term in terms):
             paid = paid_sum(parts, terms, pl_module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
             metrics["rollout/reward_paid_range"] = (paid.max() - paid.min()).item()

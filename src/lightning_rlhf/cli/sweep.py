@@ -28,7 +28,7 @@ from lightning_rlhf.cli.arguments import key_of, parse_overrides
 from lightning_rlhf.cli.launch import override_value, own_configs, run_command
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
-from lightning_rlhf.core.metrics import short_name, signed
+from lightning_rlhf.core.metrics import signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
@@ -370,5 +370,9 @@ def jobs_table(jobs: Sequence[Job], goal: tuple[str, Mode] | None) -> Table:
             word = {"min": "Lowest", "max": "Highest"}[mode]
             words = own[jobs.index(best)] or " ".join(best.overrides)
             note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}: {best.folder}"
-    columns = ["overrides", "status", *map(short_name, names)]
+    columns = [
+        "overrides",
+        "status",
+        *(name.removeprefix("eval/").removeprefix("judge/") for name in names),
+    ]
     return Table(title=" ".join(["Sweep", *shared]), columns=columns, rows=rows, note=note)

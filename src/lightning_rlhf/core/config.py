@@ -67,11 +67,6 @@ class StopConfig(BestConfig):
     min_gain: validation.NonNegativeFloat
     """Smallest gain that counts, exclusive, in units of the metric."""
 
-    @property
-    def is_on(self) -> bool:
-        """Return whether a rule may end the run before its last step."""
-        return self.patience is not None
-
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StageConfig:
@@ -116,9 +111,7 @@ class SupervisedConfig(StageConfig):
     batch_size: validation.Count
 
     def __post_init__(self) -> None:
-        validation.check_divides(
-            "microbatch_size", self.microbatch_size, "batch_size", self.batch_size
-        )
+        validation.check_divides(self, "microbatch_size", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -243,11 +236,6 @@ class DPOConfig(SupervisedConfig):
     sft_coef: validation.NonNegativeFloat
     """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
 
-    @property
-    def is_length_normalized(self) -> bool:
-        """Return whether log-ratios are means over the tokens of a response, not sums."""
-        return self.loss_type != "sigmoid"
-
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOStopConfig(StopConfig):
@@ -255,10 +243,6 @@ class PPOStopConfig(StopConfig):
 
     max_kl: validation.PositiveFloat | None
     """Largest kl_divergence, in nats a response, with which the run goes on; None is any."""
-
-    @property
-    def is_on(self) -> bool:
-        return super().is_on or self.max_kl is not None
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -332,22 +316,14 @@ class PPOConfig(StageConfig):
         return self.rollout_batch_size // self.samples_per_prompt
 
     @property
-    def updates_per_iteration(self) -> int:
-        """Return the number of updates of an iteration that ppo.target_kl does not end."""
-        return self.ppo_epochs * (self.rollout_batch_size // self.minibatch_size)
-
-    @property
     def group_size(self) -> int:
         """Return the number of responses to one prompt that the advantage compares, 1 if none."""
         return self.samples_per_prompt if self.advantage in GROUPED else 1
 
     def __post_init__(self) -> None:
-        for small, large in (
-            ("samples_per_prompt", "rollout_batch_size"),
-            ("minibatch_size", "rollout_batch_size"),
-            ("microbatch_size", "minibatch_size"),
-        ):
-            validation.check_divides(small, getattr(self, small), large, getattr(self, large))
+        validation.check_divides(self, "samples_per_prompt", "rollout_batch_size")
+        validation.check_divides(self, "minibatch_size", "rollout_batch_size")
+        validation.check_divides(self, "microbatch_size", "minibatch_size")
         is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
         without = f"since advantage={self.advantage} has no critic"
         for holds, key, allowed in (
@@ -387,11 +363,6 @@ class Term:
     far."""
     clip: float | None
     """Bound of the normalised component's absolute value; None does not clip."""
-
-    @property
-    def is_paid_as_reported(self) -> bool:
-        """Return whether `paid_sum` and `weighted_sum` use the same number of the component."""
-        return self.normalization != "running" and self.clip is None
 
 
 PAIR = "pair"

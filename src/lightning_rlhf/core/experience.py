@@ -152,21 +152,10 @@ def token_rewards(
     mask = rollout.response_mask
     paid = shaping.paid_sum(scores.component_scores, terms, moments.components)
     score = shaping.shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
-    if config.kl_in == "reward":
-        return shaping.shape_rewards(
-            score, priced_kl(rollout, scores, config), mask, kl_coef=kl_coef
-        )
-    return shaping.shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
-
-
-def priced_kl(
-    rollout: records.Rollout, scores: records.Scores, config: PPOConfig
-) -> Float[Tensor, "B T"]:
-    """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
-    if config.kl_estimator == "full":
-        assert scores.vocabulary_kl is not None
-        return scores.vocabulary_kl
-    return kl.ESTIMATORS[config.kl_estimator](rollout.logprobs, scores.ref_logprobs)
+    if config.kl_in == "loss":
+        return shaping.shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
+    priced = kl.priced(config, rollout.logprobs, scores.ref_logprobs, scores.vocabulary_kl)
+    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef)
 
 
 def estimate(

@@ -53,6 +53,19 @@ ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": abso
 vocabulary and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
 
 
+def priced(
+    config: PPOConfig,
+    logprobs: Float[Tensor, "*n"],
+    ref_logprobs: Float[Tensor, "*n"],
+    vocabulary_kl: Float[Tensor, "*n"] | None,
+) -> Float[Tensor, "*n"]:
+    """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
+    if config.kl_estimator == "full":
+        assert vocabulary_kl is not None
+        return vocabulary_kl
+    return ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs)
+
+
 def adapted_coef(
     kl_coef: float, kl: float, *, target: float, horizon: float, episodes: int
 ) -> float:

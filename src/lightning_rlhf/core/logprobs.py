@@ -88,18 +88,14 @@ def _in_chunks(
     recompute = torch.is_grad_enabled() and len(rows[0]) > size
     for chunk in zip(*(x.split(size) for x in rows), strict=True):
         count = len(chunk[0])
-        more = _missing(count, row_multiple, size)
+        # Rounded up to a multiple, or to the size of a chunk if that is less.
+        more = min(-(-count // row_multiple) * row_multiple, size) - count
         padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, more)) if more else x for x in chunk]
         if recompute:
             found = checkpoint(compute, *padded, head, temperature, use_reentrant=False)
         else:
             found = compute(*padded, head, temperature)
         yield [x[:count] for x in found]
-
-
-def _missing(count: int, multiple: int, most: int) -> int:
-    """Return how many rows round the count up to a multiple, or to `most` if that is less."""
-    return min(-(-count // multiple) * multiple, most) - count
 
 
 def _kl_chunk(
@@ -222,7 +218,7 @@ class _FrozenHead(torch.autograd.Function):
             strict=True,
         ):
             count = len(h)
-            more = _missing(count, row_multiple, size)
+            more = min(-(-count // row_multiple) * row_multiple, size) - count
             with torch.set_grad_enabled(learns):
                 h = F.pad(h.detach(), (0, 0, 0, more)).requires_grad_(learns)
                 logits = head(h)

@@ -93,14 +93,6 @@ def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float
     return 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
 
 
-def policy_is_clipped(
-    ratio: Float[Tensor, "*n"], *, clip_range: float, clip_range_high: float | None
-) -> Bool[Tensor, "*n"]:
-    """Return True where a ratio is outside the clip range, whatever its advantage."""
-    low, high = clip_bounds(clip_range, clip_range_high)
-    return (ratio < low) | (ratio > high)
-
-
 def policy_loss(
     logprobs: Float[Tensor, "*n"],
     old_logprobs: Float[Tensor, "*n"],
@@ -152,17 +144,6 @@ def value_loss(
         return 0.5 * error
     clipped = old_values + (values - old_values).clamp(-clip_range_vf, clip_range_vf)
     return 0.5 * torch.maximum(error, (clipped - returns) ** 2)
-
-
-def value_is_clipped(
-    values: Float[Tensor, "*n"], old_values: Float[Tensor, "*n"], *, clip_range_vf: float | None
-) -> Bool[Tensor, "*n"]:
-    """Return True where a value differs from the old one by more than clip_range_vf.
-
-    clip_range_vf: None returns False everywhere.
-    """
-    limit = math.inf if clip_range_vf is None else clip_range_vf
-    return (values - old_values).abs() > limit
 
 
 def token_weights(
@@ -238,8 +219,10 @@ def ppo_terms(
         policy_losses = zeros
     else:
         old_logprobs = pick(batch.old_logprobs)
-        clip_range, clip_range_high = config.clip_range, config.clip_range_high
-        kl_losses = kl_loss(policy, batch, config)
+        low, high = clip_bounds(config.clip_range, config.clip_range_high)
+        if config.kl_in == "loss":
+            ref_logprobs = pick(batch.ref_logprobs)
+            kl_losses = kl.priced(config, policy.logprobs, ref_logprobs, policy.vocabulary_kl)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
         if config.ent_coef > 0:
@@ -247,16 +230,15 @@ def ppo_terms(
         with torch.no_grad():
             approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)
-            policy_clipped = policy_is_clipped(
-                ratio, clip_range=clip_range, clip_range_high=clip_range_high
-            ).float()
+            policy_clipped = ((ratio < low) | (ratio > high)).float()
     if values is not None:
         old_values, clip_range_vf = pick(batch.old_values), config.clip_range_vf
         value_losses = value_loss(
             values, old_values, pick(batch.returns), clip_range_vf=clip_range_vf
         )
         loss = loss + config.vf_coef * value_losses
-        value_clipped = value_is_clipped(values, old_values, clip_range_vf=clip_range_vf).float()
+        limit = math.inf if clip_range_vf is None else clip_range_vf
+        value_clipped = ((values - old_values).abs() > limit).float()
     return records.PPOTerms(
         loss=(weight * loss).sum(),
         policy_loss=(weight * policy_losses.detach()).sum(),
@@ -270,19 +252,6 @@ def ppo_terms(
         ratio_mean=ratio.sum() / tokens,
         ratio_max=ratio.max(),
     )
-
-
-def kl_loss(
-    policy: PolicyOutputs, batch: records.Experience, config: PPOConfig
-) -> Float[Tensor, " N"]:
-    """Return the KL to the reference that ppo.kl_in=loss adds, nats a token; else 0."""
-    if config.kl_in == "reward":
-        return torch.zeros_like(policy.logprobs)
-    if config.kl_estimator == "full":
-        assert policy.vocabulary_kl is not None
-        return policy.vocabulary_kl
-    estimator = kl.ESTIMATORS[config.kl_estimator]
-    return estimator(policy.logprobs, masking.picker(records.known_mask(batch))(batch.ref_logprobs))
 
 
 def sum_terms(terms: Sequence[records.PPOTerms]) -> records.PPOTerms:

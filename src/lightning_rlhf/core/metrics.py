@@ -342,8 +342,3 @@ def heading_of(metric: str) -> str:
     label = label_of(metric).removeprefix("the ")
     is_key = "_" in label or "/" in label
     return label if is_key else f"{label[:1].upper()}{label[1:]}"
-
-
-def short_name(metric: str) -> str:
-    """Return the name of a metric of an evaluation as the results of a sweep show it."""
-    return metric.removeprefix("eval/").removeprefix("judge/")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core.config import MissingEOS, PPOConfig, Term
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Experience, Scores
 
 
@@ -71,15 +70,11 @@ class ScoreMoments:
             tuple(seen.including(part) for seen, part in parts),
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the moments as plain numbers for a checkpoint."""
-        return {"whole": asdict(self.whole), "parts": [asdict(part) for part in self.components]}
-
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> ScoreMoments:
-        """Return the moments of a checkpoint."""
-        parts = tuple(RunningMoments(**part) for part in state["parts"])
-        return cls(RunningMoments(**state["whole"]), parts)
+        """Return the moments of a checkpoint, which has them as `dataclasses.asdict`."""
+        components = tuple(RunningMoments(**part) for part in state["components"])
+        return cls(RunningMoments(**state["whole"]), components)
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)
@@ -126,8 +121,6 @@ def apply_missing_eos(
             return torch.where(ended, score, score - penalty)
         case "replace":
             return torch.where(ended, score, -penalty)
-        case _:
-            raise ConfigError(f"ppo.missing_eos is {rule!r}; allowed: none, subtract, replace")
 
 
 def shape_score(

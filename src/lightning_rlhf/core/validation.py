@@ -75,11 +75,12 @@ def build(cls: type[T], node: Any, key: str) -> T:
     if isinstance(node, cls):
         return node
     require(isinstance(node, Mapping), key, node, "a mapping of keys to values")
-    hints = get_type_hints(cls, include_extras=True)
+    hints, kinds = get_type_hints(cls, include_extras=True), get_type_hints(cls)
     values = {str(name): value for name, value in node.items()}
     for name, value in values.items():
-        kind, where = _parts(hints.get(name))[0], f"{key}.{name}"
+        kind: Any = kinds.get(name)
         item: Any = get_args(kind)[0] if get_origin(kind) is tuple else None
+        where = f"{key}.{name}"
         is_section, is_list = is_dataclass(kind), is_dataclass(item) and isinstance(value, list)
         if is_section:
             values[name] = build(kind, value, where)
@@ -129,11 +130,12 @@ def rule(holds: bool, field: str, found: Any, allowed: str) -> None:
         raise ValueError(refusal(field, found, allowed))
 
 
-def check_divides(small_field: str, small: int, large_field: str, large: int) -> None:
-    """Raise ValueError, as `rule` does, unless `small` divides `large`."""
-    if large % small:
-        divisors = ", ".join(str(n) for n in range(1, large + 1) if large % n == 0)
-        rule(False, small_field, small, f"{divisors}, which divide {large_field} = {large}")
+def check_divides(config: Any, small: str, large: str) -> None:
+    """Raise ValueError, as `rule` does, unless the value of field `small` divides `large`'s."""
+    part, whole = getattr(config, small), getattr(config, large)
+    if whole % part:
+        divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
+        rule(False, small, part, f"{divisors}, which divide {large} = {whole}")
 
 
 def refuse_unknown(node: Mapping[Any, Any], known: Collection[str], prefix: str) -> None:
@@ -145,7 +147,7 @@ def refuse_unknown(node: Mapping[Any, Any], known: Collection[str], prefix: str)
 
 def allowed(hint: Any) -> str:
     """Return in words which values the type `hint` takes."""
-    kind, notes = _parts(hint)
+    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
     if words := [n.description for n in notes if isinstance(n, FieldInfo) and n.description]:
         return words[-1]
     if get_origin(kind) in (Union, UnionType):
@@ -161,9 +163,3 @@ def allowed(hint: Any) -> str:
               if hasattr(bound, name)]  # fmt: skip
     named = (f"{sign} {x:g}" if isinstance(x, float) else f"{sign} {x}" for sign, x in limits)
     return " and ".join(["a whole number" if kind is int else "a number", *named])
-
-
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """Return the type inside `Annotated`, and its notes."""
-    kind, *notes = get_args(hint) if get_origin(hint) is Annotated else (hint,)
-    return kind, tuple(notes)

@@ -81,7 +81,7 @@ class Schedule(Sampler[list[int]]):
 
     def _order(self, epoch: int) -> NDArray[np.int64]:
         """Return the positions of all examples in the order of this epoch."""
-        order = self._random(_EPOCH, epoch).permutation(len(self.lengths))
+        order = np.random.default_rng((self.seed, _EPOCH, epoch)).permutation(len(self.lengths))
         start = -epoch * len(order) % self.batch_size  # after the previous epoch's last batch
         whole = (len(order) - start) // self.batch_size
         if self.pool_batches == 1 or whole < 1:
@@ -90,11 +90,9 @@ class Schedule(Sampler[list[int]]):
         pool = np.arange(whole * self.batch_size) // (self.pool_batches * self.batch_size)
         by_length = np.lexsort((self.lengths[order[inner]], pool))
         batches = order[inner][by_length].reshape(whole, self.batch_size)
-        order[inner] = self._random(_POOL, epoch).permutation(batches).ravel()
+        generator = np.random.default_rng((self.seed, _POOL, epoch))
+        order[inner] = generator.permutation(batches).ravel()
         return order
-
-    def _random(self, stream: int, index: int) -> np.random.Generator:
-        return np.random.default_rng((self.seed, stream, index))
 
 
 class StageData(LightningDataModule):
@@ -219,8 +217,8 @@ def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int)
     Their targets are the responses, and the learned tokens of the prompts of dialogues.
     """
     tokens, mask = pad([[*e.prompt, *e.response] for e in examples], pad_id, "right")
-    prompt_mask = _lengths_mask([len(e.prompt) for e in examples], tokens.shape[1])
-    target_mask = mask & ~prompt_mask
+    prompt_lengths = torch.tensor([len(e.prompt) for e in examples])
+    target_mask = mask & (torch.arange(tokens.shape[1]) >= prompt_lengths[:, None])
     for row, example in enumerate(examples):
         target_mask[row, list(example.learned)] = True
     return Demonstrations(tokens=tokens, mask=mask, target_mask=target_mask)
@@ -253,8 +251,3 @@ def pad(
         pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side=side),
         pad_sequence(real, batch_first=True, padding_value=False, padding_side=side),
     )
-
-
-def _lengths_mask(lengths: Sequence[int], width: int) -> Bool[Tensor, "B S"]:
-    """Return the mask that is True in the first `lengths[i]` columns of row i."""
-    return torch.arange(width) < torch.tensor(lengths)[:, None]

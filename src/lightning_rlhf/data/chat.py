@@ -1,13 +1,13 @@
 """Conversion between messages and tokens; the only place that tokenises and decodes text."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from inspect import signature
 from typing import Any
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase, StoppingCriteria
 from transformers.generation import StopStringCriteria
 
-from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.core.errors import ConfigError, DataError, require
 from lightning_rlhf.data.rows import Message, Messages
 
 PLAIN_TEMPLATE = (
@@ -58,8 +58,12 @@ class ChatFormat:
 
         Raises:
             ConfigError: the template fails, or drops or rewrites the text of a turn, or no token
-                can end a response.
+                can end a response, or `template_kwargs` has a name that the template never sees.
         """
+        taken = {*signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
+        names = ", ".join(sorted(taken & template_kwargs.keys()))
+        allowed = f"variables of the chat template, which {names} is not"
+        require(not names, "data.chat_template_kwargs", dict(template_kwargs), allowed)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer
@@ -115,28 +119,29 @@ class ChatFormat:
         """Return a criterion that stops rows ending with one of `texts`; None if there is none."""
         return StopStringCriteria(self.tokenizer, list(texts)) if texts else None
 
-    def render(self, messages: str | Messages, **form: bool) -> str:
+    def render(self, messages: Messages, **form: bool) -> str:
         """Return the dialogue as the chat template renders it, without a generation prompt.
 
         form: further arguments of `apply_chat_template`.
         Raises whatever exception a chat template that rejects these messages raises.
         """
+        turns = [message.as_dict() for message in messages]
         text: str = self.tokenizer.apply_chat_template(
-            _as_dicts(messages), tokenize=False, **form, **self.template_kwargs
+            turns, tokenize=False, **form, **self.template_kwargs
         )
         return text
 
     def opened(self, prompt: str | Messages) -> str:
         """Return the prompt as the template renders it, with the opening of the next turn."""
+        turns = (Message("user", prompt),) if isinstance(prompt, str) else prompt
         try:
-            text = self.render(prompt, add_generation_prompt=True)
+            text = self.render(turns, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
-            roles = ", ".join(turn["role"] for turn in _as_dicts(prompt))
+            roles = ", ".join(turn.role for turn in turns)
             raise DataError(
-                f"the chat template refuses a prompt with the turns {roles}: {_told(error)}"
+                f"the chat template refuses a prompt with the turns {roles}: {error!r:.200}"
             ) from error
-        calls = () if isinstance(prompt, str) else (call for t in prompt for call in t.tool_calls)
-        for call in calls:
+        for call in (call for turn in turns for call in turn.tool_calls):
             if (name := call["function"]["name"]) not in text:
                 raise DataError(
                     f"the chat template of tokenizer {self.tokenizer.name_or_path!r} leaves out "
@@ -159,7 +164,7 @@ class ChatFormat:
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
-                f"{_told(error)}; data.chat_template_kwargs is {self.template_kwargs}"
+                f"{error!r:.200}; data.chat_template_kwargs is {self.template_kwargs}"
             ) from error
         _, found_answer, after = rest.partition(answer)
         if not (found_question and found_answer):
@@ -179,15 +184,3 @@ class ChatFormat:
                 "turn with no special token, so that no response could end; set eos_token"
             )
         return eos, None
-
-
-def _told(error: Exception) -> str:
-    """Return the error of a chat template in one line: its own message, or the type and message."""
-    words = " ".join(str(error).split())[:200]
-    return words if isinstance(error, TemplateError) else f"{type(error).__name__}: {words}"
-
-
-def _as_dicts(messages: str | Messages) -> list[dict[str, Any]]:
-    if isinstance(messages, str):
-        messages = (Message("user", messages),)
-    return [message.as_dict() for message in messages]

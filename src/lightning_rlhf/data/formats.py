@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, get_args
 
-from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.data import rows
 from lightning_rlhf.io.user_code import FAULTS
 
@@ -336,15 +335,6 @@ def formats_of(name: str, kind: Kind | None = None) -> list[Format]:
     name = "native" if ":" in name else name
     named = [form for form in FORMATS if name in (AUTO, form.name)]
     return [form for form in named if kind is None or kind in form.kinds]
-
-
-def check_serves(name: str, kind: Kind, source: str) -> None:
-    """Raise DataError unless the format holds data of the kind, which the source is to hold."""
-    if not formats_of(name, kind):
-        serving = ", ".join(dict.fromkeys(form.name for form in formats_of(AUTO, kind)))
-        raise DataError(
-            f"{source}: data.format={name} holds no {kind}; {NEEDS[kind]}; allowed: {serving}"
-        )
 
 
 def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:

@@ -192,10 +192,8 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     def last_characters(count: int) -> Messages:
         return (*system, Message("user", text[-count:].lstrip()))
 
-    def tokens(count: int) -> int:
-        return len(chat.prompt_tokens(last_characters(count)))
-
-    fits = bisect_right(range(1, len(text)), limit, key=tokens)
+    counts = range(1, len(text))
+    fits = bisect_right(counts, limit, key=lambda n: len(chat.prompt_tokens(last_characters(n))))
     if not fits:
         raise _Dropped("prompt too long to cut: the chat template alone exceeds the limit")
     return last_characters(fits)

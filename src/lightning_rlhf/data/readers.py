@@ -129,7 +129,12 @@ def read(
             while `on_bad_row` is "stop"; names file, line and reason.
         HubError: the Hub dataset cannot be loaded.
     """
-    formats.check_serves(format, kind, source)
+    if not formats.formats_of(format, kind):
+        names = dict.fromkeys(form.name for form in formats.formats_of(formats.AUTO, kind))
+        raise DataError(
+            f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}; allowed: "
+            f"{', '.join(names)}"
+        )
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)

@@ -14,7 +14,7 @@ from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
-from lightning_rlhf.core.config import Mode, StageConfig
+from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
@@ -90,7 +90,7 @@ def check_final(settings: Settings, steps: int | None) -> None:
             )
     if not isinstance(step, int):
         return
-    if stop.is_on:
+    if stop.patience is not None or (isinstance(stop, PPOStopConfig) and stop.max_kl is not None):
         raise ConfigError(
             f"{stage}.final is {step}; allowed where a rule may end the run: last, best"
         )

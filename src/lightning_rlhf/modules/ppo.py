@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
@@ -391,7 +391,7 @@ class PPOModule(L.LightningModule):
         checkpoint["iteration"] = self.iteration
         checkpoint["kl_coef"] = self.kl_coef
         checkpoint["learner"] = self.guard.state_dict()
-        checkpoint["moments"] = self.moments.state_dict()
+        checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
         if self.ptx is not None:

@@ -139,7 +139,9 @@ class DPOModule(SupervisedModule):
         logprobs = self.logprobs(POLICY, tokens, targets, known)
         counts = targets.sum(dim=1)
         ratios = logprobs - reference
-        chosen, rejected = (ratios / counts if config.is_length_normalized else ratios).chunk(2)
+        # Sums over the tokens of a response with loss_type=sigmoid, else means.
+        summed = ratios if config.loss_type == "sigmoid" else ratios / counts
+        chosen, rejected = summed.chunk(2)
         chosen_logprob, rejected_logprob = logprobs.chunk(2)
         return results.DPOScores(
             chosen=(config.beta * chosen).detach(),

@@ -235,7 +235,8 @@ class PTX:
         """Set up the batches; pad_id: id of the padding token; seed: seed of their order."""
         self.examples = examples
         self.coef = config.ptx_coef
-        self.updates = config.updates_per_iteration
+        # Where ppo.target_kl ends no iteration early.
+        self.updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
         self.pad_id = pad_id
         self.schedule = Schedule(
             lengths=[example.length for example in examples],
