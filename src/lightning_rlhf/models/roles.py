@@ -213,7 +213,9 @@ class Roles(nn.Module):
             return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = self.row_multiple > 1
-        if few_shapes and not decoder.rotates_by_length(self.causal_lm):
+        # Some rotations depend on the length of the longest row, padding included.
+        rope = trunk.rotary_emb.rope_type if few_shapes else "longrope"
+        if rope != "longrope" and "dynamic" not in rope:
             tokens, wanted = (
                 F.pad(x, (0, -x.shape[1] % decoder.COLUMNS)) for x in (tokens, wanted)
             )

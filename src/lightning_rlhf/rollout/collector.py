@@ -307,39 +307,28 @@ class Collector:
         generator: torch.Generator,
         samples_per_prompt: int,
     ) -> records.SampledResponses:
-        """Return the responses to a share of the prompts, as many at a time as fit into memory."""
+        """Return the responses to a share of the prompts, as many at a time as fit into memory.
+
+        The native sampler draws the same numbers for a response in every share; another is given a
+        generator of its own for a part of a batch.
+        """
         start = generator.get_state()
 
         def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
             for rows in share.rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                part = Share(rows, share.total)
-                parts.append(self.sample_at_once(prompts, part, generator, samples_per_prompt))
+                some = prompts.select(rows)
+                given: list[Any] = [generator]
+                if isinstance(self.sampler, NativeSampler):
+                    given.append(Share(rows, share.total))
+                elif len(some) < share.total:
+                    seed = int(torch.randint(2**62, (), generator=generator)) + int(rows[0])
+                    given = [torch.Generator().manual_seed(seed)]
+                parts.append(self.sampler.sample(some, samples_per_prompt, *given))
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))
-
-    def sample_at_once(
-        self,
-        prompts: records.Prompts,
-        share: Share,
-        generator: torch.Generator,
-        samples_per_prompt: int,
-    ) -> records.SampledResponses:
-        """Return the responses to a share of the prompts, sampled together.
-
-        The native sampler draws the same numbers for a response in every share; another is given a
-        generator of its own for a part of a batch.
-        """
-        some = prompts.select(share.rows)
-        if isinstance(self.sampler, NativeSampler):
-            return self.sampler.sample(some, samples_per_prompt, generator, share)
-        if len(some) == share.total:
-            return self.sampler.sample(some, samples_per_prompt, generator)
-        seed = int(torch.randint(2**62, (), generator=generator)) + int(share.rows[0])
-        own = torch.Generator().manual_seed(seed)
-        return self.sampler.sample(some, samples_per_prompt, own)
 
     def annotate(self, sampled: records.SampledResponses) -> records.Rollout:
         """Return the responses with the predictions that the sampler does not know."""
