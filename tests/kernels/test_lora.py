@@ -253,18 +253,6 @@ def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
     assert (logits(roles) - beside).abs().max() > 0.1 or role == POLICY
 
 
-@torch.no_grad()
-def test_the_plain_layers_go_to_onednn_where_that_is_faster(
-    by_onednn: list[tuple[int, ...]],
-) -> None:
-    roles = a_policy()
-    adapted = lora_layers(roles)
-    by_onednn.clear()
-    with roles.merged():
-        roles.hidden(TOKENS)
-    assert len(by_onednn) == adapted > 0
-
-
 def test_afterwards_the_very_modules_are_back() -> None:
     roles = a_policy()
     before: dict[str, Any] = {name: id(module) for name, module in roles.named_modules()}

@@ -22,7 +22,6 @@ from lightning_rlhf.models.build_roles import (
     attach_reward,
     check_fingerprint,
     load_head,
-    random_reward,
     start_from,
 )
 from lightning_rlhf.models.checkpoint import Final, find
@@ -220,7 +219,6 @@ HEADS: dict[str, tuple[Callable[[Path], Any], str]] = {
         ),
         r"reward_head.*7\].*32",
     ),
-    "cut": (lambda file: file.write_bytes(file.read_bytes()[:-8]), r"reward_head\.safetensors"),
 }
 
 
@@ -258,20 +256,6 @@ def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: P
 
 
 # Refused as a start
-
-
-def test_a_reward_model_is_no_policy(
-    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
-    """Neither its adapter nor, where it was fully trained, its whole weights."""
-    own = Roles(make_model("llama"))
-    random_reward(own, REWARD, torch.Generator().manual_seed(0))
-    write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
-    for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
-        with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
-            start_from(adapters.config, final, trainable=False, seed=0)
-        assert str(final.path) in str(e.value)
 
 
 def test_full_weights_that_were_changed_are_refused(

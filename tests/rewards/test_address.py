@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.config import parsed, redacted, token_in
+from lightning_rlhf.rewards.config import redacted, token_in
 
 from .conftest import make_reward
 
@@ -38,7 +38,7 @@ def test_a_user_and_a_token_become_a_header(monkeypatch: pytest.MonkeyPatch) -> 
         make_reward("http://me:word@host/score", token_env="JUDGE_TOKEN")
 
 
-@pytest.mark.parametrize("token", [None, "  ", "two\nlines"])
+@pytest.mark.parametrize("token", [None, "two\nlines"])
 def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     if token is not None:
@@ -49,21 +49,3 @@ def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: s
         "reward.components.a.token_env is 'JUDGE_TOKEN'; allowed: an environment variable that "
         "holds a token, or null"
     )
-
-
-@pytest.mark.parametrize(
-    ("url", "shown"),
-    [
-        ("", "''"),
-        ("ftp://me:word@host/score", "'ftp://***@host/score'"),
-        ("http:///score?word", "'http:///score?***'"),
-        ("http://me:word@host:port/score", "'http://***@host:port/score'"),
-    ],
-)
-def test_what_is_no_address_is_named_without_its_secrets(url: str, shown: str) -> None:
-    with pytest.raises(ConfigError) as found:
-        parsed(url, "reward.url")
-    assert str(found.value) == (
-        f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
-    )
-    assert found.value.__cause__ is None
