@@ -188,11 +188,6 @@ class Roles(nn.Module):
             self._set_kernels()
         return self
 
-    @property
-    def copies_weights(self) -> bool:
-        """Return True if sampling is from copies of the trunk's weights, as fast layers do."""
-        return self.kernels.kind == "fast"
-
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
 
@@ -257,9 +252,9 @@ class Roles(nn.Module):
         """
         targets = settings.target_modules
         config = LoraConfig(
+            target_modules=targets if isinstance(targets, str) else list(targets),
             r=settings.r,
             lora_alpha=settings.alpha,
-            target_modules=targets if isinstance(targets, str) else list(targets),
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
@@ -365,7 +360,8 @@ class Roles(nn.Module):
         """
         before, self._merged = self._merged, True
         try:
-            with decoder.merged_adapters(self.model) if self.copies_weights else nullcontext():
+            is_fast = self.kernels.kind == "fast"
+            with decoder.merged_adapters(self.model) if is_fast else nullcontext():
                 yield
         finally:
             self._merged = before

@@ -243,11 +243,6 @@ class PTX:
             seed=seed, pool_batches=1,
         )  # fmt: skip
 
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest demonstration."""
-        return max(example.length for example in self.examples)
-
     def batch(self, iteration: int, update: int) -> records.Demonstrations:
         """Return the demonstrations of an update; both numbers count from 0."""
         rows = self.schedule.batch(iteration * self.updates + update)

@@ -186,11 +186,8 @@ def sample_local(
             sampler.draw(len(prompts) * count, generator)
             continue
         some = prompts.select(local.rows).to(sampler.roles.device)
-        if len(some) == len(prompts):
-            yield batch.numbers, sampler.sample(some, count, generator)
-        else:
-            assert isinstance(sampler, NativeSampler)
-            yield batch.numbers, sampler.sample(some, count, generator, local)
+        part = [local] * (len(some) < len(prompts))  # which the native sampler alone takes
+        yield batch.numbers, sampler.sample(some, count, generator, *part)
 
 
 def sample_reference(

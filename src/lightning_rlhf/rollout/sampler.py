@@ -85,6 +85,7 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class HFSampler:
     """Samples from the active role; the same distribution as `NativeSampler`, but slower.
 
@@ -92,11 +93,9 @@ class HFSampler:
     others.
     """
 
+    roles: Roles
+    params: SamplingParams
     is_exact = True
-
-    def __init__(self, roles: Roles, params: SamplingParams) -> None:
-        self.roles = roles
-        self.params = params
 
     def draw(self, responses: int, generator: torch.Generator) -> int:
         """Return the seed of a batch, whatever its number of responses."""
@@ -110,7 +109,9 @@ class HFSampler:
         roles, params = self.roles, self.params
         prompts = prompts.repeat(samples_per_prompt)
         width = prompts.tokens.shape[1]
-        stops = [] if params.stop is None else [_ResponseStop(params.stop, width)]
+        stops: list[Any] = []
+        if (stop := params.stop) is not None:  # which is given the response alone
+            stops.append(lambda tokens, scores, **_: stop(tokens[:, width:], scores))
         model = roles.causal_lm
         models_own = model.generation_config
         devices = [] if roles.device.type == "cpu" else [roles.device]
@@ -164,16 +165,6 @@ class _Finite(transformers.LogitsProcessor):
         if scores.isnan().any() or scores.isposinf().any():
             raise LogitsError
         return scores
-
-
-class _ResponseStop(StoppingCriteria):
-    """Applies a stopping criterion to the response alone."""
-
-    def __init__(self, stop: StoppingCriteria, width: int) -> None:
-        self.stop, self.width = stop, width
-
-    def __call__(self, input_ids: Int[Tensor, "B S"], scores: Tensor, **kwargs: object) -> Tensor:
-        return self.stop(input_ids[:, self.width :], scores)
 
 
 ROUNDING = 1e-3
