@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.kernels.patch import rounding_of
 from lightning_rlhf.models.build_roles import (
     add_critic,
     add_policy,
@@ -215,6 +216,13 @@ def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused(
     Roles(make_model("granite", logits_scaling=1.0))
     with pytest.raises(CheckpointError, match="granite"):
         Roles(make_model("granite", logits_scaling=8.0))
+
+
+def test_rounding_in_16_bits_grows_with_the_square_root_of_the_layers() -> None:
+    """3e-2 up to 4 layers; of 16 it is sqrt(16 / 4) = 2 times that. fp32 has room in any case."""
+    assert rounding_of(torch.float32, 16) == 1e-4
+    assert rounding_of(torch.float16, 4) == pytest.approx(3e-2)
+    assert rounding_of(torch.bfloat16, 16) == pytest.approx(6e-2)
 
 
 @pytest.mark.parametrize(("model_type", "refused"), [("gpt2", True), ("qwen3", False)])
