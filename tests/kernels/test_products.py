@@ -38,19 +38,6 @@ def test_onednn_says_what_the_formula_says(
     assert len(to_onednn) == 2
 
 
-def test_a_few_multiplications_stay_with_torch(
-    monkeypatch: pytest.MonkeyPatch, to_onednn: list[tuple[int, ...]]
-) -> None:
-    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(layers, "WORTH", 4 * 5 * 7)
-    linear(numbers(4, 5), numbers(6, 5))
-    product(numbers(4, 5), numbers(5, 6))
-    assert to_onednn == []
-    linear(numbers(4, 5), numbers(7, 5))
-    product(numbers(4, 5), numbers(5, 7))
-    assert to_onednn == [(4, 5), (4, 5)]
-
-
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """processor(name, its vectors, as torch calls them): what torch finds."""

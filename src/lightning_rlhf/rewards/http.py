@@ -134,8 +134,7 @@ class HTTPReward:
         config, tries = self._config, self._config.retries + 1
         for done in itertools.count(1):
             # No pause after the first try; an exponent of 64 is beyond the longest pause.
-            pause_s = config.backoff_s * 2.0 ** min(done - 1, 64) if done > 1 else 0.0
-            pause_s = min(pause_s, LONGEST_PAUSE_S)
+            pause_s = min(config.backoff_s * 2.0 ** min(done - 1, 64), LONGEST_PAUSE_S) * (done > 1)
             try:
                 answer, data = self._post(questions, config.timeout_s)
             except _NoAnswer as error:

@@ -51,10 +51,8 @@ def build_sampler(
         if isinstance(error, RLHFError):
             raise
         raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
-    return samplers.CheckedSampler(
-        sampler, name, key=key, max_response_tokens=params.max_response_tokens,
-        vocab_size=roles.vocab_size,
-    )  # fmt: skip
+    longest, vocabulary = params.max_response_tokens, roles.vocab_size
+    return samplers.CheckedSampler(sampler, name, longest, vocabulary, key)
 
 
 def load_sampler(name: str, key: str = KEY) -> Any:
@@ -226,7 +224,7 @@ def sample_rewards(
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
-    """Return mean and standard deviation of a reward; raise CheckpointError for 0 or infinity.
+    """Return mean and standard deviation of a reward.
 
     Raises CheckpointError where the deviation is 0 or not finite.
     """

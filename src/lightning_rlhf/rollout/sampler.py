@@ -173,25 +173,20 @@ KEY = "ppo.rollout"
 """Configuration key that names the sampler of stage=ppo."""
 
 
+@dataclass(eq=False)
 class CheckedSampler:
     """A user's sampler that raises SamplerError where it fails or breaks the protocol."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        name: str,
-        *,
-        max_response_tokens: int,
-        vocab_size: int,
-        key: str = KEY,
-    ) -> None:
-        """Wrap a sampler; name: value of the configuration key `key`, for the errors.
+    sampler: Sampler
+    name: str
+    """Value of the configuration key `key`, for the errors."""
+    max_response_tokens: int
+    vocab_size: int
+    """Number of token ids of the model."""
+    key: str = KEY
 
-        vocab_size: number of token ids of the model.
-        """
-        self.sampler, self.is_exact = sampler, bool(sampler.is_exact)
-        self.name, self.key = name, key
-        self.max_response_tokens, self.vocab_size = max_response_tokens, vocab_size
+    def __post_init__(self) -> None:
+        self.is_exact = bool(self.sampler.is_exact)
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
