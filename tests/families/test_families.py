@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,22 +219,3 @@ def test_other_programs_load_the_reward_model_and_the_merged_weights(
     policy, info = AutoModelForCausalLM.from_pretrained(tmp_path / "ppo", output_loading_info=True)
     assert info["missing_keys"] == info["unexpected_keys"] == set()
     close(policy.eval()(tokens).logits, run.plain("ppo")(tokens).logits)
-
-
-def test_an_adapter_without_a_tokenizer_is_spoken_to_with_its_bases(
-    command: Callable[[Path, list[str]], None],
-    checkpoint: Callable[[str], Path],
-    rows: list[str],
-    tmp_path: Path,
-) -> None:
-    """As peft alone would have saved it: weights and their configuration, and nothing else."""
-    base, adapter = checkpoint("qwen3"), tmp_path / "adapter"
-    command(tmp_path, [*arguments("sft", base), *rows, "sft.finetune=lora"])
-    folder = tmp_path / "outputs" / "default" / "small"
-    adapter.mkdir()
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        shutil.copy(folder / "sft" / "final" / name, adapter)
-    command(tmp_path, [*arguments("rm", base), *rows, f"policy.checkpoint={adapter}"])
-    ours, theirs = (AutoTokenizer.from_pretrained(f) for f in (folder / "rm" / "final", base))
-    assert ours.get_vocab() == theirs.get_vocab()
-    assert ours.chat_template == theirs.chat_template

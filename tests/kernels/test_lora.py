@@ -117,32 +117,28 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     return shapes
 
 
-@pytest.mark.parametrize("library", ["", "by_onednn"])
 @pytest.mark.parametrize("merging", [0, 1e9])
 @pytest.mark.parametrize("role", [POLICY, "sft"])
 def test_hidden_states_and_gradients_are_those_of_peft(
     role: str,
     merging: float,
-    library: str,
     monkeypatch: pytest.MonkeyPatch,
     peft_is_asked: list[LoRALinear],
     folds: list[torch.Size],
-    request: pytest.FixtureRequest,
+    by_onednn: list[tuple[int, ...]],
 ) -> None:
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
-    asked = request.getfixturevalue(library) if library else None
     monkeypatch.setattr(lora, "MERGE_FROM", merging)
     roles = a_policy()
     roles._stack("sft", trainable=role == "sft")
     roles.set_role(role)
-    if asked is not None:
-        asked.clear()
-        outcome(roles)
-        # Of a layer what it says and the gradient of its input, which the first three have not;
-        # and four for an adapter that learns, where it stands in the weight.
-        count, learns = len(quick_layers(roles)), quick_layers(roles)[0].active_adapters.count(role)
-        assert len(asked) == 2 * count - 3 + (4 * learns * count if merging == 0 else 0)
-        folds.clear()
+    by_onednn.clear()
+    outcome(roles)
+    # Of a layer what it says and the gradient of its input, which the first three have not; and
+    # four for an adapter that learns, where it stands in the weight.
+    count, learns = len(quick_layers(roles)), quick_layers(roles)[0].active_adapters.count(role)
+    assert len(by_onednn) == 2 * count - 3 + (4 * learns * count if merging == 0 else 0)
+    folds.clear()
     before = len(peft_is_asked)
     (hidden, gradients), (plain, plain_gradients) = quick_and_plain(roles, monkeypatch)
     assert len(peft_is_asked) == before
@@ -251,18 +247,6 @@ def test_every_role_says_the_same_from_plain_layers(role: str) -> None:
         assert torch.equal(logits(roles), beside)
     roles.set_role(POLICY)
     assert (logits(roles) - beside).abs().max() > 0.1 or role == POLICY
-
-
-@torch.no_grad()
-def test_the_plain_layers_go_to_onednn_where_that_is_faster(
-    by_onednn: list[tuple[int, ...]],
-) -> None:
-    roles = a_policy()
-    adapted = lora_layers(roles)
-    by_onednn.clear()
-    with roles.merged():
-        roles.hidden(TOKENS)
-    assert len(by_onednn) == adapted > 0
 
 
 def test_afterwards_the_very_modules_are_back() -> None:

@@ -161,7 +161,6 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
     # 8 + 70 real positions of 2 x 70, 39 of them wanted; of few shapes of 2 x 80.
     [
         (torch.float32, "by_torch", False, 96),
-        (torch.float32, "by_onednn", False, 128),
         (torch.bfloat16, "by_torch", False, 128),
         (torch.float32, "by_torch", True, 128),
     ],

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3
 
 from lightning_rlhf.core.errors import ConfigError
@@ -18,7 +16,7 @@ from lightning_rlhf.kernels import patch
 from lightning_rlhf.kernels.decoder import PackedDecoderLayer
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import use_kernels
-from lightning_rlhf.models.config import POLICY, LoRASettings
+from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -110,39 +108,15 @@ def test_auto_decides_anew_where_the_weights_are_moved() -> None:
     assert roles.kernels.kind == "plain"
 
 
-def changed_norm(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The library's norm multiplies by something more."""
-    forward = modeling_qwen3.Qwen3RMSNorm.forward
+def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told, forward = "the fast layers give other hidden states", modeling_qwen3.Qwen3RMSNorm.forward
 
     def twice(self: Any, hidden_states: Tensor) -> Tensor:
         return 1.5 * forward(self, hidden_states)
 
     monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", twice)
-    return "other hidden states"
-
-
-def renamed_attribute(monkeypatch: pytest.MonkeyPatch) -> str:
-    """What ours reads is called otherwise: ours fails."""
-
-    def forward(self: Any, hidden_states: Tensor) -> Tensor:
-        return hidden_states * self.weight
-
-    init = modeling_qwen3.Qwen3RMSNorm.__init__
-
-    def without(self: Any, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
-        del self.variance_epsilon
-
-    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "__init__", without)
-    monkeypatch.setattr(modeling_qwen3.Qwen3RMSNorm, "forward", forward)
-    return "the fast layers fail"
-
-
-@pytest.mark.parametrize("change", [changed_norm, renamed_attribute])
-def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
-    change: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told = re.escape(change(monkeypatch))
     model = build_model("qwen3")
     with torch.no_grad():
         expected = model.base_model(input_ids=TOKENS, use_cache=False).last_hidden_state[WANTED]
@@ -154,23 +128,3 @@ def test_a_library_that_changed_a_layer_computes_by_itself_with_a_warning(
         assert torch.equal(roles.hidden_at(TOKENS, WANTED), expected)
     with pytest.raises(ConfigError, match=f"model.kernels is 'fast', but .*{told}"):
         Roles(build_model("qwen3"), "fast")
-
-
-def learned(model: PreTrainedModel, kernels: Any) -> tuple[Tensor, Tensor]:
-    roles = Roles(model, kernels)
-    roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
-    with torch.no_grad():
-        for i, parameter in enumerate(roles.trained_by(POLICY)):
-            parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(i))
-    hidden = roles.hidden_at(TOKENS, WANTED)
-    (
-        hidden * torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
-    ).sum().backward()
-    return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_both_say_and_learn_the_same(family: str) -> None:
-    fast, plain = (learned(build_model(family), kernels) for kernels in ("fast", "plain"))
-    for found, expected in zip(fast, plain, strict=True):
-        assert (found - expected).norm() <= 1e-5 * expected.norm()

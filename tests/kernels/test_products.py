@@ -38,29 +38,6 @@ def test_onednn_says_what_the_formula_says(
     assert len(to_onednn) == 2
 
 
-def test_a_few_multiplications_stay_with_torch(
-    monkeypatch: pytest.MonkeyPatch, to_onednn: list[tuple[int, ...]]
-) -> None:
-    monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)
-    monkeypatch.setattr(layers, "WORTH", 4 * 5 * 7)
-    linear(numbers(4, 5), numbers(6, 5))
-    product(numbers(4, 5), numbers(5, 6))
-    assert to_onednn == []
-    linear(numbers(4, 5), numbers(7, 5))
-    product(numbers(4, 5), numbers(5, 7))
-    assert to_onednn == [(4, 5), (4, 5)]
-
-
-@pytest.mark.usefixtures("by_onednn")
-def test_of_two_that_may_be_copied_it_is_the_smaller(to_onednn: list[tuple[int, ...]]) -> None:
-    """The first of a product that lies column by column is, so that the factors change places."""
-    high, low = numbers(5, 40).T, numbers(5, 3)
-    torch.testing.assert_close(product(high, low), high @ low)
-    torch.testing.assert_close(product(low.T, high.T), low.T @ high.T)
-    torch.testing.assert_close(product(high.contiguous(), low), high @ low)
-    assert to_onednn == [(3, 5), (3, 5), (40, 5)]
-
-
 @pytest.fixture
 def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
     """processor(name, its vectors, as torch calls them): what torch finds."""
@@ -140,18 +117,3 @@ def test_it_is_the_layers_side_by_side(
     torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)
     assert torch.equal(x, before[0])
     assert torch.equal(onto, before[1])
-
-
-@torch.no_grad()
-def test_a_plain_layout_goes_to_onednn_where_that_is_faster(
-    monkeypatch: pytest.MonkeyPatch, by_onednn: list[tuple[int, ...]]
-) -> None:
-    monkeypatch.setattr(lora, "SMALLEST", 2**30)
-    of = three_layers(bias=True, adapted=True)
-    joint = JointLinear(*of)  # type: ignore[arg-type]
-    x, onto = torch.randn(40, 16), torch.randn(40, 57)
-    found = joint(x), joint(x, onto=onto)
-    assert by_onednn == [(40, 16), (40, 20), (40, 16), (40, 20)]
-    side_by_side = expected(of, x)
-    torch.testing.assert_close(found[0], side_by_side, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(found[1], onto + side_by_side, rtol=1e-5, atol=1e-5)

@@ -17,25 +17,20 @@ from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
     LlamaForSequenceClassification,
 )
 
 from lightning_rlhf.core.config import PAIR
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError
+from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.models.classifier import Classifier
 
 from .classifiers import (
-    DECODER,
     IDS,
-    SHAPE,
     TEMPLATE,
     WORDS,
     load,
     row,
     save_classifier,
-    save_tokenizer,
 )
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
@@ -135,7 +130,6 @@ WHOLE = "{% for turn in messages %} user : {{ turn.content }} </s>{% endfor %}"
     [
         (TEMPLATE, []),
         ("{{ messages[-1].content }} </s>", ["the chat template leaves out what the user said "]),
-        ("user : {{ messages[0].content }} </s>", ["the chat template leaves out the response"]),
         (WHOLE.replace("user :", "").replace("</s>", ""), [
             "the chat template puts nothing between the user's words and the response",
             "the chat template ends with the response; no '</s>' follows",
@@ -160,17 +154,6 @@ def test_one_of_several_outputs(checkpoint: Callable[..., str]) -> None:
     torch.testing.assert_close(scores(found), expected(folder, TEXTS, 2), atol=1e-5, rtol=0)
 
 
-def test_packed_weights_rank_texts_alike(checkpoint: Callable[..., str]) -> None:
-    """Measured: 0.999."""
-    folder = checkpoint()
-    classifier = load(folder, quantization="int8", dtype="bfloat16")
-    modules = list(classifier.model.modules())
-    assert sum(isinstance(module, bnb.nn.Linear8bitLt) for module in modules) == 14
-    assert type(classifier.model.score) is torch.nn.Linear  # the head stays whole
-    correlation = torch.corrcoef(torch.stack([scores(classifier), expected(folder, TEXTS)]))[0, 1]
-    assert correlation > 0.99
-
-
 @torch.no_grad()
 def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> None:
     """Unpacked one by one into transformers' model, they give the same scores.
@@ -191,14 +174,6 @@ def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> 
 # Refused
 
 
-def test_a_language_model(tmp_path: Path) -> None:
-    folder = tmp_path / "model"
-    LlamaForCausalLM(LlamaConfig(**SHAPE, **DECODER)).save_pretrained(folder)
-    save_tokenizer(folder)
-    with pytest.raises(CheckpointError, match="is a LlamaForCausalLM, which has no reward head"):
-        load(str(folder))
-
-
 @torch.no_grad()
 def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path) -> None:
     """Of 48, with the pad token 0, the first is that of padding: 47 tokens can be read."""
@@ -214,14 +189,6 @@ def test_positions_of_roberta_are_counted_from_behind_its_padding(tmp_path: Path
     assert model.read([fits]).isfinite().all()
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         model.read([model.encode(row("w1"), " ".join(["w2"] * 40))])
-
-
-def test_no_chat_template(tmp_path: Path) -> None:
-    folder = save_classifier(tmp_path / "model")
-    save_tokenizer(tmp_path / "plain", None)
-    with pytest.raises(ConfigError, match=r"reward\.chat_template is null, but .* has none"):
-        load(folder, tokenizer=str(tmp_path / "plain"))
-    assert load(folder, tokenizer=str(tmp_path / "plain"), chat_template=PAIR).pair
 
 
 def test_a_dialogue_that_the_template_refuses(tmp_path: Path) -> None:

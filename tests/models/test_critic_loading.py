@@ -1,7 +1,8 @@
-"""Where a critic's head stands, and what it starts as."""
+"""Scalar heads, and where a critic's head stands and what it starts as."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_rew
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import RewardHeads, ScalarHead
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_manifest, randomise
@@ -132,3 +133,30 @@ def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor)
     torch.testing.assert_close(last_value(owner, role, tokens), expected, rtol=1e-5, atol=1e-5)
     assert not [name for name, _ in owner.named_parameters() if "lora" in name]
     assert all(parameter.requires_grad for parameter in owner.parameters())
+
+
+def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None:
+    d = 20_000
+    head = RewardHeads.random(d, 1, torch.Generator().manual_seed(0))
+    expected = 1 / math.sqrt(d + 1)
+    # The standard error of a standard deviation of n normals is sigma / sqrt(2 n): 4 of them.
+    assert head.linear.weight.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * d))
+    assert abs(head.linear.weight.mean().item()) < 4 * expected / math.sqrt(d)
+    assert head.linear.bias.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("kind", ["value", "reward"])
+def test_a_head_computes_in_fp32_under_autocast_and_from_bf16(kind: str) -> None:
+    random = RewardHeads.random(512, 1, torch.Generator().manual_seed(0))
+    head: torch.nn.Module = random
+    if kind == "value":
+        head = ScalarHead(512)
+        head.load_state_dict(random.state_dict())
+    hidden = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
+    exact = hidden.double() @ random.linear.weight.detach().double()[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = head(hidden)
+    assert found.dtype == torch.float32
+    assert found.shape == ((4,) if kind == "value" else (4, 1))
+    found = found.reshape(4)
+    torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)

@@ -61,7 +61,6 @@ def test_manifests(folder: Path) -> None:
     [
         ("peft_type", "PROMPT_TUNING", "LORA"),
         ("layer_replication", [[0, 10**9]], "null"),
-        ("megatron_config", {"a": 1}, "null"),
         ("use_rslora", "false", "true or false"),
         ("lora_alpha", float("inf"), "a finite number"),
         ("r", 10**6, "1 to 4096"),

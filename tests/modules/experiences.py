@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 
 from .conftest import grads, prompts, within_fit
 
@@ -68,12 +67,3 @@ def learn(
 ) -> tuple[UpdateStats, ...]:
     """All updates of an iteration, whose minibatches the generator draws."""
     return tuple(map(module.update, module.minibatches(experience, generator)))
-
-
-@torch.no_grad()
-def logprobs_now(module: PPOModule, experience: Experience) -> Tensor:
-    """Of each response token under the policy as it is, [B, T]; 0 on padding."""
-    mask = experience.response_mask
-    hidden = response_hidden(module.roles, experience)
-    found, _ = response_logprobs(module.roles, hidden, experience, module.config.temperature)
-    return torch.zeros(mask.shape).masked_scatter(mask, found)

@@ -142,16 +142,6 @@ def test_padding_changes_nothing(architecture: str) -> None:
     assert torch.equal(wide.chosen_tokens, narrow.chosen_tokens)
 
 
-def test_the_prompt_is_not_learned() -> None:
-    module = DPOModule(dpo_roles("qwen3"), dpo_config())
-    outputs = step_of(module)
-    assert module.roles.role == POLICY
-    # The last token of a prompt is read and not predicted: another one before it is no target.
-    batch = preferences()
-    counted = outputs.steps[0].chosen_tokens
-    assert counted.tolist() == (batch.chosen_mask.sum(dim=1) - PROMPT).tolist()
-
-
 def test_it_learns_to_prefer_the_chosen_side() -> None:
     module = DPOModule(
         Roles(language_model("qwen3")), dpo_config(lr=1e-2, beta=0.3, microbatch_size=6)

@@ -15,7 +15,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.core.results import IterationResult
 
 from .conftest import Outputs, prompts
@@ -77,13 +77,8 @@ def test_they_are_logged_by_the_iteration_and_our_callback_logs_the_same_once(
 @pytest.mark.parametrize("stage", ["sft", "rm"])
 def test_supervised_stages_log_theirs(stage: str) -> None:
     """By hand: the loss that the step returns; of scores, mean log(1 + exp(rejected - chosen))."""
-
-    def run(*callbacks: Callback) -> tuple[L.Trainer, Rows]:
-        build, batch, _ = STAGES[stage]
-        return train(build(), *callbacks, batches=[batch()] * 2)
-
-    outputs = Outputs()
-    trainer, logger = run(outputs)
+    build, batch, _ = STAGES[stage]
+    trainer, logger = train(build(), outputs := Outputs(), batches=[batch()] * 2)
     last = outputs.steps[-1]
     if stage == "sft":
         expected = {"update/loss": float(last.loss)}
@@ -95,13 +90,6 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
     for name, number in expected.items():
         assert float(trainer.callback_metrics[name]) == pytest.approx(number, rel=1e-5)
         assert [step for step, row in logger.rows if name in row] == [1, 2]
-
-    plain, (_, logger) = logger, run(StepMetrics())
-    for name in expected:
-        rows = [(step, row[name]) for step, row in logger.rows if name in row]
-        assert [step for step, _ in rows] == [1, 2]
-        alone = [row[name] for _, row in plain.rows if name in row]
-        assert [number for _, number in rows] == pytest.approx(alone, rel=1e-5)
 
 
 def test_updates_that_are_not_finite_are_in_no_mean() -> None:

@@ -260,7 +260,7 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
 
 @pytest.mark.parametrize(
     ("dtype", "autocast", "copied_number"),
-    [(torch.float32, False, 2 * 4), (torch.bfloat16, True, 2), (torch.float32, True, 2)],
+    [(torch.float32, False, 2 * 4), (torch.bfloat16, True, 2)],
 )
 def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
     dtype: torch.dtype, copied_number: int, *, autocast: bool

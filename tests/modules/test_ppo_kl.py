@@ -72,18 +72,6 @@ def test_the_term_is_the_slow_estimate_of_the_policy_now(
     close(stats.loss, total)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "full"])
-def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str) -> None:
-    module = make_ppo(kl_estimator=estimator, lr=1e-3, **ALONE | {"kl_coef": 100.0})
-    experience = kl_alone(module)
-    before = slow_kl(module, experience).mean()
-    reference = module.roles.probe(REFERENCE)
-    within_fit(module, lambda: update(module, experience))
-    assert before > 0.01
-    assert slow_kl(module, experience).mean() < 0.98 * before
-    assert torch.equal(module.roles.probe(REFERENCE), reference)
-
-
 def test_without_a_price_nothing_pulls(make_ppo: Make) -> None:
     module = make_ppo(kl_estimator="k2", **ALONE | {"kl_coef": 0.0})
     before = parameters(module)

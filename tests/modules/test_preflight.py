@@ -26,11 +26,12 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import score
 from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
+from lightning_rlhf.stages import preflight
+from lightning_rlhf.stages.preflight import at_most, of_models, relative, trainable
 
 from .conftest import (
     VOCABULARY,
     changed,
-    language_model,
     parameters,
     ppo_config,
     rm_config,
@@ -200,13 +201,6 @@ def test_models_with_a_base_of_their_own_are_read_too(
     assert failing(module) == ({f"padding: {name}"} if fault else set())
 
 
-def test_a_reward_that_is_a_function_is_not_called(make_ppo: Callable[..., PPOModule]) -> None:
-    def never(decoded: Any) -> list[float]:
-        raise AssertionError("the reward is called")
-
-    assert not failing(make_ppo(fresh=True, reward=never))
-
-
 @pytest.mark.parametrize(("marker", "trained", "role"), [
     ("embed_tokens", True, "base"),
     (f"heads.{VALUE}", False, "critic"),
@@ -222,32 +216,6 @@ def test_a_role_that_is_trained_or_frozen_by_mistake_fails(
     assert found == {f"trainable: {role}"}
 
 
-def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> None:
-    module = make_ppo(fresh=True)
-    with torch.no_grad():
-        module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
-    assert failing(module) == {"ratio"}
-
-
-def test_a_device_that_is_too_small_for_the_checks_fails_its_memory(
-    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = make_ppo(fresh=True)
-
-    def full(*arguments: Any) -> None:
-        raise torch.OutOfMemoryError
-
-    monkeypatch.setattr(module.collector.sampler, "sample", full)
-    # All that is read of it is the device, the trainer and that there is no earlier stage.
-    trainer = SimpleNamespace(precision="32-true", devices=1, processes=1)
-    ready: Any = SimpleNamespace(
-        settings=SimpleNamespace(trainer=trainer),
-        tokenizer=range(VOCABULARY), parents={}, device=CPU,
-    )  # fmt: skip
-    checks, _ = examine(ready, module, data("prompts"), resumed=False)
-    assert [check.name for check in checks if check.verdict == "failed"] == ["memory"]
-
-
 def test_supervised_stages_pass_and_fail_where_padding_is_read(
     architecture: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,13 +226,6 @@ def test_supervised_stages_pass_and_fail_where_padding_is_read(
     read_padding(monkeypatch, SFT, REWARD)
     assert failing(tuned, "demonstrations") == {"padding: base"}
     assert failing(scored, "preferences") == {"padding: base"}
-
-
-def test_a_stage_that_trains_nothing_fails() -> None:
-    roles = Roles(language_model("qwen3"))
-    roles.assign(SFT)
-    checks = list(trainable(SFTModule(roles, sft_config())))
-    assert [c.name for c in checks if c.verdict == "failed"] == ["trainable: any role"]
 
 
 def test_a_difference_is_relative_to_large_numbers_alone_and_nan_fails() -> None:

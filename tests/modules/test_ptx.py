@@ -12,12 +12,10 @@ from torch import Tensor
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.data.lengths import DemonstrationTokens
-from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.optim import backward
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import PTX
 
-from .conftest import VOCABULARY, changed, close, grads, parameters, same_direction, within_fit
+from .conftest import VOCABULARY, close, grads, same_direction, within_fit
 from .experiences import Make, learn, off_policy, on_policy, update
 
 COEF = 0.7
@@ -95,28 +93,6 @@ def test_micro_batches_make_the_update_of_the_batch(make_ppo: Make, microbatch_s
     same_direction(parts_grads, whole_grads)
     close(parts.ptx_loss, whole.ptx_loss)
     close(parts.loss, whole.loss)
-
-
-def test_memory_that_runs_out_on_a_demonstration_leaves_no_trace(make_ppo: Make) -> None:
-    """The fourth backward pass is the second of the demonstrations, after two of responses."""
-    sizes = {"minibatch_size": 8, "ptx_batch_size": 6}
-    small = with_ptx(make_ppo, microbatch_size=2, **sizes)
-    large = with_ptx(make_ppo, microbatch_size=4, **sizes)
-    experience = on_policy(small)
-    expected = within_fit(small, lambda: update(small, experience))
-    calls: list[int] = []
-
-    def fails_once(*args: Any) -> Tensor:
-        calls.append(len(calls))
-        if len(calls) == 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return backward(*args)
-
-    with patch.object(optim, "backward", fails_once), pytest.warns(UserWarning, match="is 2 from"):
-        found = within_fit(large, lambda: update(large, experience))
-    assert len(calls) == 4 + 4 + 3
-    assert found == expected
-    assert not changed(parameters(small), parameters(large))
 
 
 def test_each_update_has_a_batch_of_its_own_and_all_demonstrations_come_in_turn(

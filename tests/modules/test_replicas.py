@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -15,7 +13,7 @@ import optuna
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
@@ -240,51 +238,6 @@ def test_metrics_of_the_first_process_are_those_of_all(tmp_path: Path) -> None:
         return [step["kl_divergence"] for step in found]
 
     assert replicated(2, work, tmp_path) == [[torch.tensor(3.0), torch.tensor(1.0)]] * 2
-
-
-class Traffic:
-    """The bytes that a process gives to the collective operations of its replicas."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.reduced: list[int] = []
-        self.tensors = self.pickled = 0
-        reduce, gather = distributed.all_reduce, distributed.all_gather_object
-
-        def all_reduce(tensor: Tensor, *rest: Any) -> None:
-            self.reduced.append(tensor.nbytes)
-            reduce(tensor, *rest)
-
-        def all_gather_object(found: list[Any], mine: Any) -> None:
-            rows, record = mine[0]
-            self.tensors += rows.nbytes + sum(
-                x.nbytes for x in vars(record).values() if x is not None
-            )
-            self.pickled += len(pickle.dumps(mine))
-            gather(found, mine)
-
-        counting = {"all_reduce": all_reduce, "all_gather_object": all_gather_object}
-        patch.setattr(collectives, "distributed", SimpleNamespace(**vars(distributed) | counting))
-
-
-def test_bytes_of_an_iteration_of_ppo(
-    make_ppo: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = make_ppo(ppo_epochs=1)
-    object.__setattr__(module.collector.sampler.params, "end_token_ids", ())
-
-    def work(replicas: Replicas) -> Any:
-        traffic = Traffic(monkeypatch)
-        trained(module, [prompts(8)], [], replicas)
-        return vars(traffic)
-
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    elements = sum(p.numel() + 1 for p in parameters)  # and whether there is a gradient
-    for traffic in replicated(2, work, tmp_path):
-        # 2 updates of 4 rows; 11 terms of the loss for each of 2 processes
-        assert traffic["reduced"] == [4 * (elements + 11 * 2)] * 2
-        # 4 of 8 rows, 5 tokens of a prompt, 6 of a response, one component of the reward
-        assert traffic["tensors"] == 4 * (9 * 5 + 22 * 6 + 4 + 29)
-        assert traffic["pickled"] - traffic["tensors"] < 6000
 
 
 def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:

@@ -140,18 +140,6 @@ def test_memory_that_runs_out_behind_the_first_micro_batch_leaves_no_trace(make_
     assert not changed(parameters(small), parameters(large))
 
 
-def test_scoring_halves_too(make_ppo: Make) -> None:
-    module = make_ppo(microbatch_size=8, minibatch_size=8)
-    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
-    decoded = module.collector.decode(rollout, "train")
-    module.collector.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
-    expected = module.collector.score(decoded).ref_logprobs
-    with little_memory(4, "is 4 from now on") as asked:
-        found = module.collector.score(decoded).ref_logprobs
-    assert asked == [8, 4, 4]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
 def test_annotation_halves_once_in_a_run_and_a_checkpoint_keeps_it(make_ppo: Make) -> None:
     module = make_ppo(rollout="hf")
     expected = module.collector.roll_out(prompts(8), module.generator(0, 0))
@@ -171,13 +159,12 @@ def saved(module: Any) -> dict[str, Any]:
     return checkpoint
 
 
-@pytest.mark.parametrize("name", ["sft", "rm"])
-def test_validation_halves_too(name: str) -> None:
-    build, batch, _ = STAGES[name]
-    module, sides = build(microbatch_size=6), 1 if name == "sft" else 2
+def test_validation_halves_too() -> None:
+    build, batch, _ = STAGES["rm"]
+    module, sides = build(microbatch_size=6), 2
     with torch.no_grad():
         expected = module.validation_step(batch(), 0)
-        with little_memory(4 * sides, rf"{name}\.microbatch_size is 3 from now on") as asked:
+        with little_memory(4 * sides, r"rm\.microbatch_size is 3 from now on") as asked:
             found = module.validation_step(batch(), 0)
     assert asked == [6 * sides, 3 * sides, 3 * sides]
     assert module.guard.microbatch.rows == 3
@@ -214,24 +201,8 @@ def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
         assert drawn[0].get_state().equal(drawn[1].get_state())
 
 
-def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
-    module = make_ppo()
-
-    def full(*args: Any) -> Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    with (
-        patch.object(module.collector.sampler, "sample", full),
-        pytest.warns(UserWarning, match="generation_batch_size is 1 from now on"),
-        pytest.raises(TrainingError, match=r"one row at a time \(ppo.generation_batch_size\)"),
-    ):
-        module.collector.roll_out(prompts(4), module.generator(0, 0))
-
-
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [
     (0, 0, "iteration 1: {}. No update was made yet: so is the model that the run starts from"),
-    (1, 0, "iteration 2: {}. A smaller ppo.lr may hold the model: start over (overwrite=true or "
-        "job=NAME) with one, since a resumed run keeps its numbers"),
     (4, 2, "iteration 5: {}. The last 2 updates before it had a loss or gradient that is not "
         "finite and made no change. A smaller ppo.lr may"),
 ])  # fmt: skip
@@ -323,18 +294,8 @@ def test_the_run_ends_at_the_last_of_several_in_a_row(supervised: tuple[Any, Rec
         fit(module, [batch] * 6, [Spoiled({1, 2, 3})])
 
 
-def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it() -> None:
-    build, batch, _ = STAGES["sft"]
-    with pytest.raises(TrainingError) as caught:
-        fit(build(), [batch()] * 3, [Spoiled({0, 1, 2})])
-    assert "were not made. No update was made before" in str(advise(caught.value))
-    assert "sft.lr" not in str(caught.value)
-    assert "reward" not in str(caught.value)
-
-
 @pytest.mark.parametrize(("what", "size", "said"), [
     ("rewards", 1e38, "the reward is too large. ppo.score_clip bounds it"),
-    ("rewards", math.inf, "component. Start over (overwrite=true or job=NAME) with one"),
     ("rewards", 1e3, "No update was made before them"),
     ("kl", 1e38, "No update was made before them"),
 ])  # fmt: skip
@@ -362,16 +323,15 @@ def test_ppo_goes_on_from_the_count_and_the_size_of_a_checkpoint(make_ppo: Make)
     assert (resumed.guard.nonfinite, resumed.guard.microbatch.rows) == (2, 1)
 
 
-@pytest.mark.parametrize("limits", [{"max_ratio": 1e3}])
 @pytest.mark.parametrize(("what", "value"), [("returns", math.nan), ("old_logprobs", -1e3)])
 def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
-    make_ppo: Make, what: str, value: float, limits: dict[str, float]
+    make_ppo: Make, what: str, value: float
 ) -> None:
     """One response is spoiled, which is in one minibatch of each of two epochs.
 
     A log-probability of -1000 when it was sampled makes a ratio of e^1000, which is infinite.
     """
-    module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)
+    module = make_ppo(minibatch_size=4, ppo_epochs=2, max_ratio=1e3)
     experience = on_policy(module)
     spoiled = getattr(experience, what).clone()
     spoiled[3, 0] = value
@@ -386,20 +346,6 @@ def test_ppo_counts_a_minibatch_that_is_not_finite_and_learns_from_the_others(
     assert metrics["update/steps"] == 2
     assert metrics["update/stopped"] == metrics["update/skipped"] == 0
     assert all(math.isfinite(value) for value in metrics.values())
-
-
-@pytest.mark.parametrize("limits", [{"target_kl": 1e3}])
-@pytest.mark.parametrize(("what", "value"), [("advantages", math.nan), ("old_logprobs", -1e3)])
-def test_ppo_ends_where_no_minibatch_is_finite(
-    make_ppo: Make, what: str, value: float, limits: dict[str, float]
-) -> None:
-    module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)  # max_nonfinite is 3
-    experience, before = on_policy(module), parameters(module)
-    spoiled = torch.full_like(getattr(experience, what), value)
-    experience = replace(experience, **{what: spoiled})
-    with pytest.raises(TrainingError, match=r"^3 updates in a row \(ppo.max_nonfinite\)"):
-        within_fit(module, lambda: learn(module, experience, module.generator(0, 1)))
-    assert not changed(before, parameters(module))
 
 
 def test_the_rows_of_a_batch_one_by_one(supervised: tuple[Any, Record]) -> None:

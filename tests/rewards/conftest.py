@@ -6,7 +6,6 @@ import contextlib
 import json
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -144,14 +143,6 @@ def serving(score: Score, port: int = 0, token: str | None = None) -> Iterator[R
     finally:
         server.stop()
         thread.join()
-
-
-def wait_for(holds: Callable[[], bool], seconds: float = 10) -> None:
-    """Return once it holds; fail after so many seconds."""
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,22 @@
-"""Addresses, and what of them may be seen."""
+"""Addresses, what of them may be seen, and the keys of sources that presets hold."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import yaml
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.config import parsed, redacted, token_in
+from lightning_rlhf.core.validation import build
+from lightning_rlhf.rewards.config import (
+    ComponentConfig,
+    FunctionConfig,
+    HTTPConfig,
+    redacted,
+    token_in,
+)
 
 from .conftest import make_reward
 
@@ -38,7 +49,7 @@ def test_a_user_and_a_token_become_a_header(monkeypatch: pytest.MonkeyPatch) -> 
         make_reward("http://me:word@host/score", token_env="JUDGE_TOKEN")
 
 
-@pytest.mark.parametrize("token", [None, "  ", "two\nlines"])
+@pytest.mark.parametrize("token", [None, "two\nlines"])
 def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
     monkeypatch.delenv("JUDGE_TOKEN", raising=False)
     if token is not None:
@@ -51,19 +62,36 @@ def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, token: s
     )
 
 
+CONF = Path(__file__).parents[2] / "conf" / "reward"
+GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
+    "function": (FunctionConfig, {"path": "rules.py:score"}),
+    "http": (HTTPConfig, {"url": "http://host:8000/score"}),
+}
+
+
+def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
+    """What the preset says, with what must be given."""
+    preset = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
+    preset.pop("defaults", None)
+    cls, given = GIVEN[kind]
+    config = build(cls, {**preset, **given, **changes}, key)
+    config.check(key)
+    return config
+
+
 @pytest.mark.parametrize(
-    ("url", "shown"),
+    ("kind", "changes", "message"),
     [
-        ("", "''"),
-        ("ftp://me:word@host/score", "'ftp://***@host/score'"),
-        ("http:///score?word", "'http:///score?***'"),
-        ("http://me:word@host:port/score", "'http://***@host:port/score'"),
+        ("function", {"arguments": {1: 2}}, "arguments is {1: 2}; allowed: a mapping of names to"),
+        ("function", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, run"),
+        ("http", {"url": "ftp://me:word@h"}, "url is 'ftp://***@h'; allowed: http://HOST"),
+        ("http", {"token_env": " "}, "token_env is ' '; allowed: the name of an environment var"),
     ],
-)
-def test_what_is_no_address_is_named_without_its_secrets(url: str, shown: str) -> None:
+)  # fmt: skip
+def test_a_value_out_of_bounds_is_named_with_its_key(
+    kind: str, changes: dict[str, Any], message: str
+) -> None:
+    key = "reward.components.length"
     with pytest.raises(ConfigError) as found:
-        parsed(url, "reward.url")
-    assert str(found.value) == (
-        f"reward.url is {shown}; allowed: http://HOST:PORT/PATH or https://..."
-    )
-    assert found.value.__cause__ is None
+        make(kind, key, **changes)
+    assert str(found.value).startswith(f"{key}.{message}")

@@ -66,17 +66,6 @@ def test_what_fits(gap: float | None, problems: tuple[str, ...], fits: bool) -> 
     assert result.fits(0.1) == fits
 
 
-def test_pairs_that_nobody_scored_before() -> None:
-    result = compare_scores([], [2, 1], [1, 2], "<q>", ["it starts twice"], ["it has no end"])
-    assert (result.pairs, result.accuracy, result.own_accuracy, result.gap) == (2, 0.5, None, None)
-    assert result.lines("a", 0.1, shows_text=True) == [
-        "reward a: 2 held-out pairs read through PPO's path, 0.50 of them ranked as labelled",
-        "  text of a pair: '<q>'",
-        "  it starts twice",
-        "  look: it has no end",
-    ]
-
-
 def ranked(right: int, wrong: int, ties: int = 0) -> list[str]:
     chosen = [1.0] * right + [0.0] * (wrong + ties)
     return ranked_backwards(chosen, [0.5] * (right + wrong) + [0.0] * ties)

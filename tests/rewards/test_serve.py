@@ -11,7 +11,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,16 +18,15 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
-from lightning_rlhf.core.errors import ConfigError, DataError
+from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.rewards.server import (
     Columns,
     Messages,
     RewardServer,
-    listening_socket,
     read_request,
 )
 
-from .conftest import messages, serving, wait_for
+from .conftest import messages, serving
 
 
 class Scorer:
@@ -103,33 +101,6 @@ def test_a_bad_request_is_told_precisely(body: Any, message: str) -> None:
     assert len(found.value.detail.splitlines()) == 1
 
 
-def test_a_client_that_has_hung_up_is_not_scored() -> None:
-    """It waits for its turn behind another one, and goes."""
-    entered, leave, asked = threading.Event(), threading.Event(), []
-
-    def score(prompts: Any, responses: Any, columns: Any) -> list[float]:
-        asked.append(responses)
-        entered.set()
-        leave.wait()
-        return [0.0] * len(responses)
-
-    with serving(score) as server:
-        first = threading.Thread(target=ask, args=(server, request("first")))
-        first.start()
-        entered.wait()
-        body = json.dumps(request("gone")).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as gone:
-            head = b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n"
-            gone.sendall(head % len(body) + body)
-            wait_for(lambda: len(server._server.server_state.tasks) == 2)
-        wait_for(lambda: len(server._server.server_state.connections) == 1)
-        assert ask(server, b"", "GET", "/health")[0] == 200  # while it scores
-        leave.set()
-        first.join()
-        ask(server, request("last"))
-    assert asked == [["first"], ["last"]]
-
-
 def test_a_request_has_a_largest_size(
     server: RewardServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,21 +165,6 @@ def post(body: Any) -> bytes:
 
 
 # Addresses
-
-
-def test_a_port_that_is_taken_is_named(server: RewardServer) -> None:
-    with pytest.raises(ConfigError, match=rf"'127.0.0.1', port {server.port}: .*in use"):
-        listening_socket("127.0.0.1", server.port)
-    with pytest.raises(ConfigError, match=r"no server at '127.0.0.1', port 99999: "):
-        listening_socket("127.0.0.1", 99999)
-
-
-@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
-def test_the_address_is_known(scorer: Scorer, host: str, is_open: bool) -> None:
-    with listening_socket(host, 0) as address:
-        server = RewardServer(scorer, address)
-        assert server.url == f"http://{host}:{server.port}/score"
-        assert server.is_open == is_open
 
 
 PROGRAM = """

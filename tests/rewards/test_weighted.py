@@ -48,9 +48,7 @@ def test_numbers_come_in_many_forms(numbers: Any) -> None:
     ("numbers", "gave"),
     [
         ([1.0, math.nan, 2.0], "nan"),
-        ([1.0, math.inf, 2.0], "inf"),
         ([1.0, None, 2.0], "None"),
-        ([1.0, torch.ones(2), 2.0], "tensor([1., 1.])"),
     ],
 )
 def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str) -> None:
@@ -63,7 +61,7 @@ def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str
         reward(decoded())
 
 
-@pytest.mark.parametrize("numbers", [[1.0, 2.0], torch.ones(4), None, "abc"])
+@pytest.mark.parametrize("numbers", [[1.0, 2.0], None])
 def test_one_number_for_each_response(numbers: Any) -> None:
     with pytest.raises(RewardError, match=r"gave .* for 3 responses; allowed: a list of one numb"):
         Reward.of(lambda found: numbers)(decoded())

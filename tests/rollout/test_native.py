@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,15 +13,10 @@ from torch import Tensor
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.decoder import family
-from lightning_rlhf.kernels.decoding import DecodeStep
-from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout import native
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
-from lightning_rlhf.rollout.score import response_hidden
 
 from .conftest import END, sample
 
@@ -160,21 +154,13 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
     torch.testing.assert_close(usual.values, changed.values, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.bfloat16, False), (torch.float32, True)],
-)
 def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_few(
     roles: Roles,
     prompts: Prompts,
-    dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
-    *,
-    autocast: bool,
 ) -> None:
     """On a CPU their products are compiled for each: multiples of 8, and 4, 2, 1."""
     monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)
-    roles.causal_lm.to(dtype)
     many = prompts.repeat(-(-40 // len(prompts))).select(torch.arange(40))
     seen: list[int] = []
 
@@ -182,7 +168,7 @@ def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_
         seen.append(len(hidden))
         return roles.heads[VALUE](hidden)
 
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with torch.autocast("cpu", torch.bfloat16):
         rollout = roll_out(roles, many, value_head=value)
     assert set(seen) <= {40, 24, 16, 8, 4, 2, 1}
     assert seen == sorted(seen, reverse=True)
@@ -194,42 +180,6 @@ def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_
     assert torch.equal(torch.isin(ends, torch.tensor(END)), rollout.ended)
 
 
-def test_fp32_weights_under_autocast_are_rounded_once_with_the_same_tokens(
-    roles: Roles, prompts: Prompts, draw: Draw
-) -> None:
-    """By the step, by the model's own layers, which round at every token, and without rounding.
-
-    Each number lies in the middle of the most likely token's interval, which rounding moves by
-    less. Root mean squares of the differences in log-probabilities (nats) and values.
-    """
-    if family(roles.causal_lm) is None:
-        pytest.skip("has no decoding step")
-    weights = {name: x.clone() for name, x in roles.state_dict().items()}
-    likely = roll_out(roles, prompts, temperature=1e-5, max_response_tokens=8)
-    mask, drawn = likely.response_mask, likely.responses[likely.response_mask][:, None]
-    with roles.use_role(POLICY), torch.no_grad():
-        table = torch.softmax(roles.head(response_hidden(roles, likely)), -1)
-    uniforms = torch.full(mask.shape, 0.5)
-    uniforms[mask] = (table.cumsum(-1) - table / 2).gather(1, drawn).squeeze(1)
-    draw(uniforms)
-    settings: dict[str, Any] = {"max_response_tokens": mask.shape[1], "temperature": 1.0}
-    exact = roll_out(roles, prompts, **settings)
-    with torch.autocast("cpu", torch.bfloat16):
-        fast = patch.object(DecodeStep, "__call__", autospec=True, side_effect=DecodeStep.__call__)
-        with fast as step:
-            found = roll_out(roles, prompts, **settings)
-        assert step.call_count == mask.shape[1] - 1 + 1  # one is a check
-        with patch.object(native, "decode_step", lambda *_: None):
-            expected = roll_out(roles, prompts, **settings)
-    for rollout in (found, expected, exact):
-        assert torch.equal(rollout.response_mask, mask)
-        assert torch.equal(rollout.responses[mask], drawn.squeeze(1))
-        for name in ("logprobs", "values"):
-            difference = (getattr(rollout, name) - getattr(exact, name))[mask]
-            assert difference.square().mean().sqrt() < 0.1
-    assert all(torch.equal(roles.state_dict()[name], x) for name, x in weights.items())
-
-
 @pytest.mark.parametrize("sampler", [NativeSampler, HFSampler])
 def test_a_policy_that_has_diverged_is_one_error(
     roles: Roles, prompts: Prompts, sampler: type[NativeSampler | HFSampler]
@@ -239,18 +189,3 @@ def test_a_policy_that_has_diverged_is_one_error(
     params = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=END)
     with pytest.raises(TrainingError, match="NaN or infinite"), roles.use_role(POLICY):
         sampler(roles, params).sample(prompts, 1, torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("roles", ["qwen3", "qwen3_5_text"], indirect=True)
-def test_tokens_are_sampled_from_folded_weights(
-    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No layer with an adapter beside it is asked while the responses are written."""
-
-    def asked(self: FusedLoRALinear, *args: object) -> None:
-        raise AssertionError("an adapter was asked beside its layer")
-
-    monkeypatch.setattr(FusedLoRALinear, "forward", asked)
-    roll_out(roles, prompts, max_response_tokens=3)
-    with pytest.raises(AssertionError), roles.use_role(POLICY):
-        roles.hidden(prompts.tokens)

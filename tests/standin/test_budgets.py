@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.masking import picker
 from lightning_rlhf.core.records import with_lengths
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.native import ASKED
@@ -121,17 +120,3 @@ def test_the_gradient_of_a_supervised_batch(device: Device, stage: str) -> None:
 
     for found in within_fit(module, work, **on_device()):
         assert found.synchronisations == {"copy to the host": 1}
-
-
-def test_a_mask_of_the_cpu_picks_what_one_of_the_device_does(device: Device) -> None:
-    mask = torch.tensor([[True, False, True], [False, False, True]])
-    x = torch.arange(12.0).view(2, 3, 2).requires_grad_()
-    there = x.detach().to(NAME).requires_grad_()
-    with device.counted() as found:
-        picked = picker(mask)(there)
-        picked.square().sum().backward()
-    assert not found.synchronisations
-    assert torch.equal(picked.detach().cpu(), x[mask])
-    x[mask].square().sum().backward()
-    assert torch.equal(there.grad.cpu(), x.grad)
-    assert torch.equal(picker(mask.to(NAME))(there).detach().cpu(), x[mask])

@@ -29,19 +29,3 @@ def test_what_the_processor_waits_for_is_counted(device: Device) -> None:
     assert found.operations[torch.ops.aten.index_select.default] == 1
     with pytest.raises(RuntimeError, match="mixed devices"):
         x[torch.tensor([0, 1])]
-
-
-def test_a_gradient_is_computed_on_the_device(device: Device) -> None:
-    layer = torch.nn.Linear(3, 2)
-    weight = layer.weight
-    layer.to(NAME)
-    assert layer.weight is weight
-    x = torch.ones(5, 3, device=NAME)
-    for _ in range(2):
-        layer(x).sum().backward()
-    assert weight.grad.cpu().tolist() == [[10.0] * 3] * 2
-    with torch.autocast(NAME, dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.bfloat16
-        assert (x + x).dtype == torch.float32
-    with Device(float64=False), pytest.raises(TypeError, match="float64"):
-        torch.ones(2, device=NAME).double()

@@ -117,7 +117,7 @@ def _attend(
     asking = gather_rows(x, packing.wanted_real) if is_last else x
     query, key, value = layer.q_proj(asking), layer.k_proj(x), layer.v_proj(x)
     gate = None
-    if layers.is_gated(layer):
+    if layers.own_class(layer).__name__ == layers.GATED:
         query, gate = query.unflatten(1, (-1, 2 * size)).chunk(2, dim=-1)
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
@@ -132,12 +132,6 @@ def _attend(
     mixed, _ = layers.fast_sdpa(layer, query, key, value, None, scaling=layer.scaling)
     mixed = packing.pack(mixed.reshape(rows * columns, -1), last=is_last)
     return layer.o_proj(mixed if gate is None else mixed * gate.flatten(1).sigmoid())
-
-
-def rotates_by_length(model: PreTrainedModel) -> bool:
-    """Return whether rotations depend on the length of the longest row, padding included."""
-    rope = model.base_model.rotary_emb.rope_type
-    return "dynamic" in rope or rope == "longrope"
 
 
 @contextmanager
@@ -276,12 +270,6 @@ def scatter_rows(
     return _Scatter.apply(x, indices, count)  # type: ignore
 
 
-def _scattered(
-    x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
-) -> Float[Tensor, "n d"]:
-    return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)
-
-
 class _Gather(torch.autograd.Function):
     """Function of `gather_rows`; autograd's own gradient adds the rows one by one."""
 
@@ -297,7 +285,7 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
         (indices,) = ctx.saved_tensors
-        return _scattered(dy, indices, ctx.count), None
+        return dy.new_zeros(ctx.count, dy.shape[1]).index_copy_(0, indices, dy), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -308,7 +296,7 @@ class _Scatter(torch.autograd.Function):
         ctx: Any, x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
     ) -> Float[Tensor, "n d"]:
         ctx.save_for_backward(indices)
-        return _scattered(x, indices, count)
+        return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)
 
     @staticmethod
     @once_differentiable

@@ -53,7 +53,7 @@ class _Attention:
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size, self.scale = layer.head_dim, layer.scaling
-        self.gated = layers.is_gated(layer)
+        self.gated = layers.own_class(layer).__name__ == layers.GATED
         self.joint = lora.JointLinear(layer.q_proj, layer.k_proj, layer.v_proj, dtype=dtype)
         self.kv = layer.k_proj.out_features // self.size
         self.q = layer.num_key_value_groups * self.kv

@@ -18,6 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_CHUNK = 40  # tokens; the main cost of the delta rule grows with its square
 LIBRARY = "transformers.models."
+GATED = "Qwen3_5Attention"
+"""Name of the attention class that also projects a gate for each query."""
 ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
 """Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
@@ -331,11 +333,6 @@ class _CausalAttention(torch.autograd.Function):
 def _by_key_head(x: Float[Tensor, "B H S d"], keys: torch.Size) -> Float[Tensor, "BK n d"]:
     """Return one matrix for each key head: its positions, or those of all its query heads."""
     return x.reshape(keys[0] * keys[1], -1, x.shape[-1])
-
-
-def is_gated(layer: nn.Module) -> bool:
-    """Return whether an attention layer also projects a gate for each query."""
-    return own_class(layer).__name__ == "Qwen3_5Attention"
 
 
 def apply_rotary(

@@ -1,6 +1,7 @@
 """Sequence classifiers of any family as reward models, with their own tokenizer and template."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,16 @@ from lightning_rlhf.models.checkpoint import check_references, check_weights, lo
 from lightning_rlhf.models.loading import read_weights
 
 
+@dataclass(frozen=True, eq=False)
 class Classifier:
     """A reward model: one output of a sequence classifier, computed for a dialogue."""
 
-    def __init__(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, *, label: int, pair: bool
-    ) -> None:
-        """Store the model, its tokenizer and how a dialogue is given to them.
-
-        label: index of the output that is the reward.
-        pair: if True, prompt and response are encoded as a pair of texts, without chat template.
-        """
-        self.model = model
-        self.tokenizer = tokenizer
-        self.label = label
-        self.pair = pair
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    label: int
+    """Index of the output that is the reward."""
+    pair: bool
+    """True if prompt and response are encoded as a pair of texts, without chat template."""
 
     def encode(self, row: Mapping[str, Any], response: str) -> Mapping[str, list[int]]:
         """Return the dialogue as the model's inputs: input_ids and others that the tokenizer
@@ -129,19 +125,12 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
     stored = own.dtype or torch.float32
     kept = stored if config.dtype is None else getattr(torch, config.dtype)
     placed = {} if config.quantization == "none" else {"device_map": {"": device}}
-    model = read_weights(
-        transformers.AutoModelForSequenceClassification,
-        folder,
-        config,
-        kept,
-        source,
-        key_of_source,
-        **placed,
-    )
+    kind = transformers.AutoModelForSequenceClassification
+    model = read_weights(kind, folder, config, kept, source, key_of_source, **placed)
     if not placed:
         model.to(device)
     model.eval().requires_grad_(False)
-    return Classifier(model, reader, label=label, pair=config.chat_template == PAIR)
+    return Classifier(model, reader, label, config.chat_template == PAIR)
 
 
 def check_classifier(
@@ -149,43 +138,32 @@ def check_classifier(
 ) -> tuple[PretrainedConfig, int, PreTrainedTokenizerBase]:
     """Return configuration, index of the reward and tokenizer of a model, without its weights.
 
-    Raises the errors of `load_classifier`.
+    Raises the errors of `load_classifier`: CheckpointError for a model that is no sequence
+    classifier, ConfigError where `label` is no output, or None and the model has several.
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
         own = transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=config.trust_remote_code
         )
-    label, limit = check_label(own, config.label, folder, key), positions(own)
+    kinds = own.architectures or []
+    if kinds and not any("SequenceClassification" in kind for kind in kinds):
+        raise CheckpointError(
+            f"{folder} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
+            "classification, or the final/ folder of a stage=rm run"
+        )
+    count, names = own.num_labels, {name: index for index, name in own.id2label.items()}
+    label = 0 if config.label is None and count == 1 else names.get(config.label, config.label)
+    require(isinstance(label, int) and label < count, f"{key}.label", config.label,
+            f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}")  # fmt: skip
+    assert isinstance(label, int)
+    limit = positions(own)
     require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
             f"{key}.max_tokens", config.max_tokens,
             f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
     reader = load_reader(folder, config, key)
     check_weights(folder)
     return own, label, reader
-
-
-def check_label(config: PretrainedConfig, label: int | str | None, folder: Path, key: str) -> int:
-    """Return the index of the output that is the reward.
-
-    label: index or name of the output; None where the model has a single one.
-
-    Raises:
-        CheckpointError: the model is no sequence classifier.
-        ConfigError: `label` is not an output, or is None and the model has several.
-    """
-    kinds = config.architectures or []
-    if kinds and not any("SequenceClassification" in kind for kind in kinds):
-        raise CheckpointError(
-            f"{folder} is a {kinds[0]}, which has no reward head; allowed: a model for sequence "
-            "classification, or the final/ folder of a stage=rm run"
-        )
-    count, names = config.num_labels, {name: index for index, name in config.id2label.items()}
-    index = 0 if label is None and count == 1 else names.get(label, label)
-    require(isinstance(index, int) and index < count, f"{key}.label", label,
-            f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}")  # fmt: skip
-    assert isinstance(index, int)
-    return index
 
 
 def positions(config: PretrainedConfig) -> int | None:

@@ -72,7 +72,8 @@ def write_final(
                 causal_lm.save_pretrained(beside)
         tokenizer.save_pretrained(beside)
         if head is not None:
-            save_file(_on_cpu(roles.heads[head].state_dict()), own / f"{head}_head.safetensors")
+            state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}
+            save_file(state, own / f"{head}_head.safetensors")
         save_file(fingerprints, own / build_roles.FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
@@ -98,7 +99,10 @@ def save_adapter(
         changed = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
         config, state = (config, state) if changed is None else changed
     config.base_model_name_or_path = base
-    save_file(_on_cpu(state), folder / "adapter_model.safetensors")
+    save_file(
+        {k: x.detach().cpu().contiguous() for k, x in state.items()},
+        folder / "adapter_model.safetensors",
+    )
     config.save_pretrained(str(folder))
 
 
@@ -121,7 +125,3 @@ def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
     finally:
         roles.model.delete_adapter("export")
         roles.set_role(before)
-
-
-def _on_cpu(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}

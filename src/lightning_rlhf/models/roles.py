@@ -188,11 +188,6 @@ class Roles(nn.Module):
             self._set_kernels()
         return self
 
-    @property
-    def copies_weights(self) -> bool:
-        """Return True if sampling is from copies of the trunk's weights, as fast layers do."""
-        return self.kernels.kind == "fast"
-
     def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
 
@@ -213,7 +208,9 @@ class Roles(nn.Module):
             return picker(wanted)(self.hidden(tokens))
         trunk = self.causal_lm.base_model
         few_shapes = self.row_multiple > 1
-        if few_shapes and not decoder.rotates_by_length(self.causal_lm):
+        # Some rotations depend on the length of the longest row, padding included.
+        rope = trunk.rotary_emb.rope_type if few_shapes else "longrope"
+        if rope != "longrope" and "dynamic" not in rope:
             tokens, wanted = (
                 F.pad(x, (0, -x.shape[1] % decoder.COLUMNS)) for x in (tokens, wanted)
             )
@@ -255,9 +252,9 @@ class Roles(nn.Module):
         """
         targets = settings.target_modules
         config = LoraConfig(
+            target_modules=targets if isinstance(targets, str) else list(targets),
             r=settings.r,
             lora_alpha=settings.alpha,
-            target_modules=targets if isinstance(targets, str) else list(targets),
             lora_dropout=0.0,
             task_type="CAUSAL_LM",
         )
@@ -363,7 +360,8 @@ class Roles(nn.Module):
         """
         before, self._merged = self._merged, True
         try:
-            with decoder.merged_adapters(self.model) if self.copies_weights else nullcontext():
+            is_fast = self.kernels.kind == "fast"
+            with decoder.merged_adapters(self.model) if is_fast else nullcontext():
                 yield
         finally:
             self._merged = before

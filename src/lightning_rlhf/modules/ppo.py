@@ -79,6 +79,7 @@ class PPOModule(L.LightningModule):
         if critic is not None:
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
+        self.chat = chat
         self.replicas = replicas
         self.guard = optim.UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
@@ -364,11 +365,6 @@ class PPOModule(L.LightningModule):
     def reward(self) -> Reward:
         """Return the reward that the policy is trained on."""
         return self.collector.reward
-
-    @property
-    def chat(self) -> ChatFormat:
-        """Return the decoder of responses."""
-        return self.collector.chat
 
     def configure_optimizers(self) -> Any:
         groups = [(1.0, self.roles.trained_by(POLICY))]

@@ -51,7 +51,9 @@ class RewardModule(SupervisedModule):
         losses = bradley_terry_loss(*rewards, margin=margin, label_smoothing=config.label_smoothing)
         losses = losses + config.center_coef * centering_loss(*rewards)
         draws = known[0] if known else torch.ones_like(losses)
-        return (draws * losses).mean(dim=1).sum() / total, mean_scores(*rewards)
+        chosen, rejected = (side.detach().mean(dim=1) for side in rewards)
+        scores = results.PairScores(chosen=chosen, rejected=rejected)
+        return (draws * losses).mean(dim=1).sum() / total, scores
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""
@@ -63,7 +65,9 @@ class RewardModule(SupervisedModule):
         return masking.upload(rates, self.device)
 
     def scores(self, micro_batch: records.Preferences) -> results.PairScores:
-        return mean_scores(*self.rewards(micro_batch))
+        """Return the scores of both sides: means over the heads, without a gradient."""
+        chosen, rejected = (side.detach().mean(dim=1) for side in self.rewards(micro_batch))
+        return results.PairScores(chosen=chosen, rejected=rejected)
 
     def rewards(
         self, batch: records.Preferences, lengths: Int[Tensor, " 2B"] | None = None
@@ -74,13 +78,6 @@ class RewardModule(SupervisedModule):
         """
         chosen, rejected = self.roles.rewards(*batch.stacked(), lengths=lengths).chunk(2)
         return chosen, rejected
-
-
-def mean_scores(chosen: Float[Tensor, "B H"], rejected: Float[Tensor, "B H"]) -> results.PairScores:
-    """Return the scores of pairs: means over the heads, without a gradient."""
-    return results.PairScores(
-        chosen=chosen.detach().mean(dim=1), rejected=rejected.detach().mean(dim=1)
-    )
 
 
 class DPOModule(SupervisedModule):

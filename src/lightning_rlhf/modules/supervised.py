@@ -102,18 +102,15 @@ class SupervisedModule(L.LightningModule):
         """
         raise NotImplementedError
 
-    def local_scores(self, batch: Any) -> list[Any]:
-        """Return the scores of each micro-batch of this process's rows."""
-        rows = batch.select(self.replicas.rows)
-        return self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
-
     def scores(self, micro_batch: Any) -> Any:
         """Return what is measured of each row of a micro-batch, or of all its tokens in SFT."""
         raise NotImplementedError
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the scores of each row of a batch."""
-        return self.joined(self.local_scores(batch), batch)
+        rows = batch.select(self.replicas.rows)
+        parts = self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
+        return self.joined(parts, batch)
 
     def facts(self, parts: Sequence[records.Record], batch: Any) -> dict[str, Tensor]:
         """Return the scores of a batch by name, from those of this process's micro-batches."""
@@ -209,7 +206,9 @@ class SFTModule(SupervisedModule):
 
     def validation_step(self, batch: records.Demonstrations, batch_idx: int) -> Any:
         """Return an SFTEvaluation."""
-        sums = self.local_scores(batch) or [torch.zeros((), device=self.device)]
+        rows = batch.select(self.replicas.rows)
+        sums = self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
+        sums = sums or [torch.zeros((), device=self.device)]
         nll_sum = self.replicas.sum(torch.stack(sums).sum())
         return results.SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
 
@@ -243,11 +242,6 @@ class PTX:
             batch_size=config.ptx_batch_size, batches=config.iterations * self.updates,
             seed=seed, pool_batches=1,
         )  # fmt: skip
-
-    @property
-    def longest(self) -> int:
-        """Return the number of tokens of the longest demonstration."""
-        return max(example.length for example in self.examples)
 
     def batch(self, iteration: int, update: int) -> records.Demonstrations:
         """Return the demonstrations of an update; both numbers count from 0."""

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import itertools
 import json
 import math
 import socket
 import ssl
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from http.client import HTTPException, HTTPResponse
-from typing import Any, cast
+from http.client import HTTPException
+from typing import Any
 from urllib.parse import unquote
 
 from urllib3 import Retry
@@ -134,8 +134,7 @@ class HTTPReward:
         config, tries = self._config, self._config.retries + 1
         for done in itertools.count(1):
             # No pause after the first try; an exponent of 64 is beyond the longest pause.
-            pause_s = config.backoff_s * 2.0 ** min(done - 1, 64) if done > 1 else 0.0
-            pause_s = min(pause_s, LONGEST_PAUSE_S)
+            pause_s = min(config.backoff_s * 2.0 ** min(done - 1, 64), LONGEST_PAUSE_S) * (done > 1)
             try:
                 answer, data = self._post(questions, config.timeout_s)
             except _NoAnswer as error:
@@ -172,7 +171,7 @@ class HTTPReward:
             "columns": {name: [q["columns"].get(name) for q in questions] for name in names},
         }
         connection, data, is_reached, is_whole = self._connection, bytearray(), False, False
-        end = time.monotonic() + timeout_s
+        end, timer = time.monotonic() + timeout_s, None
         try:
             connection.timeout = timeout_s
             if not connection.is_connected:  # not opened yet, or closed by the server
@@ -180,9 +179,8 @@ class HTTPReward:
                 connection.connect()
             is_reached = True
             connection.timeout = max(end - time.monotonic(), 1e-3)
-            connection.response_class = cast(  # a constructor is all that is used of the class
-                Any, lambda sock, **given: HTTPResponse(cast(Any, _Timed(sock, end)), **given)
-            )
+            timer = threading.Timer(connection.timeout, _cut, [connection.sock])
+            timer.start()
             connection.request(
                 "POST", self._url.request_uri, body=_json(body), headers=self._headers,
                 preload_content=False,
@@ -192,6 +190,8 @@ class HTTPReward:
                 data += piece
                 if len(data) > ANSWER_BYTES:
                     raise self._error(f"cannot be used: its answer has over {ANSWER_BYTES} bytes")
+            if time.monotonic() >= end:  # what was cut looks whole where no length was announced
+                raise TimeoutError
             is_whole = self._has_answered = True
             return answer, bytes(data)
         except (OSError, HTTPException, HTTPError) as error:
@@ -206,6 +206,8 @@ class HTTPReward:
                 ) from error
             raise _NoAnswer(f"{'gave no answer' if is_reached else 'is away'}: {reason}") from error
         finally:
+            if timer is not None:
+                timer.cancel()
             if not is_whole:
                 connection.close()
 
@@ -249,32 +251,13 @@ class _NoAnswer(Exception):
     """Raised if no whole answer arrived in time; the message is a clause without a subject."""
 
 
-class _Timed(io.RawIOBase):
-    """Socket whose answer must end by a moment of `time.monotonic`, however it is cut in pieces.
+def _cut(connection: socket.socket) -> None:
+    """End the reading of an answer, however slowly it comes.
 
     A timeout of a socket limits each read alone, and a server can make an answer take any number.
     """
-
-    def __init__(self, sock: socket.socket, end: float) -> None:
-        self._sock, self._end, self._raw = sock, end, sock.makefile("rb", buffering=0)
-
-    def makefile(self, mode: str) -> io.BufferedReader:
-        """Return the file from which http.client reads an answer."""
-        return io.BufferedReader(self)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int | None:
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        self._sock.settimeout(left)
-        return self._raw.readinto(buffer)
-
-    def close(self) -> None:
-        self._raw.close()
-        super().close()
+    with contextlib.suppress(OSError):  # it is closed already
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _question(row: Mapping[str, Any], response: str) -> Question:

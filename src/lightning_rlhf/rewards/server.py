@@ -55,7 +55,7 @@ class Asked(BaseModel):
 
 
 def read_request(body: bytes) -> Asked:
-    """Return the request that a body of JSON holds; raise HTTPException if it holds none.
+    """Return the request that a body of JSON holds.
 
     Raises HTTPException, with a message of one line, if it holds none.
     """

@@ -51,10 +51,8 @@ def build_sampler(
         if isinstance(error, RLHFError):
             raise
         raise ConfigError(f"{key} is {name!r}, which cannot be built: {error!r}") from error
-    return samplers.CheckedSampler(
-        sampler, name, key=key, max_response_tokens=params.max_response_tokens,
-        vocab_size=roles.vocab_size,
-    )  # fmt: skip
+    longest, vocabulary = params.max_response_tokens, roles.vocab_size
+    return samplers.CheckedSampler(sampler, name, longest, vocabulary, key)
 
 
 def load_sampler(name: str, key: str = KEY) -> Any:
@@ -186,11 +184,8 @@ def sample_local(
             sampler.draw(len(prompts) * count, generator)
             continue
         some = prompts.select(local.rows).to(sampler.roles.device)
-        if len(some) == len(prompts):
-            yield batch.numbers, sampler.sample(some, count, generator)
-        else:
-            assert isinstance(sampler, NativeSampler)
-            yield batch.numbers, sampler.sample(some, count, generator, local)
+        part = [local] * (len(some) < len(prompts))  # which the native sampler alone takes
+        yield batch.numbers, sampler.sample(some, count, generator, *part)
 
 
 def sample_reference(
@@ -229,7 +224,7 @@ def sample_rewards(
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
-    """Return mean and standard deviation of a reward; raise CheckpointError for 0 or infinity.
+    """Return mean and standard deviation of a reward.
 
     Raises CheckpointError where the deviation is 0 or not finite.
     """
@@ -307,39 +302,28 @@ class Collector:
         generator: torch.Generator,
         samples_per_prompt: int,
     ) -> records.SampledResponses:
-        """Return the responses to a share of the prompts, as many at a time as fit into memory."""
+        """Return the responses to a share of the prompts, as many at a time as fit into memory.
+
+        The native sampler draws the same numbers for a response in every share; another is given a
+        generator of its own for a part of a batch.
+        """
         start = generator.get_state()
 
         def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
             for rows in share.rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                part = Share(rows, share.total)
-                parts.append(self.sample_at_once(prompts, part, generator, samples_per_prompt))
+                some = prompts.select(rows)
+                given: list[Any] = [generator]
+                if isinstance(self.sampler, NativeSampler):
+                    given.append(Share(rows, share.total))
+                elif len(some) < share.total:
+                    seed = int(torch.randint(2**62, (), generator=generator)) + int(rows[0])
+                    given = [torch.Generator().manual_seed(seed)]
+                parts.append(self.sampler.sample(some, samples_per_prompt, *given))
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))
-
-    def sample_at_once(
-        self,
-        prompts: records.Prompts,
-        share: Share,
-        generator: torch.Generator,
-        samples_per_prompt: int,
-    ) -> records.SampledResponses:
-        """Return the responses to a share of the prompts, sampled together.
-
-        The native sampler draws the same numbers for a response in every share; another is given a
-        generator of its own for a part of a batch.
-        """
-        some = prompts.select(share.rows)
-        if isinstance(self.sampler, NativeSampler):
-            return self.sampler.sample(some, samples_per_prompt, generator, share)
-        if len(some) == share.total:
-            return self.sampler.sample(some, samples_per_prompt, generator)
-        seed = int(torch.randint(2**62, (), generator=generator)) + int(share.rows[0])
-        own = torch.Generator().manual_seed(seed)
-        return self.sampler.sample(some, samples_per_prompt, own)
 
     def annotate(self, sampled: records.SampledResponses) -> records.Rollout:
         """Return the responses with the predictions that the sampler does not know."""

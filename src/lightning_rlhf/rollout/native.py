@@ -1,6 +1,7 @@
 """Sampling by the package's own decode loop, which also returns log-probabilities and values."""
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -170,6 +171,7 @@ class DecodeState:
         )  # fmt: skip
 
 
+@dataclass(eq=False)
 class NativeSampler:
     """Samples from the active role, whose adapter is merged into the weights during sampling.
 
@@ -177,15 +179,11 @@ class NativeSampler:
     before sampling, so that a response does not depend on the lengths of others in its batch.
     """
 
+    roles: Roles
+    params: SamplingParams
+    value_head: ScalarHead | None = None
+    """Head of a critic on the policy's trunk; None for no values."""
     is_exact = True
-
-    def __init__(
-        self, roles: Roles, params: SamplingParams, value_head: ScalarHead | None = None
-    ) -> None:
-        """Make the sampler; value_head: head of a critic on its trunk; None for no values."""
-        self.roles = roles
-        self.params = params
-        self.value_head = value_head
 
     def draw(self, responses: int, generator: torch.Generator) -> Float[Tensor, "B T"]:
         """Return the random numbers of a batch of so many responses, on the CPU."""
@@ -220,7 +218,7 @@ class NativeSampler:
         with roles.merged():
             at = position_ids(prompts.mask)
             hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, at)
-            step = decode_step(roles.causal_lm, cache) if roles.copies_weights else None
+            step = decode_step(roles.causal_lm, cache) if roles.kernels.kind == "fast" else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)

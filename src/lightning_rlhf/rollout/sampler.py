@@ -85,6 +85,7 @@ class Sampler(Protocol):
         ...
 
 
+@dataclass(eq=False)
 class HFSampler:
     """Samples from the active role; the same distribution as `NativeSampler`, but slower.
 
@@ -92,11 +93,9 @@ class HFSampler:
     others.
     """
 
+    roles: Roles
+    params: SamplingParams
     is_exact = True
-
-    def __init__(self, roles: Roles, params: SamplingParams) -> None:
-        self.roles = roles
-        self.params = params
 
     def draw(self, responses: int, generator: torch.Generator) -> int:
         """Return the seed of a batch, whatever its number of responses."""
@@ -110,7 +109,9 @@ class HFSampler:
         roles, params = self.roles, self.params
         prompts = prompts.repeat(samples_per_prompt)
         width = prompts.tokens.shape[1]
-        stops = [] if params.stop is None else [_ResponseStop(params.stop, width)]
+        stops: list[Any] = []
+        if (stop := params.stop) is not None:  # which is given the response alone
+            stops.append(lambda tokens, scores, **_: stop(tokens[:, width:], scores))
         model = roles.causal_lm
         models_own = model.generation_config
         devices = [] if roles.device.type == "cpu" else [roles.device]
@@ -166,41 +167,26 @@ class _Finite(transformers.LogitsProcessor):
         return scores
 
 
-class _ResponseStop(StoppingCriteria):
-    """Applies a stopping criterion to the response alone."""
-
-    def __init__(self, stop: StoppingCriteria, width: int) -> None:
-        self.stop, self.width = stop, width
-
-    def __call__(self, input_ids: Int[Tensor, "B S"], scores: Tensor, **kwargs: object) -> Tensor:
-        return self.stop(input_ids[:, self.width :], scores)
-
-
 ROUNDING = 1e-3
 """Nats by which rounding may bring the log-probability of a sure token above 0."""
 KEY = "ppo.rollout"
 """Configuration key that names the sampler of stage=ppo."""
 
 
+@dataclass(eq=False)
 class CheckedSampler:
     """A user's sampler that raises SamplerError where it fails or breaks the protocol."""
 
-    def __init__(
-        self,
-        sampler: Sampler,
-        name: str,
-        *,
-        max_response_tokens: int,
-        vocab_size: int,
-        key: str = KEY,
-    ) -> None:
-        """Wrap a sampler; name: value of the configuration key `key`, for the errors.
+    sampler: Sampler
+    name: str
+    """Value of the configuration key `key`, for the errors."""
+    max_response_tokens: int
+    vocab_size: int
+    """Number of token ids of the model."""
+    key: str = KEY
 
-        vocab_size: number of token ids of the model.
-        """
-        self.sampler, self.is_exact = sampler, bool(sampler.is_exact)
-        self.name, self.key = name, key
-        self.max_response_tokens, self.vocab_size = max_response_tokens, vocab_size
+    def __post_init__(self) -> None:
+        self.is_exact = bool(self.sampler.is_exact)
 
     def sample(
         self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator

@@ -197,7 +197,7 @@ def plan_of(
     free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     trunks, ptx, copies = [roles.causal_lm], getattr(module, "ptx", None), False
     if isinstance(module, PPOModule):
-        copies = roles.copies_weights
+        copies = roles.kernels.kind == "fast"
         trunks += [] if module.critic is None else [module.critic.roles.causal_lm]
     return plan_memory(
         config, roles.causal_lm, found, rows, [] if ptx is None else ptx.examples,

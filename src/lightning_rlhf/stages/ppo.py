@@ -70,7 +70,8 @@ class PPO(stage.Stage):
         response, rows_at_once = config.max_response_tokens, config.rollout_batch_size
         check_sampling(run, roles, longest, response, self.name, rows_at_once)
         if ptx is not None:
-            check_positions(roles, ptx.longest, "the longest demonstration")
+            longest = max(example.length for example in ptx.examples)
+            check_positions(roles, longest, "the longest demonstration")
         microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
         reward = build_reward(roles, microbatch)
         roles.to(run.device)
