@@ -22,10 +22,11 @@ from lightning_rlhf.models.build_roles import (
     attach_reward,
     check_fingerprint,
     load_head,
+    random_reward,
     start_from,
 )
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
+from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHead
 from lightning_rlhf.models.roles import Roles
@@ -290,3 +291,34 @@ def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
     torch.testing.assert_close(again.probe(REFERENCE), roles.probe(SFT), atol=1e-5, rtol=0)
     with pytest.raises(CheckpointError, match="does not fit"):
         start_from(config, with_manifest(final, base_seed=7), trainable=False, seed=41)
+
+
+def test_a_reward_model_is_no_policy(
+    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:  # fmt: skip
+    """Neither its adapter nor, where it was fully trained, its whole weights."""
+    own = Roles(make_model("llama"))
+    random_reward(own, REWARD, torch.Generator().manual_seed(0))
+    write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
+    for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
+        with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
+            start_from(adapters.config, final, trainable=False, seed=0)
+        assert str(final.path) in str(e.value)
+
+
+def test_the_policy_must_start_at_the_reference(
+    adapters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were an adapter library to start an adapter elsewhere, PPO would not run."""
+    roles = reference(adapters)
+    add_adapter = Roles.add_adapter
+
+    def elsewhere(self: Roles, role: str, settings: Any, seed: int) -> None:
+        add_adapter(self, role, settings, seed)
+        self._stacks[role] = (role,)  # without the SFT adapter below it
+        self.set_role(BASE)
+
+    monkeypatch.setattr(Roles, "add_adapter", elsewhere)
+    with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
+        add_policy(roles, adapters.config, 0)

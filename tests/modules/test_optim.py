@@ -12,7 +12,7 @@ from lightning_rlhf.core.config import SFTConfig
 from lightning_rlhf.modules.optim import backward, build_optimizer, lr_factor
 from lightning_rlhf.modules.supervised import SFTModule
 
-from .conftest import sft_config, sft_roles, within_fit
+from .conftest import close, sft_config, sft_roles, within_fit
 
 
 def factors(total: int, **changes: object) -> list[float]:
@@ -98,3 +98,15 @@ def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:
         return module.head.weight.grad
 
     assert within_fit(module, work).tolist() == [[3 + 2**-12, 0.0]]
+
+
+def test_decay_shrinks_a_matrix_whose_gradient_is_zero() -> None:
+    # AdamW: w <- w (1 - lr * decay) = 0.97 w; the bias stays.
+    head = nn.Linear(2, 1)
+    config = sft_config(lr=0.1, weight_decay=0.3)
+    optimizer = build(config, 10, (1.0, head))["optimizer"]
+    weight, bias = head.weight.detach().clone(), head.bias.detach().clone()
+    head(torch.zeros(1, 2)).mul(0).sum().backward()
+    optimizer.step()
+    close(head.weight.detach(), 0.97 * weight)
+    assert torch.equal(head.bias.detach(), bias)

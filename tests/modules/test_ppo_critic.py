@@ -173,3 +173,13 @@ def test_what_learns_apart_comes_with_a_loss_of_its_own(
         critic = critic_names(module)
         for names, whose in zip(moved, ("policy", "critic") * parts, strict=True):
             assert names <= critic if whose == "critic" else not names & critic
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_critic_apart_is_trained_at_its_own_rate(make_ppo: Make, kind: str) -> None:
+    module = make_ppo(critic=kind, value_lr_factor=4.0, lr=1e-3)
+    optimizer = module.configure_optimizers()["optimizer"]
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    found = {n: rates[id(p)] for n, p in module.named_parameters() if id(p) in rates}
+    expected = dict.fromkeys(named(module, ADAPTER), 1e-3)
+    assert found == expected | dict.fromkeys(critic_names(module), 4e-3)

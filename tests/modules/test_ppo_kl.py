@@ -120,3 +120,15 @@ def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
         assert (
             module.collector.score(module.collector.decode(rollout, "train")).vocabulary_kl is None
         )
+
+
+@pytest.mark.parametrize("estimator", ["k2", "full"])
+def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str) -> None:
+    module = make_ppo(kl_estimator=estimator, lr=1e-3, **ALONE | {"kl_coef": 100.0})
+    experience = kl_alone(module)
+    before = slow_kl(module, experience).mean()
+    reference = module.roles.probe(REFERENCE)
+    within_fit(module, lambda: update(module, experience))
+    assert before > 0.01
+    assert slow_kl(module, experience).mean() < 0.98 * before
+    assert torch.equal(module.roles.probe(REFERENCE), reference)

@@ -138,3 +138,9 @@ def test_a_limit_of_what_was_not_measured_is_refused(make_ppo: Make, key: str, f
     expected = rf"{key} is 1.5, but PPOModule.loss_terms\(\) measured no {field} .* {key}=null"
     with pytest.raises(ConfigError, match=expected):
         within_fit(module, lambda: update(module, experience))
+
+
+def test_a_target_that_is_not_reached_ends_nothing(make_ppo: Make) -> None:
+    module = make_ppo(target_kl=1e3)
+    found = followed(module, on_policy(module))
+    assert [stats.stopped.item() for stats, _ in found] == [0.0] * 4

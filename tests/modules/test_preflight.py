@@ -234,3 +234,10 @@ def test_a_difference_is_relative_to_large_numbers_alone_and_nan_fails() -> None
     assert at_most("x", torch.tensor([0.11, -0.11]), 0.1).verdict == "failed"
     assert at_most("x", relative(ones * torch.nan, ones), 0.1).verdict == "failed"
     assert at_most("x", relative(ones, ones * torch.nan), 0.1).verdict == "failed"
+
+
+def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> None:
+    module = make_ppo(fresh=True)
+    with torch.no_grad():
+        module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
+    assert failing(module) == {"ratio"}

@@ -360,3 +360,52 @@ def test_the_rows_of_a_batch_one_by_one(supervised: tuple[Any, Record]) -> None:
         torch.testing.assert_close(found[i], outputs.steps[0].loss, rtol=1e-5, atol=1e-7)
     assert not changed(before, parameters(module))
     assert all(p.grad is None for p in module.parameters())
+
+
+def test_scoring_halves_too(make_ppo: Make) -> None:
+    module = make_ppo(microbatch_size=8, minibatch_size=8)
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    decoded = module.collector.decode(rollout, "train")
+    module.collector.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
+    expected = module.collector.score(decoded).ref_logprobs
+    with little_memory(4, "is 4 from now on") as asked:
+        found = module.collector.score(decoded).ref_logprobs
+    assert asked == [8, 4, 4]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
+    module = make_ppo()
+
+    def full(*args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with (
+        patch.object(module.collector.sampler, "sample", full),
+        pytest.warns(UserWarning, match="generation_batch_size is 1 from now on"),
+        pytest.raises(TrainingError, match=r"one row at a time \(ppo.generation_batch_size\)"),
+    ):
+        module.collector.roll_out(prompts(4), module.generator(0, 0))
+
+
+def test_the_learning_rate_is_not_blamed_for_what_was_there_before_it() -> None:
+    build, batch, _ = STAGES["sft"]
+    with pytest.raises(TrainingError) as caught:
+        fit(build(), [batch()] * 3, [Spoiled({0, 1, 2})])
+    assert "were not made. No update was made before" in str(advise(caught.value))
+    assert "sft.lr" not in str(caught.value)
+    assert "reward" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limits", [{"target_kl": 1e3}])
+@pytest.mark.parametrize(("what", "value"), [("advantages", math.nan), ("old_logprobs", -1e3)])
+def test_ppo_ends_where_no_minibatch_is_finite(
+    make_ppo: Make, what: str, value: float, limits: dict[str, float]
+) -> None:
+    module = make_ppo(minibatch_size=4, ppo_epochs=2, **limits)  # max_nonfinite is 3
+    experience, before = on_policy(module), parameters(module)
+    spoiled = torch.full_like(getattr(experience, what), value)
+    experience = replace(experience, **{what: spoiled})
+    with pytest.raises(TrainingError, match=r"^3 updates in a row \(ppo.max_nonfinite\)"):
+        within_fit(module, lambda: learn(module, experience, module.generator(0, 1)))
+    assert not changed(before, parameters(module))

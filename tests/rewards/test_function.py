@@ -119,3 +119,11 @@ def test_a_function_takes_prompts_and_responses(function: Any, signature: str) -
     allowed = r"allowed: \(prompts, responses, \.\.\.\)"
     with pytest.raises(ConfigError, match=f"takes {signature}; {allowed}"):
         reward(function)
+
+
+def test_ctrl_c_in_a_function_is_ctrl_c() -> None:
+    def score(prompts: list[str], responses: list[str]) -> list[float]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        FunctionReward(score, {}, "reward")(make_replies(("p", "r")))
