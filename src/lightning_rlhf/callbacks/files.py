@@ -97,10 +97,11 @@ def logger_config(options: Mapping[str, Any]) -> LoggerConfig:
 
 def wandb_key_present() -> bool:
     """Return whether the environment or netrc holds a key for W&B."""
+    if os.getenv("WANDB_API_KEY"):
+        return True
     host = urlsplit(os.getenv("WANDB_BASE_URL", "https://api.wandb.ai")).netloc
     path = Path(os.getenv("NETRC", "~/.netrc")).expanduser()
-    in_file = path.exists() and netrc.netrc(path).authenticators(host)
-    return bool(os.getenv("WANDB_API_KEY") or in_file)
+    return path.exists() and netrc.netrc(path).authenticators(host) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,14 +256,19 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
     lines = storage.read_text(path).splitlines(keepends=True)
     reader = csv.DictReader(line for line in lines if line.endswith("\n"))
     rows: dict[int, dict[str, float]] = {}
-    for cells in reader:
+    names = reader.fieldnames or [STEP]
+    while True:
         try:
+            if names[0] != STEP or len({*names}) < len(names):
+                raise KeyError
+            if (cells := next(reader, None)) is None:
+                break
             step = int(cells[STEP])
             if step <= next(reversed(rows), -1):
                 raise ValueError
             rows[step] = {name: float(x) for name, x in cells.items() if x != "" and name != STEP}
-        except (KeyError, TypeError, ValueError):
-            number = reader.line_num if STEP in cells else 1
+        except (csv.Error, KeyError, TypeError, ValueError) as error:
+            number = 1 if isinstance(error, KeyError) else reader.line_num
             raise storage.damaged_line(
                 path, number, f"found {lines[number - 1].rstrip()[:60]!r}; allowed: {STEP} and "
                 "names in line 1, then a step larger than those before it, and as many numbers or "

@@ -110,7 +110,7 @@ class MetricsFile(Logger):
         cells = {name: float(value) for name, value in metrics.items()}
         is_new_row = step > next(reversed(self._rows), -1)
         self._rows.setdefault(step, {}).update(cells)
-        if is_new_row and cells.keys() <= set(self._columns):
+        if is_new_row and cells.keys() <= set(self._columns) and self.path.exists():
             with full_disk_told(self.path), self.path.open("a", newline="") as file:
                 csv.DictWriter(file, [files.STEP, *self._columns]).writerow(
                     {files.STEP: step, **cells}

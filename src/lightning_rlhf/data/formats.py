@@ -170,7 +170,7 @@ def _tldr(row: rows.Row, kind: Kind) -> Found:
 
     Source: the request of Stiennon et al. 2020, https://arxiv.org/abs/2009.01325, appendix B
     """
-    post = row.get("info", row)
+    post = row.get("info") if "summaries" in row else row
     if not isinstance(post, dict):
         raise rows.BadRow("field 'info' is no object", f"found {type(post).__name__}")
     subreddit, title, text = (rows.text_in(post, name) for name in ("subreddit", "title", "post"))

@@ -305,7 +305,7 @@ def _json_row(line: str) -> Row | BadRow:
     if isinstance(text, BadRow):
         return text
     try:
-        row = json.loads(text["text"])
+        row = json.loads(text["text"], object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:  # also too many digits or levels
         where = str(error)
         if isinstance(error, json.JSONDecodeError):
@@ -317,6 +317,18 @@ def _json_row(line: str) -> Row | BadRow:
     return row
 
 
+def _once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object made of `pairs`.
+
+    Raises ValueError if a name occurs twice, since JSON does not define which value counts.
+    """
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        raise ValueError(f"the field {twice!r} stands twice in one object")
+    return found
+
+
 def _array_rows(path: Path) -> Numbered:
     """Yield the objects of a JSON array; an element that is no object is a BadRow.
 
@@ -326,7 +338,7 @@ def _array_rows(path: Path) -> Numbered:
     if spoilt := [number for number, line in lines if _NO_UTF8.search(line)]:
         raise DataError(f"data file {path}, line {spoilt[0]}: not UTF-8")
     try:
-        elements = json.loads("".join(line for _, line in lines))
+        elements = json.loads("".join(line for _, line in lines), object_pairs_hook=_once_each)
     except (ValueError, RecursionError) as error:  # also too many digits or levels
         line = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
         why = getattr(error, "msg", str(error))

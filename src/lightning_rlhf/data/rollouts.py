@@ -113,6 +113,8 @@ def read_recorded(path: Path) -> list[dict[str, Any]]:
     Raises DataError if the file is damaged or holds something else.
     """
     try:
+        if not path.is_file():  # such as a pipe, which would wait for a writer
+            raise FileNotFoundError("no such file")
         table = pq.read_table(path, page_checksum_verification=True)
         names = [name for name in TYPES if name != "values" or name in table.column_names]
         types = pa.schema([(name, TYPES[name]) for name in names])

@@ -289,7 +289,7 @@ def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     if role == "assistant" and (calls := turn.get("tool_calls")):
         turn = turn | {"tool_calls": _tool_calls(calls, field, f"{place}.tool_calls")}
         content = content or (None if is_last else "")
-    if content != "" or not turn.get("tool_calls"):
+    if content != "" or role != "assistant" or not turn.get("tool_calls"):
         checked_text(content, field, f"{place}.content")
     message = Message.of(turn | {"content": content})
     if message.further:

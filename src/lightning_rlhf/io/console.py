@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from threading import Event, Thread
 from time import monotonic
 from typing import Any, TypeVar
@@ -74,7 +73,8 @@ def print_line(message: str, style: str = "") -> None:
 
 def clock_text(seconds: float) -> str:
     """Return a duration as hours, minutes and seconds: 3725 -> 1:02:05."""
-    return str(timedelta(seconds=round(seconds)))
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 class Bar(Progress):

@@ -187,6 +187,8 @@ def no_room(error: BaseException, path: Path | None, needs: str = ";") -> Storag
     room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if number == errno.EFBIG and limit != resource.RLIM_INFINITY:
         room = f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
+    elif number == errno.EFBIG:
+        room = "the file system takes no larger file. Write to another one"
     elif path is not None:
         room = f"{readable(shutil.disk_usage(path.parent).free)} are free now. Make room there"
     return StorageError(f"{path or 'a file'} was not written: {os.strerror(number)}{needs} {room}")

@@ -371,7 +371,7 @@ class Final:
     def reward_moments(self) -> tuple[float, float]:
         """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm.
 
-        Raises CheckpointError where one is missing or not finite, or the deviation is 0.
+        Raises CheckpointError where one is missing.
         """
         manifest = self.require_manifest("rm")
         mean, std = manifest.reward_mean, manifest.reward_std
@@ -408,5 +408,6 @@ def digest(folder: Path) -> str:
     file = folder / MANIFEST
     if file.is_file():
         return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in sorted(folder.iterdir())]
+    files = [f for f in sorted(folder.iterdir()) if f.exists()]  # a link may lead nowhere
+    stats = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     return hashlib.sha256(json.dumps(stats).encode()).hexdigest()[:16]

@@ -328,7 +328,7 @@ class PPOModule(L.LightningModule):
 
         Raises: ConfigError where a subclass's `loss_terms` returned no loss to backpropagate.
         """
-        loss = getattr(terms, "loss", None)
+        loss = terms.loss if isinstance(terms, records.PPOTerms) else None
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
             raise ConfigError(
                 f"{type(self).__name__}.loss_terms() returned {terms!r:.300}; allowed: PPOTerms "

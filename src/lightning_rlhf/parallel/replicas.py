@@ -115,15 +115,14 @@ class Replicas:
         pairs = [pair for part in self.gather(lambda: mine) for pair in part]
         return [item for _, item in sorted(pairs, key=lambda pair: pair[0])]
 
-    @ended_processes()
     def sum(self, tensor: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
         """Return the sum of a tensor over the processes."""
         if self.size > 1:
             tensor = tensor.clone()
-            distributed.all_reduce(tensor)
+            with ended_processes():
+                distributed.all_reduce(tensor)
         return tensor
 
-    @ended_processes()
     def sum_gradients(
         self, parameters: Iterable[nn.Parameter], numbers: Float[Tensor, " n"]
     ) -> Float[Tensor, "size n"]:
@@ -145,7 +144,8 @@ class Replicas:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in buckets([*(p.grad for p in parameters if p.grad is not None), table, owners]):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            distributed.all_reduce(flat)
+            with ended_processes():
+                distributed.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
                 tensor.copy_(part.view_as(tensor))
@@ -154,13 +154,13 @@ class Replicas:
                 parameter.grad = None
         return table
 
-    @ended_processes()
     def largest(self, number: int) -> int:
         """Return the largest of the numbers that the processes give."""
         if self.size == 1:
             return number
         found = torch.tensor(number, device=self.device)
-        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        with ended_processes():
+            distributed.all_reduce(found, distributed.ReduceOp.MAX)
         return int(found)
 
 

@@ -57,6 +57,7 @@ def regular_expression(
 
     pattern: regular expression of Python's `re`; fullmatch: whether it must match the whole.
     """
+    check_value("fullmatch", fullmatch, bool)
     compiled = _compiled("pattern", pattern)
     find = compiled.fullmatch if fullmatch else compiled.search
     return [float(find(response) is not None) for response in responses]
@@ -82,6 +83,8 @@ def exact_match(
         ignore_case: whether upper and lower case are equal.
         strip: whether white space around response and answer is ignored.
     """
+    check_value("ignore_case", ignore_case, bool)
+    check_value("strip", strip, bool)
     compiled = None if extract is None else _compiled("extract", extract)
     if compiled is not None:
         require(compiled.groups > 0, "extract", extract, "a pattern with a group, as in 'is (.*)'")
