@@ -17,7 +17,7 @@ import lightning_rlhf
 from lightning_rlhf.cli.chat import load_speaker
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.runs.parents import trained_as
+from lightning_rlhf.runs.folders import trained_as
 
 from .conftest import PRESETS, Workplace, rows, weights
 

@@ -38,8 +38,7 @@ from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import FINAL
-from lightning_rlhf.runs.parents import reward_of, sampled_as, short_names, trained_as
+from lightning_rlhf.runs.folders import FINAL, reward_of, sampled_as, short_names, trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.server import Score

@@ -28,8 +28,8 @@ OLD = ".lightning-rlhf.old"
 """End of the name of a folder while another one takes its place."""
 WRITTEN = ".lightning-rlhf.files"
 """Name of the list, in a folder written whole, of the names that were written with it."""
-SYSTEM = (".DS_Store", ".nfs*", "Thumbs.db", "desktop.ini")
-"""Patterns of the names that file managers and file systems leave in any folder."""
+NOBODYS = (".DS_Store", ".nfs*", "Thumbs.db", "desktop.ini", f"*{UNFINISHED}")
+"""Patterns of the names that file managers, file systems and killed runs leave in any folder."""
 MARK = b'<meta name="generator" content="lightning-rlhf">'
 """Text in the first bytes of each HTML page of this program."""
 Kind = Literal["file", "new file", "page", "folder"]
@@ -67,12 +67,14 @@ def foreign_names(folder: Path) -> list[str]:
     ours: list[str] = []
     with suppress(OSError, ValueError):
         ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
-    return [name for name in sorted(os.listdir(folder)) if name not in ours and not is_system(name)]
+    return [
+        name for name in sorted(os.listdir(folder)) if name not in ours and not is_nobodys(name)
+    ]
 
 
-def is_system(name: str) -> bool:
-    """Return whether a name is one of SYSTEM, which is nobody's."""
-    return any(fnmatch(name, pattern) for pattern in SYSTEM)
+def is_nobodys(name: str) -> bool:
+    """Return whether a name is one of NOBODYS, which holds nothing that a user wrote."""
+    return any(fnmatch(name, pattern) for pattern in NOBODYS)
 
 
 def replace_folder(beside: Path, target: Path) -> None:
