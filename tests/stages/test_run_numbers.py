@@ -28,7 +28,6 @@ from lightning_rlhf.stages.supervised import SFT
     [
         (139_638, "tokens", "139,638 tokens"),
         (2.148e12, "FLOP", "2.15 TFLOP"),
-        (8.059e8, "bytes", "805.90 MB"),
         (270.0, "s", "4.5 min"),
     ],
 )
