@@ -59,7 +59,6 @@ def test_every_argument_of_lightnings_trainer_is_passed_on_or_has_a_reason() -> 
     ("changes", "told"),
     [
         ({"profilr": "simple"}, "trainer.profilr is not a known key; did you mean trainer.profil"),
-        ({"strategy": "ddp"}, "trainer.strategy is 'ddp'; allowed: auto, single_device"),
         ({"logger": 1}, f"trainer.logger is 1, but it is not to be set: {OWNED['logger']}"),
     ],
 )  # fmt: skip

@@ -111,7 +111,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("missing", "words"),
     [
         ("outputs/default/tiny/sftt/final", "; the nearest is outputs/default/tiny/sft/final"),
-        ("outputs/default/tiny/dpx", "; outputs/default/tiny holds ppo, sft"),
+        ("outputs/default/tiny/zzz", ""),
         ("org/name", ""),
     ],
 )

@@ -146,8 +146,7 @@ def nearest_path(source: str) -> str:
     """Return what exists in place of a missing path, as the continuation of a message.
 
     The first part of the path that does not exist is compared with the names beside it. Returns
-    "; the nearest is PATH" where one is alike, else "; FOLDER holds NAMES"; an empty text where
-    nothing of the path exists, or nothing is beside it.
+    "; the nearest is PATH" where one is alike, else an empty text.
     """
     path = Path(os.path.expanduser(source))
     missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
@@ -160,6 +159,4 @@ def nearest_path(source: str) -> str:
     if close := difflib.get_close_matches(missing.name, names, n=1):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"
-    if not names or above in (Path(), Path("/")):
-        return ""
-    return f"; {above} holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}"
+    return ""

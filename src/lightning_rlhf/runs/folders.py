@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
-from itertools import takewhile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -153,8 +152,6 @@ VOLATILE = (
 its results."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
-LONGEST = 60
-"""Largest number of characters of a value in a message."""
 
 
 def volatile(stage: Stage) -> tuple[str, ...]:
@@ -165,12 +162,11 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     trees = read_config(file, "overwrite=true starts over"), tree
-    flats = [*map(flatten, trees)]
-    found = []
-    for key in differing_keys(*trees, (*volatile(stage), *stage.unread)):
-        values = (json.dumps(flat[key]) if key in flat else "not there" for flat in flats)
-        found.append("{} was {}, is {}".format(key, *abridged(*values)))
-    return found
+    keys = differing_keys(*trees, (*volatile(stage), *stage.unread))
+    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in trees)
+    return [
+        f"{key} was {old.get(key, 'not there')}, is {new.get(key, 'not there')}" for key in keys
+    ]
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:
@@ -184,18 +180,6 @@ def read_config(file: Path, way: str) -> dict[str, Any]:
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{file} ")
         raise CheckpointError(f"{file} is damaged: it {reason}; {way}") from error
-
-
-def abridged(*texts: str) -> list[str]:
-    """Return the texts; long ones are cut to the part around their first difference."""
-    same = takewhile(lambda signs: len({*signs}) == 1, zip(*texts, strict=False))
-    start = max(0, len([*same]) - LONGEST // 3)
-    cut = "..." if start else ""
-    return [
-        x if len(x) <= LONGEST
-        else f"{cut}{x[start : start + LONGEST]}{'...' if x[start + LONGEST :] else ''}"
-        for x in texts
-    ]  # fmt: skip
 
 
 def differing_keys(
