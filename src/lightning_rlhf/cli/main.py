@@ -57,7 +57,7 @@ def main() -> None:
         launch.end_with(int(os.environ[IN_LAUNCHER]))
     elif world().launcher == "torchrun":
         launch.end_with(os.getppid())
-    if not world().is_first:  # another process prints the same; tracebacks remain
+    if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
     words = sys.argv[1:]

@@ -1,12 +1,14 @@
-"""The device that a run computes on, its settings, and the strategy of several processes."""
+"""The device that a run computes on, its settings, libraries, and strategy of several processes."""
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import shutil
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy
+from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
@@ -25,6 +28,7 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
 from lightning_rlhf.parallel.replicas import Replicas, ended_processes
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
+from lightning_rlhf.runs.console import shown_warning
 from lightning_rlhf.runs.stage import Settings
 
 if TYPE_CHECKING:
@@ -256,3 +260,34 @@ def raise_message(signum: int, frame: FrameType | None) -> None:
     if IN_LAUNCHER in os.environ and os.environ[IN_LAUNCHER] != str(os.getppid()):
         os.write(2, b"error: the command that started this process has ended\n")
     os.kill(os.getpid(), signum)
+
+
+NOISY_LOGGERS = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.pytorch.accelerators.cuda",
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+)
+NOISY_WARNINGS = (
+    ".*does not have many workers.*",  # the data is in memory
+    ".*in eval mode at the start of training.*",  # on purpose: no dropout
+    ".*check_val_every_n_epoch.*",  # one epoch is the whole run
+    ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
+    ".*smaller than the logging interval.*",
+    ".*sync_dist=True.*",  # every process logs the same numbers
+    ".*callbacks used to create the checkpoint.*",
+    ".*`lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",  # the first update was not made
+    ".*LeafSpec.*",
+    ".*is_gradient_checkpointing.*",
+)
+
+
+def quiet_libraries() -> None:
+    """Silence messages of libraries that appear at every start and need no action."""
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    for pattern in NOISY_WARNINGS:
+        warnings.filterwarnings("ignore", pattern)
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels for CPUs that are optional
+    warnings.formatwarning = shown_warning

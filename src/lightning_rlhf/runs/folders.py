@@ -398,9 +398,3 @@ def short_names(finals: Sequence[models.Final]) -> list[str]:
     if len({*names}) < len(names):
         raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
     return names
-
-
-def reward_of(finals: Sequence[models.Final]) -> str | None:
-    """Return the reward model that one of the models was trained on, where it is there."""
-    folders = (final.parent("reward") for final in finals)
-    return next((str(folder) for folder in folders if folder and folder.is_dir()), None)

@@ -30,7 +30,6 @@ from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.runs import accelerator, folders, measured, objects
-from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
@@ -226,7 +225,7 @@ def entered(
 
     Errors name the keys of the stage's section, and those of a training come with advice.
     """
-    quiet_libraries()
+    accelerator.quiet_libraries()
     accelerator.check_devices(settings)
     set_up(settings)
     names = {field.name for field in fields(settings.config)}

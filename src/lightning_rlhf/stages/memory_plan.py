@@ -28,7 +28,7 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALU
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.runs.console import quiet_libraries
+from lightning_rlhf.runs.accelerator import quiet_libraries
 from lightning_rlhf.runs.folders import reward_role
 from lightning_rlhf.runs.run import check_trained_weights
 from lightning_rlhf.runs.stage import Settings, reward_key
