@@ -2,18 +2,25 @@
 
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
-def main() -> None:
-    """Run the command; Ctrl-C before it has begun, in the imports too, is one line."""
+@contextmanager
+def stopped_in_one_line() -> Iterator[None]:
+    """Within the block, answer Ctrl-C with one line and its exit status."""
     try:
-        from lightning_rlhf.cli.main import main as run
-
-        run()
+        yield
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
+
+with stopped_in_one_line():
+    from lightning_rlhf.cli.main import main as run
+
+main = stopped_in_one_line()(run)
+"""Run the command."""
 
 if __name__ == "__main__":
     main()

@@ -91,7 +91,7 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     require_trained(stage, "built")
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     decide(settings)
-    console.quiet_libraries()
+    accelerator.quiet_libraries()
     accelerator.check_devices(settings)
     torch.set_num_threads(settings.trainer.threads or torch.get_num_threads())
     torch.set_float32_matmul_precision(settings.trainer.matmul_precision)

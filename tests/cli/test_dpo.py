@@ -17,7 +17,7 @@ import lightning_rlhf
 from lightning_rlhf.cli.chat import load_speaker
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.runs.parents import trained_as
+from lightning_rlhf.runs.folders import trained_as
 
 from .conftest import PRESETS, Workplace, rows, weights
 
@@ -109,16 +109,3 @@ def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> No
         trainer.fit(training.module, training.data)
         final = lightning_rlhf.save(training).resolve()
     assert weights(final.parent) == weights(trained.stage("dpo"))
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["dpo.finetune=full"], "dpo.finetune is 'full'; allowed: lora"),
-        (["data.preferences.train=null"], "stage=rm and stage=dpo need preference pairs"),
-        (["dpo.final=5"], "dpo.final is 5"),
-    ],
-)
-def test_what_is_refused(pipeline: Workplace, overrides: list[str], message: str) -> None:
-    assert message in pipeline.mini(STAGE, "job=refused", *overrides).error
-    assert not (pipeline.outputs / "default" / "mini" / "refused").exists()

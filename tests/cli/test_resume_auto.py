@@ -122,11 +122,3 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
     (folder / "report.html").unlink()
     finished.mini("stage=ppo", "resume=auto").succeeded  # noqa: B018
     assert (folder / "report.html").read_text() == found
-
-
-def test_half_a_line_of_samples_at_the_end_is_none(finished: Workplace) -> None:
-    folder = finished.stage("ppo")
-    shutil.rmtree(folder / "final")
-    with (folder / "samples" / "train.jsonl").open("a") as file:
-        file.write('{"itera')
-    finished.mini("stage=ppo", "resume=true").succeeded  # noqa: B018

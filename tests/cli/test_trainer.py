@@ -59,11 +59,7 @@ def test_every_argument_of_lightnings_trainer_is_passed_on_or_has_a_reason() -> 
     ("changes", "told"),
     [
         ({"profilr": "simple"}, "trainer.profilr is not a known key; did you mean trainer.profil"),
-        ({"limit_val_batches": 1.5}, "trainer.limit_val_batches is 1.5"),
-        ({"deterministic": "maybe"}, "deterministic is 'maybe'; allowed: true, false, warn"),
-        ({"strategy": "ddp"}, "trainer.strategy is 'ddp'; allowed: auto, single_device"),
-        *(({key: 1}, f"trainer.{key} is 1, but it is not to be set: {OWNED[key]}")
-          for key in ("max_epochs", "val_check_interval", "logger")),
+        ({"logger": 1}, f"trainer.logger is 1, but it is not to be set: {OWNED['logger']}"),
     ],
 )  # fmt: skip
 def test_mistakes_and_what_a_stage_sets_itself_are_named(
@@ -161,44 +157,19 @@ def settings_of(**sections: Any) -> Settings:
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "instead"),
+    ("key", "name", "instead"),
     [
-        ("ModelCheckpoint", {}, "checkpoint_every"),
-        ("GradientAccumulationScheduler", {"scheduling": {0: 2}}, "microbatch_size"),
+        ("callbacks", "callbacks.ModelCheckpoint", "checkpoint_every"),
+        ("plugins", "plugins.io.AsyncCheckpointIO", "checkpoint_every"),
+        ("strategy", "strategies.DDPStrategy", "allowed: auto"),
     ],
 )
-def test_callbacks_that_do_what_a_stage_does_are_refused_with_the_reason(
-    name: str, arguments: dict[str, Any], instead: str
+def test_objects_that_do_what_a_stage_does_are_refused_with_what_to_use_instead(
+    key: str, name: str, instead: str
 ) -> None:
-    node = {"_target_": f"lightning.pytorch.callbacks.{name}", **arguments}
-    for key, sections in {
-        "callbacks.mine": {"callbacks": {"mine": node}},
-        "trainer.callbacks": {"trainer": {"callbacks": [node]}},
-    }.items():
-        with pytest.raises(ConfigError) as raised:
-            own_objects(settings_of(**sections))
-        told = str(raised.value)
-        assert told.startswith(f"{key} is a {name}, which is not to be set: ")
-        assert instead in told
-
-
-@pytest.mark.parametrize(
-    ("key", "name", "told"),
-    [
-        (
-            "plugins",
-            "plugins.io.AsyncCheckpointIO",
-            "trainer.plugins is a AsyncCheckpointIO, which",
-        ),
-        ("strategy", "strategies.DDPStrategy", "trainer.strategy is 'DDPStrategy'; allowed: auto"),
-    ],
-)
-def test_plugins_and_strategies_that_a_run_cannot_use_are_named(
-    key: str, name: str, told: str
-) -> None:
-    with pytest.raises(ConfigError) as raised:
-        own_objects(settings_of(trainer={key: {"_target_": f"lightning.pytorch.{name}"}}))
-    assert str(raised.value).startswith(told)
+    node: Any = {"_target_": f"lightning.pytorch.{name}"}
+    with pytest.raises(ConfigError, match=rf"^trainer\.{key} is .*{instead}"):
+        own_objects(settings_of(trainer={key: [node] if key == "callbacks" else node}))
 
 
 def test_one_process_in_a_batch_script_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,15 +177,6 @@ def test_one_process_in_a_batch_script_of_slurm(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SLURM_NTASKS", "2")
     monkeypatch.setenv("SLURM_JOB_NAME", "sweep")
     own_objects(settings_of())
-
-
-def test_a_logger_beside_a_kind() -> None:
-    node = {"_target_": "lightning.pytorch.loggers.CSVLogger", "save_dir": "x"}
-    assert settings_of(logger=node | {"kind": "csv"}).custom_logger == node
-    assert settings_of(logger=node | {"kind": "mine"}).custom_logger == node | {"kind": "mine"}
-    with pytest.raises(ConfigError) as raised:
-        settings_of(logger=node | {"kind": "wandb"})
-    assert str(raised.value) == "logger.kind is 'wandb'; allowed: csv beside logger._target_"
 
 
 def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,29 +189,15 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch, "ones", unusable)
     with pytest.raises(ConfigError) as raised:
         check_devices(settings)
-    assert str(raised.value) == (
-        "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds (CUDA error: "
-        "no kernel image is available); allowed: trainer=cpu"
-    )
+    assert "(CUDA error: no kernel image is available); allowed: trainer=cpu" in str(raised.value)
     check_devices(settings_of())
 
 
-@pytest.mark.parametrize(
-    ("found", "told"),
-    [(1, "1 GPU on this machine (torch 2.9.0 is built without CUDA); allowed: trainer.devices of at"
-         " most 1, or trainer=cpu"),
-     (0, "0 GPUs on this machine (torch 2.9.0 is built without CUDA); allowed: trainer=cpu")],
-)  # fmt: skip
-def test_more_processes_than_gpus_are_named(
-    monkeypatch: pytest.MonkeyPatch, found: int, told: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: found > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
-    monkeypatch.setattr(torch, "__version__", "2.9.0")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError) as raised:
+def test_more_processes_than_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"devices is 4, but torch finds 1 GPU .* at most 1, or"):
         run_processes(settings_of(trainer={"accelerator": "gpu", "devices": 4}), [])
-    assert str(raised.value).endswith(f"trainer.devices is 4, but torch finds {told}")
     check_devices(settings_of(trainer={"devices": 4}), 4)
 
 
@@ -318,24 +266,13 @@ def test_a_progress_bar_a_stopping_rule_and_a_logger_of_ones_own(own: Workplace)
     assert not any(name.startswith(("lr-", "DeviceStats")) for name in names)
 
 
-@pytest.mark.parametrize(
-    ("given", "told"),
-    [
-        ("trainer.profiler=smple", "trainer: When passing string value for the `profiler`"),
-        (
-            "callbacks.x._target_=nosuch.Longest",
-            "callbacks.x: Error loading 'nosuch.Longest': No module named 'nosuch'",
-        ),
-    ],
-)
-def test_what_the_trainer_refuses_costs_no_finished_run(
-    own: Workplace, given: str, told: str
-) -> None:
+def test_what_the_trainer_refuses_costs_no_finished_run(own: Workplace) -> None:
     final = own.stage("sft") / "final"
     final.mkdir(parents=True)
     (final / "kept").touch()
     (own.stage("sft") / "config.json").write_text('{"stage": "sft"}')
-    assert own.mini("stage=sft", "overwrite=true", given).error.startswith(told)
+    refused = own.mini("stage=sft", "overwrite=true", "callbacks.x._target_=nosuch.Longest")
+    assert refused.error.startswith("callbacks.x: Error loading 'nosuch.Longest': No module named")
     assert (final / "kept").exists()
 
 

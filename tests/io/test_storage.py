@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import resource
 import shutil
-import signal
 import stat
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,10 +19,8 @@ from lightning_rlhf.core.errors import CheckpointError, StorageError
 from lightning_rlhf.io.storage import (
     WRITTEN,
     Kind,
-    There,
     full_disk_told,
     read_text,
-    what_stands_at,
     written_whole,
 )
 
@@ -78,34 +72,30 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_a
 
 
 PAGE = '<!doctype html>\n<html lang="en">\n<meta name="generator" content="lightning-rlhf">'
-STANDING: dict[There, Callable[[Path], object]] = {
+STANDING: dict[str, Callable[[Path], object]] = {
     "nothing": lambda path: None,
     "link": lambda path: path.symlink_to(path.parent / "other"),
     "file": lambda path: path.write_text("mine"),
-    "lightning-rlhf page": lambda path: path.write_text(PAGE),
+    "own page": lambda path: path.write_text(PAGE),
     "folder": lambda path: (path.mkdir(), (path / "config.json").write_text('{"model": "gpt2"}')),
-    "lightning-rlhf folder": lambda path: (path.mkdir(), (path / WRITTEN).touch()),
-    "special file": os.mkfifo,
+    "own folder": lambda path: (path.mkdir(), (path / WRITTEN).touch()),
+    "pipe": os.mkfifo,
 }
 """What may stand at a path -> a function that makes it."""
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))
-@pytest.mark.parametrize("there", get_args(There))
-def test_what_is_written_over(tmp_path: Path, kind: Kind, there: There) -> None:
+@pytest.mark.parametrize("there", STANDING)
+def test_what_is_written_over(tmp_path: Path, kind: Kind, there: str) -> None:
     """What is refused stays as it is."""
-    replaced = {
-        ("file", "file"), ("file", "lightning-rlhf page"), ("file", "link"),
-        ("page", "lightning-rlhf page"),
-        ("folder", "lightning-rlhf folder"),
-    }  # fmt: skip
+    replaced = {("file", "file"), ("file", "own page"), ("file", "link"), ("page", "own page"),
+                ("folder", "own folder")}  # fmt: skip
     allowed = there == "nothing" or (kind, there) in replaced
     other, target = tmp_path / "other", tmp_path / "a"
     other.write_text("another's")
     STANDING[there](target)
-    assert what_stands_at(target) == there
     before = [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))]
-    refused = pytest.raises(StorageError, match=f"a {there} stands there")
+    refused = pytest.raises(StorageError, match="stands there; allowed: ")
     with nullcontext() if allowed else refused, written_whole(target, kind=kind) as beside:
         (beside / "new" if kind == "folder" else beside).write_text("new")
     assert other.read_text() == "another's"
@@ -116,7 +106,7 @@ def test_what_is_written_over(tmp_path: Path, kind: Kind, there: There) -> None:
         assert [(path, path.lstat().st_ino) for path in sorted(tmp_path.rglob("*"))] == before
 
 
-@pytest.mark.parametrize("path", ["/", "/dev/full", ".", "a/..", "~", "mine.tmp"])
+@pytest.mark.parametrize("path", ["/", "a/..", "mine.tmp"])
 def test_what_no_file_replaces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
     """Nothing is deleted beside it either: temporary names are our own."""
     monkeypatch.chdir(tmp_path)
@@ -221,49 +211,6 @@ def test_a_full_disk_is_told_of_any_file() -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "a.png")
     with pytest.raises(FileNotFoundError), full_disk_told():
         raise FileNotFoundError(errno.ENOENT, "x")
-
-
-WRITE = """
-import sys
-from pathlib import Path
-import safetensors.torch, torch
-from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.core.errors import CheckpointError, StorageError
-x = {"a": torch.zeros(300_000)}
-for write in (
-    lambda beside: torch.save(x, beside.open("wb")),
-    lambda beside: safetensors.torch.save_file(x, beside),
-    lambda beside: beside.write_text("x" * 1_200_000),
-):
-    try:
-        with written_whole(Path(sys.argv[1]), 1_200_000) as beside:
-            write(beside)
-    except StorageError as error:
-        print(error)
-"""
-
-
-def limited() -> None:
-    """Files of this process may have half a megabyte; no signal where one would be larger."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
-
-
-def test_a_file_that_does_not_fit_is_one_error_whatever_writes_it(tmp_path: Path) -> None:
-    target = tmp_path / "a"
-    target.write_text("before")
-    done = subprocess.run(
-        [sys.executable, "-c", WRITE, str(target)],
-        preexec_fn=limited, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    told = (
-        f"{target} was not written: File too large. It needs 1.2 MB, and a file of this process "
-        "may have 500.0 kB (ulimit -f). Raise that limit"
-    )
-    assert done.stdout.splitlines() == [told] * 3
-    assert target.read_text() == "before"
-    assert list(tmp_path.iterdir()) == [target]
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:

@@ -17,8 +17,6 @@ from lightning_rlhf.io.console import is_hidden, json_line, visible, visible_lin
         ("\x1b[31mred", "\\x1b[31mred"),
         ("\x9b2J\x7f", "\\x9b2J\\x7f"),
         ("a\u202eb\u2066c", "a\\u202eb\\u2066c"),
-        ("\ud800", "\\ud800"),
-        ("a\u2028b", "a\\u2028b"),
         ("a\nb", "a\nb"),
         ("no\xa0break \u200d joined", "no\xa0break \u200d joined"),
     ],

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from lightning_rlhf.core.memory import left_in_group
+from lightning_rlhf.core import memory
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
@@ -170,8 +170,7 @@ def test_processes_of_a_machine_divide_its_memory(
     """4 processes, 1000 models of free memory and a model loaded in each that is running."""
     module = SFTModule(sft_roles("qwen3"), sft_config())
     loaded = sum(p.nbytes for p in module.parameters())
-    where = "lightning_rlhf.core.memory.available_memory"
-    monkeypatch.setattr(where, lambda _: 1000 * loaded)
+    monkeypatch.setattr(memory, "available_memory", lambda _: 1000 * loaded)
     module.replicas = SimpleNamespace(size=running)  # type: ignore[assignment]
     rows = data(DemonstrationTokens([1], [2]))
     found = plan_memory(module, rows, CPU, processes=4, sharing=4)
@@ -295,10 +294,10 @@ def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
 
 
 def test_a_control_group_leaves_its_limit_less_what_is_used(tmp_path: Path) -> None:
-    assert left_in_group(tmp_path, 7) == 7
+    assert memory.left_in_group(tmp_path, 7) == 7
     (tmp_path / "memory.max").write_text("1000\n")
     (tmp_path / "memory.current").write_text("400\n")
     (tmp_path / "memory.stat").write_text("anon 250\ninactive_file 150\nactive_file 0\n")
-    assert left_in_group(tmp_path, 7) == 1000 - (400 - 150)
+    assert memory.left_in_group(tmp_path, 7) == 1000 - (400 - 150)
     (tmp_path / "memory.max").write_text("max\n")
-    assert left_in_group(tmp_path, 7) == 7
+    assert memory.left_in_group(tmp_path, 7) == 7

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lightning_rlhf.evaluation.compare import grouped
-from lightning_rlhf.runs.parents import earlier
+from lightning_rlhf.runs.folders import earlier
 
 
 def test_runs_of_several_seeds_are_a_group() -> None:

@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.evaluate_policy import Rank
 from lightning_rlhf.evaluation.run_report import (
     amount,
     leave_report,
-    results,
     reward_verdicts,
-    single_numbers,
 )
-from lightning_rlhf.report.run_page import Evaluated
-from lightning_rlhf.runs.measured import RunFiles
 from lightning_rlhf.stages.supervised import SFT
 
 
@@ -28,30 +23,11 @@ from lightning_rlhf.stages.supervised import SFT
     [
         (139_638, "tokens", "139,638 tokens"),
         (2.148e12, "FLOP", "2.15 TFLOP"),
-        (8.059e8, "bytes", "805.90 MB"),
         (270.0, "s", "4.5 min"),
     ],
 )
 def test_amounts(value: float, unit: str, shown: str) -> None:
     assert amount(value, unit) == shown
-
-
-def test_numbers_of_ranked_responses(tmp_path: Path) -> None:
-    curves = {
-        "rank/best_reward": ([0], [0.74683]), "rank/pairs": ([0], [1449.0]),
-        "eval/judge/gold": ([0], [0.3]), "time/x": ([0], [1.0]), "update/lr": ([1, 2], [1.0, 2.0]),
-    }  # fmt: skip
-    run = RunFiles(folder=tmp_path, tree={"stage": "rank", "model": {"name": "m"}},
-                   definition=Rank(), curves=curves, manifest=None)  # fmt: skip
-    evaluated = [Evaluated(metric="eval/judge/gold", value=0.3)]
-    (table,) = single_numbers(run, evaluated)
-    assert table.rows == [
-        ["rank/best_reward", "0.747", "score"], ["rank/pairs", "1,449", "pairs"],
-    ]  # fmt: skip
-    assert results(run, evaluated) == (
-        "the reward of the best response to each prompt is 0.747; the number of preference pairs "
-        "is 1,449"
-    )
 
 
 def test_verdicts_in_numbers_from_elsewhere_are_verdicts_or_damage(tmp_path: Path) -> None:

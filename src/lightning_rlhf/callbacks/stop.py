@@ -57,7 +57,7 @@ class Stop:
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         is_passed_on = os.environ.get(IN_LAUNCHER) == str(os.getppid())  # by who has printed it
-        if world().is_first and not is_passed_on and not self.is_said:
+        if world().rank == 0 and not is_passed_on and not self.is_said:
             self.is_said = True
             # A handler may interrupt a print, and Python's streams refuse a print within a print.
             os.write(2, self.said.format(self.signal.name).encode())

@@ -37,9 +37,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
-from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.folders import FINAL
-from lightning_rlhf.runs.parents import reward_of, sampled_as, short_names, trained_as
+from lightning_rlhf.runs.accelerator import quiet_libraries
+from lightning_rlhf.runs.folders import FINAL, sampled_as, short_names, trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.server import Score
@@ -287,7 +286,8 @@ def opened(arguments: Sequence[str]) -> Conversation:
         path = str(inside) if (inside / checkpoint.MANIFEST).is_file() else source
         finals.append(checked_final(path, trusted=given.trust_remote_code))
     trained, names = [sampled_as(final) for final in finals], short_names(finals)
-    reward = given.reward or reward_of(finals)
+    paid_by = (final.parent("reward") for final in finals)  # the one that a policy was trained on
+    reward = given.reward or next((str(path) for path in paid_by if path and path.is_dir()), None)
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):

@@ -34,8 +34,8 @@ from lightning_rlhf.models.config import POLICY, REWARD, SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import token_in
 from lightning_rlhf.runs import folders, resume
-from lightning_rlhf.runs.console import quiet_libraries
-from lightning_rlhf.runs.parents import trained_as
+from lightning_rlhf.runs.accelerator import quiet_libraries
+from lightning_rlhf.runs.folders import trained_as
 from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
 from lightning_rlhf.stages import fit

@@ -57,7 +57,7 @@ def main() -> None:
         launch.end_with(int(os.environ[IN_LAUNCHER]))
     elif world().launcher == "torchrun":
         launch.end_with(os.getppid())
-    if not world().is_first:  # another process prints the same; tracebacks remain
+    if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
     words = sys.argv[1:]
@@ -225,10 +225,10 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     if not in_sweep and stage in names:
         arguments.refuse_other_stages(stage, overrides, names)
     settings = read_settings(cfg)
-    from lightning_rlhf.stages import fit  # torch and Lightning take ten seconds of a processor
+    from lightning_rlhf.stages import fit, memory_plan  # importing torch takes ten seconds
 
     if settings.preflight in ("plan", "only"):
-        (fit.plan if settings.preflight == "plan" else fit.check)(settings)
+        (memory_plan.print_plan if settings.preflight == "plan" else fit.check)(settings)
         return
     if in_sweep and not settings.overwrite:
         state = state_of(settings)

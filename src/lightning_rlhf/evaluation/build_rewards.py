@@ -38,7 +38,7 @@ from lightning_rlhf.rewards import weighted
 from lightning_rlhf.rewards.functions import FunctionReward
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.runs import folders, parents, stage
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_reward
@@ -85,7 +85,7 @@ def prepare_source(
     run: Run, name: str, config: kinds.ComponentConfig, columns: Collection[str]
 ) -> BuildSource:
     """Return the function that loads one component of the reward, as `prepare_reward`."""
-    key, role = stage.reward_key(run.settings, name), parents.reward_role(run.settings, name)
+    key, role = stage.reward_key(run.settings, name), folders.reward_role(run.settings, name)
     match config:
         case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
@@ -144,7 +144,7 @@ def reward_scale(final: checkpoint.Final, config: kinds.ComponentConfig) -> tupl
 def reward_final(run: Run, name: str) -> checkpoint.Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
     final, config = (
-        run.parents.get(parents.reward_role(run.settings, name)),
+        run.parents.get(folders.reward_role(run.settings, name)),
         run.settings.reward[name],
     )
     if final is None and isinstance(config, kinds.TextModelConfig):
@@ -184,7 +184,7 @@ def text_reward(
         model: Any
         module: Any
         if is_own:
-            trained, template_kwargs = parents.trained_as(final)
+            trained, template_kwargs = folders.trained_as(final)
             base = replace(
                 trained,
                 # Full fine-tuning keeps float32 weights whatever model.dtype says.
@@ -286,7 +286,7 @@ def build_critic(run: Run, roles: Roles) -> Critic:
     settings, reward, scale = run.settings, None, (0.0, 1.0)
     if settings.config.critic_init == "reward":
         name, component = critic_start(settings)
-        reward = run.parents[parents.reward_role(settings, name)]
+        reward = run.parents[folders.reward_role(settings, name)]
         mean, std = reward_scale(reward, component)
         scale = mean, std / component.weight
     with Working("loading the critic"):

@@ -40,7 +40,7 @@ from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.runs import folders, parents, stage
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import note_on_few, print_problems
 from lightning_rlhf.runs.run import Run
 
@@ -265,7 +265,7 @@ def check_format(
     source: the reward model; it gives means of heads, as the recorded scores are.
     """
     data, seed, chat = run.settings.data, run.settings.seed, run.chat
-    final = run.parents.get(parents.reward_role(run.settings, name))
+    final = run.parents.get(folders.reward_role(run.settings, name))
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:

@@ -36,8 +36,15 @@ from lightning_rlhf.rollout import collector, native
 from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
 from lightning_rlhf.rollout.score import annotate, predict, score
 from lightning_rlhf.runs import resume
-from lightning_rlhf.runs.folders import CHECKPOINTS, CONFIG, FINAL, PARENTS, folder_of, read_config
-from lightning_rlhf.runs.parents import earlier
+from lightning_rlhf.runs.folders import (
+    CHECKPOINTS,
+    CONFIG,
+    FINAL,
+    PARENTS,
+    earlier,
+    folder_of,
+    read_config,
+)
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
 

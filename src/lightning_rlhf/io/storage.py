@@ -28,35 +28,31 @@ OLD = ".lightning-rlhf.old"
 """End of the name of a folder while another one takes its place."""
 WRITTEN = ".lightning-rlhf.files"
 """Name of the list, in a folder written whole, of the names that were written with it."""
-SYSTEM = (".DS_Store", ".nfs*", "Thumbs.db", "desktop.ini")
-"""Patterns of the names that file managers and file systems leave in any folder."""
+NOBODYS = (".DS_Store", ".nfs*", "Thumbs.db", "desktop.ini", f"*{UNFINISHED}")
+"""Patterns of the names that file managers, file systems and killed runs leave in any folder."""
 MARK = b'<meta name="generator" content="lightning-rlhf">'
 """Text in the first bytes of each HTML page of this program."""
 Kind = Literal["file", "new file", "page", "folder"]
-There = Literal[
-    "nothing", "link", "file", "lightning-rlhf page", "folder", "lightning-rlhf folder",
-    "special file",
-]  # fmt: skip
-REPLACED: dict[Kind, tuple[There, ...]] = {
-    "file": ("file", "lightning-rlhf page", "link"),  # the link itself: what it points to stays
-    "new file": (),
-    "page": ("lightning-rlhf page",),
-    "folder": ("lightning-rlhf folder",),
+REPLACED: dict[Kind, str] = {
+    "file": "a file or a link, of which what it points to stays",
+    "new file": "nothing",
+    "page": "a page of this program",
+    "folder": "a folder that this program wrote",
 }
-"""Kind of what is to be written -> the kinds that it replaces."""
+"""Kind of what is to be written -> what it replaces."""
 
 
-def what_stands_at(path: Path) -> There:
-    """Return what stands at a path; a link is not followed."""
-    if path.is_symlink():
-        return "link"
-    if path.is_dir():
-        return "lightning-rlhf folder" if (path / WRITTEN).is_file() else "folder"
-    if path.is_file():
-        with suppress(OSError), path.open("rb") as file:
-            return "lightning-rlhf page" if MARK in file.read(500) else "file"
-        return "file"
-    return "special file" if os.path.lexists(path) else "nothing"
+def is_replaced(path: Path, kind: Kind) -> bool:
+    """Return whether a `kind` may replace what stands at a path; a link is not followed."""
+    is_link = path.is_symlink()
+    if not os.path.lexists(path):
+        return True
+    if kind == "folder":
+        return (path / WRITTEN).is_file() and not is_link
+    if kind == "page":
+        with suppress(OSError):
+            return path.is_file() and not is_link and MARK in path.read_bytes()[:500]
+    return kind == "file" and (is_link or path.is_file())
 
 
 def foreign_names(folder: Path) -> list[str]:
@@ -67,12 +63,14 @@ def foreign_names(folder: Path) -> list[str]:
     ours: list[str] = []
     with suppress(OSError, ValueError):
         ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
-    return [name for name in sorted(os.listdir(folder)) if name not in ours and not is_system(name)]
+    return [
+        name for name in sorted(os.listdir(folder)) if name not in ours and not is_nobodys(name)
+    ]
 
 
-def is_system(name: str) -> bool:
-    """Return whether a name is one of SYSTEM, which is nobody's."""
-    return any(fnmatch(name, pattern) for pattern in SYSTEM)
+def is_nobodys(name: str) -> bool:
+    """Return whether a name is one of NOBODYS, which holds nothing that a user wrote."""
+    return any(fnmatch(name, pattern) for pattern in NOBODYS)
 
 
 def replace_folder(beside: Path, target: Path) -> None:
@@ -108,10 +106,10 @@ def refuse_foreign(target: Path, kind: Kind) -> None:
 
     Nothing is ever written to a path without a name, as "/" and ".".
     """
-    there = what_stands_at(target)
-    if target.name in ("", "..") or there not in ("nothing", *REPLACED[kind]):
-        allowed = ", ".join(["nothing", *(f"a {one}" for one in REPLACED[kind])])
-        raise StorageError(f"{target} was not written: a {there} stands there; allowed: {allowed}")
+    if target.name in ("", "..") or not is_replaced(target, kind):
+        found = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
+        allowed = f"no path, or {REPLACED[kind]}"
+        raise StorageError(f"{target} was not written: a {found} stands there; allowed: {allowed}")
 
 
 @contextmanager

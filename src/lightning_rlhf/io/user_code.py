@@ -18,8 +18,16 @@ from lightning_rlhf.core.errors import ConfigError, require
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
 run with status 0."""
-NAMES = {"function": "function", "class": "Class", "rule": "RULE", "stage": "STAGE"}
-"""Kind of an object -> how its name is written in the examples of messages."""
+FORMS = {
+    kind: f"'path/to/file.py:{name}' or 'package.module:{name}'"
+    for kind, name in {
+        "function": "function",
+        "class": "Class",
+        "rule": "RULE",
+        "stage": "STAGE",
+    }.items()
+}
+"""Kind of an object -> how one is named in a configuration."""
 _given: Collection[str] | None = None
 """Code that the command line of a command that reads a folder names; None where the configuration
 is the user's own."""
@@ -64,11 +72,6 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def load_class(source: str, key: str) -> Any:
-    """Return the class that `source` names; raises ConfigError as `load_object` does."""
-    return load_object(source, key, "class", lambda found: isinstance(found, type))
-
-
 def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
     """Return the object that `source` names: `path/to/file.py:name` or `package.module:name`.
 
@@ -78,7 +81,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     Args:
         source: value in the configuration.
         key: key of that value.
-        what: kind of the object, one of NAMES, for the error.
+        what: kind of the object, one of FORMS, for the error.
         is_one: function that returns whether an object is of that kind.
 
     Raises:
@@ -93,16 +96,18 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         reason = f"{where} fails: {error!r}"
         if missing is not None and f"{where}.".startswith(f"{missing}."):
-            reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {forms_of(what)}"
+            reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {FORMS[what]}"
         raise ConfigError(f"{key} is {source!r}; {reason}") from error
     found = vars(module)
     if name in found and is_one(found[name]):
         return found[name]
-
-    def imported(x: Any) -> bool:
-        return callable(x) and getattr(x, "__module__", None) != module.__name__
-
-    there = sorted(n for n, x in found.items() if is_one(x) and n[0] != "_" and not imported(x))
+    there = sorted(
+        n
+        for n, x in found.items()
+        if is_one(x)
+        and n[0] != "_"
+        and (not callable(x) or getattr(x, "__module__", None) == module.__name__)
+    )
     shown = f"; {name} is {found[name]!r}" if name in found else ""
     raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
 
@@ -110,20 +115,15 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
 def check_file(source: str, key: str, what: str = "function") -> None:
     """Raise ConfigError unless `source` has the form of an object's name, and its file exists.
 
-    what: kind of the object, one of NAMES.
+    what: kind of the object, one of FORMS.
 
     Runs no code; other errors are raised by `load_object`.
     """
     where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")
-    require(bool(where and name), key, source, forms_of(what))
+    require(bool(where and name), key, source, FORMS[what])
     path = Path(os.path.expanduser(where)).resolve()
     if where.endswith(".py") and not path.is_file():
         raise ConfigError(f"{key} is {source!r}; there is no file {path}")
-
-
-def forms_of(what: str) -> str:
-    """Return how an object of this kind is named in a configuration."""
-    return f"'path/to/file.py:{NAMES[what]}' or 'package.module:{NAMES[what]}'"
 
 
 def _of_file(path: str) -> ModuleType:
@@ -146,8 +146,7 @@ def nearest_path(source: str) -> str:
     """Return what exists in place of a missing path, as the continuation of a message.
 
     The first part of the path that does not exist is compared with the names beside it. Returns
-    "; the nearest is PATH" where one is alike, else "; FOLDER holds NAMES"; an empty text where
-    nothing of the path exists, or nothing is beside it.
+    "; the nearest is PATH" where one is alike, else an empty text.
     """
     path = Path(os.path.expanduser(source))
     missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
@@ -160,6 +159,4 @@ def nearest_path(source: str) -> str:
     if close := difflib.get_close_matches(missing.name, names, n=1):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"
-    if not names or above in (Path(), Path("/")):
-        return ""
-    return f"; {above} holds {', '.join(names[:6])}{', ...' * (len(names) > 6)}"
+    return ""

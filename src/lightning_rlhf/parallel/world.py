@@ -18,11 +18,6 @@ class World:
     launcher: str | None = None
     """Program that started the processes: "torchrun" or "srun"; None for one process."""
 
-    @property
-    def is_first(self) -> bool:
-        """Return whether this process writes the files and the output of the run."""
-        return self.rank == 0
-
 
 IN_LAUNCHER = "LIGHTNING_RLHF_IN_LAUNCHER"
 """Environment variable set for the processes of a run that this program starts: number of the

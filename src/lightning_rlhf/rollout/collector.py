@@ -14,7 +14,7 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, 
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
-from lightning_rlhf.io.user_code import FAULTS, load_class
+from lightning_rlhf.io.user_code import FAULTS, load_object
 from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
@@ -60,7 +60,7 @@ def load_sampler(name: str, key: str = KEY) -> Any:
 
     Raises: ConfigError where it does not name a class with the members of `Sampler`.
     """
-    found = load_class(name, key)
+    found = load_object(name, key, "class", lambda one: isinstance(one, type))
     missing = [part for part in ("sample", "is_exact") if not hasattr(found, part)]
     if missing:
         raise ConfigError(

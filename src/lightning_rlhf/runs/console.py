@@ -1,9 +1,8 @@
-"""Output of the command line, filters for that of libraries, and the paths of shipped files."""
+"""Output of the command line, and the paths of shipped files."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import sys
 import time
@@ -29,23 +28,6 @@ HOME = CHECKOUT if (CHECKOUT / "conf" / "config.yaml").is_file() else PACKAGE
 CONF, RECIPES = HOME / "conf", HOME / "recipes"
 
 
-NOISY_LOGGERS = (
-    "lightning.pytorch.utilities.rank_zero",
-    "lightning.pytorch.accelerators.cuda",
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-)
-NOISY_WARNINGS = (
-    ".*does not have many workers.*",  # the data is in memory
-    ".*in eval mode at the start of training.*",  # on purpose: no dropout
-    ".*check_val_every_n_epoch.*",  # one epoch is the whole run
-    ".*dataloader is not resumable.*",  # the schedule starts where the checkpoint ends
-    ".*smaller than the logging interval.*",
-    ".*sync_dist=True.*",  # every process logs the same numbers
-    ".*callbacks used to create the checkpoint.*",
-    ".*`lr_scheduler.step\\(\\)` before `optimizer.step\\(\\)`.*",  # the first update was not made
-    ".*LeafSpec.*",
-    ".*is_gradient_checkpointing.*",
-)
 PYTHONS_FORMAT = warnings.formatwarning
 FEW = 20
 """Number of rows below which a note is printed: each is 5 % of the training or validation rows."""
@@ -100,20 +82,6 @@ def print_problems(problems: Problems) -> None:
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
         print_line(f"preference pairs to look at: {'; '.join(found)}", "yellow")
-
-
-def quiet_libraries() -> None:
-    """Silence messages of libraries that appear at every start and need no action."""
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    for pattern in NOISY_WARNINGS:
-        warnings.filterwarnings("ignore", pattern)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # kernels for CPUs that are optional
-    warnings.formatwarning = shown_warning
 
 
 def shown_warning(

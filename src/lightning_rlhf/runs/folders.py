@@ -1,26 +1,28 @@
-"""The folder of a run: its names, what may be deleted in it, its configuration and its end."""
+"""The folder of a run: its names and files, the models that it starts from, and its end."""
 
 import json
 import os
 import re
-from collections.abc import Collection, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from fnmatch import fnmatch
-from itertools import takewhile
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows, step_named
+from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, StorageError
 from lightning_rlhf.core.validation import STRICT, PositiveInt
 from lightning_rlhf.io import storage
-from lightning_rlhf.models.checkpoint import json_object
-from lightning_rlhf.runs.stage import Settings, Stage
+from lightning_rlhf.models import checkpoint as models
+from lightning_rlhf.models.config import BASE, REWARD, SFT, ModelConfig
+from lightning_rlhf.rewards.config import HeadConfig, TextModelConfig
+from lightning_rlhf.runs.stage import Settings, Stage, reward_key, section
 
 FINAL, FAILED, CHECKPOINTS = "final", "failed.txt", "checkpoints"
 CONFIG, PARENTS, METRICS, ENDING = "config.json", "parents.json", "metrics.csv", "ending.json"
@@ -75,16 +77,11 @@ def is_marked(folder: Path) -> bool:
     return False
 
 
-def is_foreign(name: str) -> bool:
-    """Return whether a name is neither of an unfinished file of ours nor of the system."""
-    return not name.endswith(storage.UNFINISHED) and not storage.is_system(name)
-
-
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
     there = set(os.listdir(folder)) if folder.is_dir() and not is_marked(folder) else set()
-    found = sorted(filter(is_foreign, there - {LOCK, DELETED, RUN_ID, PARENTS, FAILED}))
-    if found:
+    ours = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
+    if found := sorted(name for name in there - ours if not storage.is_nobodys(name)):
         raise ConfigError(
             f"{folder} holds {found[0]} and no config.json of a run; move that away, or give "
             "another run= or job="
@@ -116,8 +113,11 @@ def clear(folder: Path) -> None:
         elif name.startswith(FINAL):
             foreign += [f"{name}/{n}" for n in storage.foreign_names(folder / name)]
         else:
-            there = filter(is_foreign, sorted(os.listdir(folder / name)))
-            foreign += [f"{name}/{n}" for n in there if not fnmatch(n, INSIDE[name])]
+            foreign += [
+                f"{name}/{n}"
+                for n in sorted(os.listdir(folder / name))
+                if not fnmatch(n, INSIDE[name]) and not storage.is_nobodys(n)
+            ]
     if foreign:
         raise StorageError(
             f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"
@@ -152,8 +152,6 @@ VOLATILE = (
 its results."""
 DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
 """Pattern of keys that decide whether a run starts and do not change its results."""
-LONGEST = 60
-"""Largest number of characters of a value in a message."""
 
 
 def volatile(stage: Stage) -> tuple[str, ...]:
@@ -164,12 +162,11 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     trees = read_config(file, "overwrite=true starts over"), tree
-    flats = [*map(flatten, trees)]
-    found = []
-    for key in differing_keys(*trees, (*volatile(stage), *stage.unread)):
-        values = (json.dumps(flat[key]) if key in flat else "not there" for flat in flats)
-        found.append("{} was {}, is {}".format(key, *abridged(*values)))
-    return found
+    keys = differing_keys(*trees, (*volatile(stage), *stage.unread))
+    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in trees)
+    return [
+        f"{key} was {old.get(key, 'not there')}, is {new.get(key, 'not there')}" for key in keys
+    ]
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:
@@ -179,22 +176,10 @@ def read_config(file: Path, way: str) -> dict[str, Any]:
     Raises CheckpointError where it is missing or damaged.
     """
     try:
-        return json_object(file)
+        return models.json_object(file)
     except CheckpointError as error:
         reason = str(error).removeprefix(f"{file} ")
         raise CheckpointError(f"{file} is damaged: it {reason}; {way}") from error
-
-
-def abridged(*texts: str) -> list[str]:
-    """Return the texts; long ones are cut to the part around their first difference."""
-    same = takewhile(lambda signs: len({*signs}) == 1, zip(*texts, strict=False))
-    start = max(0, len([*same]) - LONGEST // 3)
-    cut = "..." if start else ""
-    return [
-        x if len(x) <= LONGEST
-        else f"{cut}{x[start : start + LONGEST]}{'...' if x[start + LONGEST :] else ''}"
-        for x in texts
-    ]  # fmt: skip
 
 
 def differing_keys(
@@ -296,3 +281,120 @@ def is_unbegun(folder: Path) -> bool:
     batches = (*folder.glob("rollouts/*.parquet"), *folder.glob("last_batch.parquet"))
     steps = any(map(step_named, numbered(folder / CHECKPOINTS)))
     return not ((folder / FINAL).is_dir() or steps or batches or any(read_rows(folder / METRICS)))
+
+
+# The models that a run starts from, and the configuration that a `final/` was trained with.
+
+
+def find_parents(settings: Settings) -> dict[str, models.Final]:
+    """Return the checkpoints that this stage starts from, by role.
+
+    Among them the reward models that are local folders or were trained by stage=rm.
+    """
+    stage, given = settings.definition, settings.policy.checkpoint
+    if not stage.reads_sft and given not in (None, BASE):
+        raise ConfigError(
+            f"policy.checkpoint is {given!r}, but stage={stage.name} starts from "
+            "model.name_or_path; set that instead"
+        )
+
+    def found_or(
+        checkpoint: str | None, key: str, before: str, need: str, ways: str
+    ) -> models.Final:
+        if checkpoint:
+            return models.find(checkpoint, key)
+        if (final := earlier(settings, before)) is None:
+            where = folder_of(settings, before)
+            raise CheckpointError(f"stage={stage.name} {need}, and {where} has none. {ways}")
+        return final
+
+    found = {}
+    if stage.reads_sft and given != BASE:  # without one: the base model itself
+        found[SFT] = found_or(
+            given, "policy.checkpoint", "sft", "starts from an SFT model", "Run stage=sft first, "
+            "or give policy.checkpoint=FOLDER_OR_HUB_ID, or policy.checkpoint=base to start from "
+            "the model as it is",
+        )  # fmt: skip
+    for name, component in settings.reward.items() if stage.reads_reward else ():
+        role, key = reward_role(settings, name), reward_key(settings, name)
+        if isinstance(component, HeadConfig):
+            key = f"{key}.checkpoint"
+            found[role] = found_or(
+                component.checkpoint, key, "rm", "needs a reward model", "Train one with stage=rm, "
+                f"or give {key}=FOLDER_OR_HUB_ID, or reward=random for a random head that means "
+                "nothing",
+            )  # fmt: skip
+        elif isinstance(component, TextModelConfig):
+            models.refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
+            if models.is_folder(component.name_or_path):
+                found[role] = models.find(component.name_or_path, f"{key}.name_or_path")
+    found |= stage.models(settings)
+    for final in found.values():
+        models.check_weights(final.adapter)
+    return found
+
+
+def reward_role(settings: Settings, name: str) -> str:
+    """Return the role of a component of the reward among the roles on the base model."""
+    return REWARD if len(settings.reward) == 1 else f"{REWARD}_{name}"
+
+
+def earlier(settings: Settings, stage: str) -> models.Final | None:
+    """Return the `final/` of `stage` of the same job, of one around it, or of the run."""
+    around = PurePosixPath(settings.job).parents if settings.job else ()
+    for job in (settings.job, *(str(path) for path in around if path.name), None):
+        folder = run_folder(settings.outputs, settings.run, settings.model.name, stage, job)
+        if (folder / FINAL).is_dir():
+            return models.find(str(folder / FINAL), f"{stage} of run={settings.run}")
+    return None
+
+
+@contextmanager
+def config_of(final: models.Final) -> Iterator[Mapping[str, Any]]:
+    """Yield the configuration that a model was trained with; errors in it name its manifest.
+
+    Raises CheckpointError where there is no manifest, or a value is missing or not allowed.
+    """
+    if final.manifest is None:
+        raise CheckpointError(
+            f"{final.path} has no {models.MANIFEST}; allowed: the final/ of a run"
+        )
+    try:
+        yield final.manifest.config
+    except ConfigError as error:
+        raise CheckpointError(f"{final.path / models.MANIFEST}: config: {error}") from error
+
+
+def trained_as(final: models.Final) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """Return the base model and the chat template's arguments from a manifest."""
+    key = "chat_template_kwargs"
+    with config_of(final) as config:
+        arguments = section(config, "data", key)[key]
+        validation.check_value(f"data.{key}", arguments, validation.Options)
+        return validation.build(ModelConfig, section(config, "model"), "model"), arguments
+
+
+def sampled_as(final: models.Final) -> tuple[float, int]:
+    """Return temperature and largest number of tokens with which a model was trained to respond.
+
+    The temperature is 1, the model's own distribution, where its stage samples nothing.
+    """
+    key, stage = "max_response_tokens", "" if final.manifest is None else final.manifest.stage
+    with config_of(final) as config:
+        sampling = {"temperature": 1.0, **section(config, "data", key), **section(config, stage)}
+        validation.check_value(
+            f"{stage}.temperature", sampling["temperature"], validation.Temperature
+        )
+        validation.check_value(f"{stage}.{key}", sampling[key], PositiveInt)
+    return sampling["temperature"], sampling[key]
+
+
+def short_names(finals: Sequence[models.Final]) -> list[str]:
+    """Return a short name for each model: that of its stage's folder, where no other has it."""
+    paths = [final.path.resolve() for final in finals]
+    short = [path.parent.name if path.name == FINAL else path.name for path in paths]
+    pairs = zip(short, paths, strict=True)
+    names = [name if short.count(name) == 1 else str(path) for name, path in pairs]
+    if len({*names}) < len(names):
+        raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
+    return names

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment, LightningE
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_rlhf.callbacks.stop import Stop
@@ -23,7 +23,7 @@ from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs.accelerator import strategy
 from lightning_rlhf.runs.folders import check_writable
-from lightning_rlhf.runs.stage import Settings, TrainerConfig
+from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
 
 _BATCHES = "microbatch_size in the section of the stage splits a batch"
 _CHECKPOINTS = (
@@ -76,9 +76,10 @@ def own_objects(settings: Settings) -> dict[str, Any]:
         require(not isinstance(value, Mapping), f"trainer.{key}", value,
                 "a value that lightning.Trainer takes, or a mapping with _target_")  # fmt: skip
     own = arguments.get("strategy")
-    is_alone = not isinstance(own, Strategy) or isinstance(own, SingleDeviceStrategy)
-    allowed = "auto, SingleDeviceStrategy: the processes of a run sum their gradients themselves"
-    require(is_alone, "trainer.strategy", type(own).__name__, allowed)
+    is_alone = own in (None, AUTO, "single_device") or isinstance(own, SingleDeviceStrategy)
+    allowed = "auto, single_device: the processes of a run sum their gradients themselves"
+    shown = own if isinstance(own, str) else type(own).__name__
+    require(is_alone, "trainer.strategy", shown, allowed)
     for logger in loggers:
         if (folder := logger.save_dir) is not None and "://" not in str(folder):
             check_writable("logger.save_dir", Path(folder), Path(folder))

@@ -16,7 +16,6 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked, make_folder, read_text
 from lightning_rlhf.models.checkpoint import digest
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.parents import find_parents
 from lightning_rlhf.runs.stage import AUTO, Settings
 
 State = Literal["new", "done", "cut off", "outdated"]
@@ -64,12 +63,9 @@ def state_of(settings: Settings) -> State:
 
     Raises ConfigError where the folder holds the stage with another configuration.
     """
-    return "new" if folders.is_unbegun(folders.folder_of(settings)) else begun_state(settings)
-
-
-def begun_state(settings: Settings) -> State:
-    """Return the `state_of` a run whose folder has a config.json."""
     folder = folders.folder_of(settings)
+    if folders.is_unbegun(folder):
+        return "new"
     if changed := folders.changes(settings.definition, settings.tree, folder / folders.CONFIG):
         more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
         raise ConfigError(
@@ -101,7 +97,7 @@ def decide(settings: Settings) -> Start | None:
     if is_new or not resume:
         folders.refuse_foreign_files(folder)
     if settings.overwrite:
-        for parent in find_parents(settings).values():
+        for parent in folders.find_parents(settings).values():
             if parent.path.resolve().is_relative_to(folder.resolve()):
                 raise ConfigError(
                     f"overwrite=true would delete {folder}, and with it {parent.path}, which the "
@@ -121,7 +117,7 @@ def decide(settings: Settings) -> Start | None:
             state = "was cut off" if there else "was cut off and has no checkpoint to go on from"
             way = "resume=true to go on, " if there else "resume=auto or "
         raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
-    if begun_state(settings) == "outdated":
+    if state_of(settings) == "outdated":
         raise ConfigError(
             f"{folder} cannot be resumed: the models it was started from are others now. Give "
             f"{ways}"
@@ -134,8 +130,15 @@ def decide(settings: Settings) -> Start | None:
             f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
         )
         return False, True, None
+    path = chosen_checkpoint(settings, there)
+    return path.stem, False, path
+
+
+def chosen_checkpoint(settings: Settings, there: list[Path]) -> Path:
+    """Return the checkpoint to resume from: one by name, the newest, or the newest whole one."""
+    resume = settings.resume
     if resume not in (True, AUTO):
-        path = folder / folders.CHECKPOINTS / f"{resume}{files.SUFFIX}"
+        path = there[0].with_name(f"{resume}{files.SUFFIX}")
         if path not in there:
             names = ", ".join(sorted(p.stem for p in there))
             raise ConfigError(f"resume={resume}: {path} is not there; allowed: true, {names}")
@@ -146,10 +149,10 @@ def decide(settings: Settings) -> Start | None:
             check_resumable(path, settings)
         except CheckpointError as error:
             failures.append(error)
-            continue
-        for failure in failures:
-            print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
-        return path.stem, False, path
+        else:
+            for failure in failures:
+                print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+            return path
     raise failures[0]
 
 
@@ -163,7 +166,7 @@ def is_stale(settings: Settings) -> bool:
     if not all(isinstance(was, str) for was in then.values()):
         raise CheckpointError(f"{file} is damaged: it names no digest; {way}")
     try:
-        now = {role: digest(final.path) for role, final in find_parents(settings).items()}
+        now = {role: digest(final.path) for role, final in folders.find_parents(settings).items()}
     except (CheckpointError, HubError):
         return False
     return any(now[role] != was for role, was in then.items() if role in now)
@@ -200,10 +203,9 @@ def check_resumable(path: Path, settings: Settings) -> None:
                 f"NaN or infinite, first {spoiled[0]}"
             )
     except CheckpointError as error:
-        others = [p for p in files.numbered(path.parent) if p != path]
         before = [
             p
-            for p in others
+            for p in files.numbered(path.parent)
             if not path.stem.isdigit() or files.step_named(p) < files.step_named(path)
         ]
         way = "Give overwrite=true to start over"

@@ -28,7 +28,6 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.runs import accelerator, folders, objects, stage
 from lightning_rlhf.runs.console import print_lengths
-from lightning_rlhf.runs.parents import find_parents
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 NOUNS: Mapping[formats.Kind, str] = {
@@ -74,7 +73,7 @@ class Run:
         Raises an RLHFError where one is missing, or the user's own objects cannot be used.
         """
         check_trained_weights(settings)
-        parents, own = find_parents(settings), objects.own_objects(settings)
+        parents, own = folders.find_parents(settings), objects.own_objects(settings)
         tokenizer = loading.load_tokenizer(
             settings.model, parents[config.SFT].path if config.SFT in parents else None
         )

@@ -63,32 +63,24 @@ PASSED: Mapping[str, Any] = {
 }
 """Arguments of lightning.Trainer that are passed on unchanged -> type; Lightning checks Any."""
 OWNED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("limit_train_batches", "max_epochs", "max_steps", "min_epochs", "min_steps",
-         "fast_dev_run"),
-        "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is",
-    ),
-    **dict.fromkeys(
-        ("check_val_every_n_epoch", "num_sanity_val_steps", "val_check_interval"),
-        "val_every in the section of the stage says when a run evaluates",
-    ),
-    **dict.fromkeys(
-        ("inference_mode", "limit_predict_batches", "limit_test_batches", "overfit_batches",
-         "reload_dataloaders_every_n_epochs", "sync_batchnorm", "use_distributed_sampler"),
-        "a run trains and evaluates on all of its data, in an order that it resumes",
-    ),
-    **dict.fromkeys(
-        ("barebones", "default_root_dir", "enable_autolog_hparams", "enable_checkpointing",
-         "model_registry"),
+    name: reason
+    for reason, names in {
+        "a run is one epoch: sft.epochs, rm.epochs or ppo.iterations say how long it is":
+            "limit_train_batches max_epochs max_steps min_epochs min_steps fast_dev_run",
+        "val_every in the section of the stage says when a run evaluates":
+            "check_val_every_n_epoch num_sanity_val_steps val_check_interval",
+        "a run trains and evaluates on all of its data, in an order that it resumes":
+            "inference_mode limit_predict_batches limit_test_batches overfit_batches "
+            "reload_dataloaders_every_n_epochs sync_batchnorm use_distributed_sampler",
         "a run writes its configuration, metrics and checkpoints into its folder, which outputs, "
-        "run and job name; checkpoint_every in the section of the stage says when it is saved",
-    ),
-    "accumulate_grad_batches": "microbatch_size in the section of the stage splits a batch",
-    **dict.fromkeys(
-        ("gradient_clip_algorithm", "gradient_clip_val"),
-        "max_grad_norm in the section of the stage clips the norm of the gradient",
-    ),
-    "logger": "the group logger says where metrics go",
+        "run and job name; checkpoint_every in the section of the stage says when it is saved":
+            "barebones default_root_dir enable_autolog_hparams enable_checkpointing model_registry",
+        "microbatch_size in the section of the stage splits a batch": "accumulate_grad_batches",
+        "max_grad_norm in the section of the stage clips the norm of the gradient":
+            "gradient_clip_algorithm gradient_clip_val",
+        "the group logger says where metrics go": "logger",
+    }.items()
+    for name in names.split()
 }  # fmt: skip
 """Arguments of lightning.Trainer that a stage sets itself -> what to use instead."""
 
@@ -288,10 +280,6 @@ def read_trainer(node: Any) -> TrainerConfig:
         raise ConfigError(f"{found}, but it is not to be set: {OWNED[key]}")
     ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
     validation.refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
-    strategy = node.get("strategy")
-    alone = "auto, single_device: the processes of a run sum their gradients themselves"
-    is_alone = not isinstance(strategy, str) or strategy in (AUTO, "single_device")
-    require(is_alone, "trainer.strategy", strategy, alone)
     for key in PASSED.keys() & node.keys():
         validation.check_value(f"trainer.{key}", node[key], PASSED[key])
     options = {key: value for key, value in node.items() if key not in ours}

@@ -30,11 +30,9 @@ from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
 from lightning_rlhf.runs import accelerator, folders, measured, objects
-from lightning_rlhf.runs.console import quiet_libraries
 from lightning_rlhf.runs.resume import decide, held, origin
-from lightning_rlhf.runs.run import Run, check_trained_weights
+from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
-from lightning_rlhf.stages.memory_plan import print_plan
 from lightning_rlhf.stages.preflight import preflight
 
 
@@ -134,15 +132,11 @@ def fit(settings: Settings) -> Path:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
         metrics = stage.summarise(run, module, chosen)
-        rows = [
-            row
-            for row in files.read_rows(run.folder / folders.METRICS).values()
-            if compute.PEAK in row
-        ]
-        if rows:  # else the run had ended before its compute was counted
-            computed = {
-                n: float(cell) for n, cell in rows[-1].items() if n.startswith(compute.PREFIX)
-            }
+        rows = files.read_rows(run.folder / folders.METRICS).values()
+        counted_rows = [row for row in rows if compute.PEAK in row]
+        if counted_rows:  # else the run had ended before its compute was counted
+            last_row = counted_rows[-1].items()
+            computed = {n: float(cell) for n, cell in last_row if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
             metrics |= computed
         return stage.finish(run, module, metrics)
@@ -194,16 +188,6 @@ def check(settings: Settings) -> None:
         preflight(run, module, data)
 
 
-def plan(settings: Settings) -> None:
-    """Print the memory plan of the stage; no weights, data or earlier stages are read.
-
-    Raises an RLHFError where the stage has none, or the model's configuration cannot be read.
-    """
-    check_trained_weights(settings)
-    quiet_libraries()
-    print_plan(settings)
-
-
 def export(settings: Settings, given: folders.Export) -> Path:
     """Write the model of a checkpoint as a folder like `final/`; return its path."""
     with entered(settings, given=given) as (stage, run):
@@ -241,7 +225,7 @@ def entered(
 
     Errors name the keys of the stage's section, and those of a training come with advice.
     """
-    quiet_libraries()
+    accelerator.quiet_libraries()
     accelerator.check_devices(settings)
     set_up(settings)
     names = {field.name for field in fields(settings.config)}

@@ -28,7 +28,9 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALU
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.runs.parents import reward_role
+from lightning_rlhf.runs.accelerator import quiet_libraries
+from lightning_rlhf.runs.folders import reward_role
+from lightning_rlhf.runs.run import check_trained_weights
 from lightning_rlhf.runs.stage import Settings, reward_key
 
 PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)
@@ -318,7 +320,10 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
 
 
 def print_plan(settings: Settings) -> None:
-    """Print the memory plan of a run, and what it assumes. Raises an RLHFError as `plan_run`."""
+    """Print the memory plan of a run, and what it assumes; no weights, data or earlier stages are
+    read. Raises an RLHFError as `plan_run`."""
+    check_trained_weights(settings)
+    quiet_libraries()
     data, count = settings.data, settings.trainer.processes
     get_console().print(plan_shown(plan_run(settings)))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
