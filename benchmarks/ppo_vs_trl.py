@@ -189,7 +189,8 @@ def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer
         "head are fp32 and compute under bf16 autocast, as with trainer=gpu. TRL calls the "
         "garbage collector twice an iteration, which takes the same time on a model of any size.",
         "Our settings, those of our command line on a CPU: the process keeps the memory that it "
-        "frees (glibc's mallopt), and numbers below 1e-38 are 0 (denormals are flushed). TRL's was "
+        "frees (glibc's mallopt), asks for pages of 2 MB (madvise), and numbers below 1e-38 are 0 "
+        "(denormals are flushed). TRL's was "
         "measured as it is, and with the same settings.",
         "Memory: the largest resident set (VmHWM, started anew after the imports and one copy of "
         "the model) less the resident set at that moment.",
