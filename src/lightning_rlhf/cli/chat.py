@@ -168,7 +168,9 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
     # An adapter on the base weights includes that of SFT.
     adapter = checkpoint.json_object(final.path / checkpoint.ADAPTER) if final.is_adapter else {}
     is_on_base = adapter.get("base_model_name_or_path") == manifest.base
-    below, role, sft = final, REFERENCE, None
+    below: checkpoint.Final | None = final
+    sft: checkpoint.Final | None = None
+    role = REFERENCE
     if final.is_adapter and parent is not None and (parent.is_dir() or not is_on_base):
         sft, role = checkpoint.find(str(parent), f"the SFT model of {final.path}"), POLICY
         base = final.base_folder if sft.is_adapter else str(sft.path)
