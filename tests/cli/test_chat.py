@@ -184,7 +184,7 @@ def test_what_is_refused_before_a_model_loads(
     final = "outputs/default/mini/{}/final".format
     assert "no such folder" in finished.call("chat", "./nothing").error
     assert "is a reward model" in finished.call("chat", final("rm")).error
-    assert "twice" in finished.call("chat", final("ppo"), final("ppo")).error
+    assert "each model once" in finished.call("chat", final("ppo"), final("ppo")).error
     error = finished.call("chat", final("ppo"), "--temperature", "1e-300").error
     assert error.startswith("--temperature is 1e-300; allowed: 0, or a number from 1e-6 to 100")
     file = finished.folder / final("ppo") / "manifest.json"

@@ -132,7 +132,6 @@ def test_the_first_call_runs_the_stages_and_sums_up(
     assert ran == ["sft", "rm", "ppo"]
     for stage in STAGES:
         assert (kitchen.folder(stage) / "final" / "manifest.json").is_file()
-        assert f"outputs/default/mini/{stage}/curves.png" in out
     assert out.count("On held-out prompts") == 1
     assert "The same prompts" in out
     assert "Small: what it promises" in out
@@ -154,9 +153,8 @@ def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen)
         stages=[*STAGES, "eval_policy"],
         promises=[{"stage": "eval_policy", "metric": "eval/reward_mean", "gain": -99.0}],
     )
-    out = done.cook("eval_policy.samples_per_prompt=1").succeeded.out
+    done.cook("eval_policy.samples_per_prompt=1").succeeded  # noqa: B018
     assert done.ran == ["eval_policy"]
-    assert "tables: outputs/default/mini/eval_policy/final" in out
     found = json.loads((done.folder("eval_policy") / "final" / "evaluation.json").read_text())
     sft, policy = (
         found["policies"][name]["sampled"]["eval/reward_mean"] for name in ("sft", "ppo")
@@ -171,7 +169,7 @@ def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
     file = done.folder("ppo") / "diminishing.json"  # a run of so few iterations writes none
     sentence = "after iteration 7 a further 10% bought nothing"
     file.write_text(json.dumps({"sentence": sentence, "curves": [], "divergence": None}))
-    summary = done.cook().succeeded.out.split("minutes in all stages")[1]
+    summary = done.cook().succeeded.out.split("The same prompts")[1]
     assert "diminishing returns: after iteration 7 a further 10% bought nothing (" in summary
     manifests = [json.loads((done.folder(s) / "final/manifest.json").read_text()) for s in STAGES]
     trained = sum(found["metrics"]["compute/trained_tokens"] for found in manifests)

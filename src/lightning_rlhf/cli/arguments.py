@@ -47,6 +47,8 @@ TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
 OBJECTS = ("callbacks", "logger", "trainer")
 """Sections with objects of the user's own, whose errors may show what they are given."""
+ADDRESS = re.compile(r"(url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://))(.*)", flags=re.DOTALL)
+"""What comes before an address in an override, and the address."""
 SHORTEST = 4
 """Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
 addresses alone."""
@@ -206,16 +208,9 @@ class VisibleFormatter(logging.Formatter):
         return visible(text.expandtabs())
 
 
-def address_at(word: str) -> int | None:
-    """Return the position at which an address begins in an override, None where there is none."""
-    found = re.search(r"url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://)", word)
-    return None if found is None else found.end()
-
-
 def without_address(word: str) -> str:
     """Return an override without the user, the password and the query of an address in it."""
-    start = address_at(word)
-    return word if start is None else word[:start] + redacted(word[start:])
+    return ADDRESS.sub(lambda found: found[1] + redacted(found[2]), word, count=1)
 
 
 def without_secrets(text: str, words: Sequence[str] = (), secrets: Collection[str] = ()) -> str:
@@ -224,8 +219,8 @@ def without_secrets(text: str, words: Sequence[str] = (), secrets: Collection[st
     words: overrides whose addresses are found in the text whatever characters they contain.
     secrets: texts that are hidden wherever they occur, besides the tokens in the environment.
     """
-    for address in (word[at:] for word in words if (at := address_at(word)) is not None):
-        text = text.replace(address, redacted(address)) if address else text
+    for found in filter(None, map(ADDRESS.search, words)):
+        text = text.replace(found[2], redacted(found[2])) if found[2] else text
     text = re.sub(r"(\burl: *['\"]?)([^\s'\"]+)", lambda m: m[1] + redacted(m[2]), text)
     text = re.sub(r"//[^\s'\"]*@", f"//{HIDDEN}@", text)
     text = re.sub(r"(//[^\s?'\"]*)[?][^\s'\"]*", rf"\1?{HIDDEN}", text)

@@ -29,6 +29,7 @@ from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
 from lightning_rlhf.evaluation.build_rewards import text_scorer
+from lightning_rlhf.evaluation.policies import short_names
 from lightning_rlhf.io.console import Working, print_line, visible
 from lightning_rlhf.io.storage import Kind, make_folder, written_whole
 from lightning_rlhf.models import build_roles, checkpoint, loading
@@ -38,7 +39,7 @@ from lightning_rlhf.rollout.collector import as_responses
 from lightning_rlhf.rollout.native import last_hidden, position_ids
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
 from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import FINAL, sampled_as, short_names, trained_as
+from lightning_rlhf.runs.folders import FINAL, sampled_as, trained_as
 
 if TYPE_CHECKING:  # its imports are in the extra "serve"
     from lightning_rlhf.rewards.server import Score
@@ -164,20 +165,17 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
         raise CheckpointError(f"{final.path} is a reward model; allowed: --reward {final.path}")
     config = replace(config, gradient_checkpointing=False)
     # An adapter on the base weights includes that of SFT.
-    is_on_base = final.is_adapter and (
-        checkpoint.json_object(final.path / checkpoint.ADAPTER)["base_model_name_or_path"]
-        == manifest.base
-    )
-    if not final.is_adapter or parent is None or (is_on_base and not parent.is_dir()):
-        roles, role = (
-            build_roles.start_from(config, final, trainable=False, seed=manifest.base_seed),
-            REFERENCE,
-        )
-    else:
+    adapter = checkpoint.json_object(final.path / checkpoint.ADAPTER) if final.is_adapter else {}
+    is_on_base = adapter.get("base_model_name_or_path") == manifest.base
+    below: checkpoint.Final | None = final
+    sft: checkpoint.Final | None = None
+    role = REFERENCE
+    if final.is_adapter and parent is not None and (parent.is_dir() or not is_on_base):
         sft, role = checkpoint.find(str(parent), f"the SFT model of {final.path}"), POLICY
         base = final.base_folder if sft.is_adapter else str(sft.path)
         below = None if base is None else checkpoint.find(base, f"the base of {final.path}")
-        roles = build_roles.start_from(config, below, trainable=False, seed=manifest.base_seed)
+    roles = build_roles.start_from(config, below, trainable=False, seed=manifest.base_seed)
+    if sft is not None:
         roles.load_adapter(POLICY, final.path, trainable=False)
         if sft.is_adapter:  # the policy's adapter includes it, so it is no part of the policy
             roles.load_adapter(SFT, sft.path, trainable=False)
@@ -285,14 +283,19 @@ def opened(arguments: Sequence[str]) -> Conversation:
         inside = Path(source) / FINAL
         path = str(inside) if (inside / checkpoint.MANIFEST).is_file() else source
         finals.append(checked_final(path, trusted=given.trust_remote_code))
-    trained, names = [sampled_as(final) for final in finals], short_names(finals)
+    paths = [str(final.path.resolve()) for final in finals]
+    require(len({*paths}) == len(paths), "FINAL", paths, "each model once")
+    trained = [sampled_as(final) for final in finals]
     paid_by = (final.parent("reward") for final in finals)  # the one that a policy was trained on
     reward = given.reward or next((str(path) for path in paid_by if path and path.is_dir()), None)
     quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):
         return Conversation(
-            speakers=[load_speaker(*one, device) for one in zip(names, finals, strict=True)],
+            speakers=[
+                load_speaker(name, final, device)
+                for name, final in zip(short_names(paths), finals, strict=True)
+            ],
             score=None if reward is None else text_scorer(reward, []),
             temperature=trained[-1][0] if given.temperature is None else given.temperature,
             max_tokens=given.max_tokens or max(most for _, most in trained),

@@ -367,10 +367,7 @@ def dashboard(arguments: Sequence[str]) -> None:
     try:
         workspace.save()  # which prints its address
     except (wandb.errors.Error, requests.RequestException, ValueError) as error:
-        raise ConfigError(
-            f"W&B did not save the workspace in {given.project}: {str(error).rstrip('.')}. Is the "
-            "project there, and did you `wandb login`? --dry-run prints the panels"
-        ) from error
+        raise ConfigError(f"W&B did not save the workspace in {given.project}: {error}") from error
 
 
 def build_workspace(
@@ -402,20 +399,11 @@ def build_workspace(
         ],
     }
     opened = [*sections]
+    rest = {name: x for name, x in metrics.METRICS.items() if name not in metrics.HEADLINES}
     for title, (stage, phases) in SECTIONS.items():
-        sections[title] = [
-            line(name)
-            for name, metric in metrics.METRICS.items()
-            if stage in metric.stages and metric.phase in phases and name not in metrics.HEADLINES
-        ]
+        found = [n for n, x in rest.items() if stage in x.stages and x.phase in phases]
+        sections[title] = [line(name) for name in found]
     sections["Samples"] = [panels.WeavePanelSummaryTable(table_name="samples")]
-    return Workspace(
-        entity=entity,
-        project=project,
-        name=name,
-        settings=WorkspaceSettings(x_axis=AXIS, smoothing_type="none"),
-        sections=[
-            Section(name=title, panels=found, is_open=title in opened)
-            for title, found in sections.items()
-        ],
-    )
+    shown = [Section(name=x, panels=sections[x], is_open=x in opened) for x in sections]
+    settings = WorkspaceSettings(x_axis=AXIS, smoothing_type="none")
+    return Workspace(entity=entity, project=project, name=name, settings=settings, sections=shown)

@@ -39,11 +39,7 @@ from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
 
-NEXT = {
-    "sft": ("rm", "preferences"),
-    "rm": ("ppo", "prompts"),
-    "ppo": ("eval_policy", "prompts"),
-}
+NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts")}
 """Stage -> the one that follows it, and the data that this one reads."""
 ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
 """Keys of a command that are not those of the next one."""
@@ -117,11 +113,11 @@ def register_resolvers() -> None:
     a data set to validate on (null beside a local file to train on), and the configuration `open` a
     mapping that takes any key on the command line.
     """
-
-    def hub_val(name: str, *, _parent_: DictConfig) -> str | None:
-        return None if str(_parent_.train).endswith(ENDINGS) else name
-
-    OmegaConf.register_new_resolver("hub_val", hub_val, replace=True)
+    OmegaConf.register_new_resolver(
+        "hub_val",
+        lambda name, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else name,
+        replace=True,
+    )
     OmegaConf.register_new_resolver("program", arguments.program_name, replace=True)
     OmegaConf.register_new_resolver("recipes", lambda p: str(console.RECIPES / p), replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
@@ -135,9 +131,8 @@ def compose(cfg: DictConfig) -> str | None:
     job: Any = HydraConfig.get()
     overrides: Any = OmegaConf.to_container(job.overrides.task)  # as typed
     from_sweep = job.mode == RunMode.MULTIRUN
-    in_sweep = (
-        from_sweep or os.environ.pop(sweep.IN_SWEEP, None) is not None
-    )  # of this process alone
+    # The variable is that of this process alone.
+    in_sweep = from_sweep or os.environ.pop(sweep.IN_SWEEP, None) is not None
     logger: Any = cfg.get("logger") or {}
     is_free = logger.get("kind") == "wandb" and logger.get("group") is None
     if in_sweep and is_free and not os.getenv("WANDB_RUN_GROUP"):
@@ -149,10 +144,6 @@ def compose(cfg: DictConfig) -> str | None:
     secrets = arguments.secrets_of(OmegaConf.to_container(cfg))
     with contextlib.suppress(OmegaConfBaseException):  # which the job itself reports
         secrets |= arguments.secrets_of(OmegaConf.to_container(cfg, resolve=True))
-
-    def shown(text: str) -> str:
-        return visible(arguments.without_secrets(text, secrets=secrets))
-
     try:
         if is_apart:
             return sweep.run_job(cfg, overrides)
@@ -166,8 +157,10 @@ def compose(cfg: DictConfig) -> str | None:
         is_ours = isinstance(error, errors.RLHFError)
         if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
-            print(shown(traceback.format_exc()), file=sys.stderr, end="")
-        message = shown(str(error) if is_ours else f"{type(error).__name__}: {error}")
+            text = arguments.without_secrets(traceback.format_exc(), secrets=secrets)
+            print(visible(text), file=sys.stderr, end="")
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        message = visible(arguments.without_secrets(text, secrets=secrets))
         if is_ours and not is_apart and not isinstance(error, errors.PrintedError):
             is_cut_off = isinstance(error, errors.RewardError | errors.StorageError)
             advice = how_to_go_on(cfg, in_sweep) if is_cut_off else []
@@ -205,9 +198,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     )
     if recipe is not None:
         if stage is not None:
-            raise errors.ConfigError(
-                f"recipe={recipe} runs its own stages; leave stage= out, or it"
-            )
+            raise errors.ConfigError(f"recipe={recipe} runs its own stages; leave out stage=")
         arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
         folder = recipes.recipe_folder(recipe)

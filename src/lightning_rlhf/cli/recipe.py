@@ -8,7 +8,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -144,30 +143,22 @@ def read_recipe(folder: Path) -> Recipe:
 
 def settings_of(
     recipe: Recipe, given: Sequence[str], job: str | None, folder: Path | None = None
-) -> dict[str, Settings]:
-    """Return the settings of each step, in their order.
+) -> tuple[dict[str, Settings], Path]:
+    """Return the settings of each step, in their order, and the folder that holds their folders.
 
+    They are composed from the same file as the recipe's; a program has those of PPO.
+
+    job: job of a sweep that the run is, None for none.
     folder: folder that overrides of a step may name; None = that of the run they describe.
     """
     stages: dict[str, Settings] = {}
-    for step in recipe.stages:
-        stages[step] = composed(step_overrides(recipe, step, given, job, folder))
-        folder = folder or recipe_run(stages[step], job)
-    return stages
-
-
-def recipe_run(settings: Settings, job: str | None) -> Path:
-    """Return the folder of a recipe's run, which holds those of its steps.
-
-    settings: those of a step; job: job of a sweep that the run is, None for none.
-    """
-    return folders.run_folder(settings.outputs, settings.run, settings.model.name, "", job)
-
-
-def composed(overrides: Sequence[str]) -> Settings:
-    """Return the settings of one stage, composed from the same file as the recipe's."""
-    paths = [word for word in own_configs() if not word.startswith("--")]
-    return read_settings(compose(HydraConfig.get().job.config_name, [*paths, *overrides]))
+    sources = [word for word in own_configs() if not word.startswith("--")]
+    for step in recipe.stages or ("ppo",):
+        words = [*sources, *step_overrides(recipe, step, given, job, folder)]
+        found = stages[step] = read_settings(compose(HydraConfig.get().job.config_name, words))
+        folder = folder or folders.run_folder(found.outputs, found.run, found.model.name, "", job)
+    assert folder is not None
+    return stages, folder
 
 
 def step_overrides(
@@ -206,14 +197,13 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
 
     Raises RLHFError where a stage fails or a promise is broken.
     """
-    stages = settings_of(recipe, given, cfg.job)
+    stages, folder = settings_of(recipe, given, cfg.job)
     if (nodes := max(settings.trainer.num_nodes for settings in stages.values())) > 1:
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, but a recipe runs its stages on this machine alone; "
             "allowed: 1, or one stage a command on several machines (docs/scaling.md)"
         )
     first, last = stages[recipe.stages[0]], recipe.stages[-1]
-    folder = recipe_run(first, cfg.job)
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
@@ -233,7 +223,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
             print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
-    written = settings_of(recipe, (), None, folder)
+    written, _ = settings_of(recipe, (), None, folder)
     # They are made for the recipe's own model and data.
     is_made = all(
         (found.model.name, found.data) == (written[step].model.name, written[step].data)
@@ -301,10 +291,7 @@ def is_newer(source: Path | None, final: Path) -> bool:
 
 
 def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]:
-    """Show samples before and after, pictures, and what PPO's compute bought.
-
-    Return each stage's metrics by name.
-    """
+    """Show samples before and after, and the compute; return each stage's metrics by name."""
     from lightning_rlhf.callbacks.compute import PEAK, compute_line
     from lightning_rlhf.evaluation.diminishing import repeat_conclusion
     from lightning_rlhf.runs import measured
@@ -321,14 +308,6 @@ def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]
                 "finished stage=ppo leaves. overwrite=true does the recipe again"
             )
         get_console().print(side_by_side(*samples, n=5))
-    trained = [step for step, settings in stages.items() if settings.definition.trains]
-    for step, place in places.items():
-        is_curve = step in trained
-        print_line(
-            f"picture: {place / 'curves.png'}" if is_curve else f"tables: {place / folders.FINAL}"
-        )
-    minutes = sum(metrics[step]["time/stage_s"] for step in trained) / 60
-    print_line(f"time: {minutes:.1f} minutes in all stages that train")
     if "ppo" in stages:
         repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:
@@ -356,13 +335,11 @@ def check_promises(
         rows=[[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows],
     )
     get_console().print(table.console())
-    changed = [
-        folders.differing_keys(
-            found.tree, written[name].tree, (*ANY, *folders.volatile(found.definition))
-        )
-        for name, found in stages.items()
-    ]
-    keys = ", ".join(dict.fromkeys(chain(*changed)))
+    changed: dict[str, None] = {}
+    for name, found in stages.items():
+        free = *ANY, *folders.volatile(found.definition)
+        changed |= dict.fromkeys(folders.differing_keys(found.tree, written[name].tree, free))
+    keys = ", ".join(changed)
     broken = [row for row in rows if row.verdict == "broken"]
     if broken and keys:
         print_line(
@@ -389,9 +366,8 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[s
             raise ConfigError(
                 f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
             )
-    settings, as_written = (
-        composed(step_overrides(recipe, "ppo", words, cfg.job)) for words in (given, ())
-    )
+    (stages, _), (written, _) = (settings_of(recipe, words, cfg.job) for words in (given, ()))
+    settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)
     torch.set_num_threads(1)
@@ -403,4 +379,4 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[s
     ]  # fmt: skip
     for line in (f"picture: {out / program.__name__}.png", *recipe.next):
         print_line(line)
-    check_promises(recipe.title, rows, {"ppo": settings}, {"ppo": as_written})
+    check_promises(recipe.title, rows, stages, written)

@@ -56,8 +56,13 @@ def replay(arguments: Sequence[str]) -> None:
             "writes"
         )
     rows = read_recorded(file_of(folder, iteration))
-    shown = []
-    for number, row in sorted(enumerate(rows), key=lambda numbered: rank(numbered[1])):
+    shown, ranks = [], []
+    for row in rows:
+        numbers = [row["score"], *chain(*(row[name] for name in COLUMNS if name in row))]
+        is_finite = all(map(math.isfinite, numbers))
+        ranks.append(-sum(map(abs, row["advantages"])) if is_finite else -math.inf)
+    for number in sorted(range(len(rows)), key=ranks.__getitem__)[: given.responses]:
+        row = rows[number]
         names = [name for name in COLUMNS if name in row]
         columns = [map(repr, row["token_texts"]), *(map(with_sign, row[x]) for x in names)]
         shown.append(
@@ -66,7 +71,6 @@ def replay(arguments: Sequence[str]) -> None:
              "names": ["token", *(COLUMNS[name][0] for name in names)],
              "rows": [list(cells) for cells in zip(*columns, strict=True)]}
         )  # fmt: skip
-    shown = shown[: given.responses]
     note = (
         f"{len(shown)} of {counted(len(rows), 'response')}: first those with a number that is not "
         "finite, then from the largest sum of |advantage| down"
@@ -81,12 +85,6 @@ def replay(arguments: Sequence[str]) -> None:
     with written_whole(path) as beside:
         write_page(beside, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
     print_line(f"page: {path}")
-
-
-def rank(row: Mapping[str, Any]) -> float:
-    """Return the sort key of a response, lowest first: not finite, then by |advantage|."""
-    numbers = [row["score"], *chain(*(row[name] for name in COLUMNS if name in row))]
-    return -sum(map(abs, row["advantages"])) if all(map(math.isfinite, numbers)) else -math.inf
 
 
 def heading(number: int, row: Mapping[str, Any]) -> str:

@@ -283,7 +283,8 @@ class TrialReport(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End a resumed run at once whose trial was pruned."""
-        self.end(trainer, trainer.is_global_zero and PRUNED in self.trial().user_attrs)
+        is_pruned = trainer.is_global_zero and PRUNED in self.trial().user_attrs
+        trainer.should_stop |= trainer.strategy.broadcast(is_pruned)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         is_fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
@@ -298,11 +299,7 @@ class TrialReport(Callback):
             if is_pruned := trial.should_prune():
                 trial.set_user_attr(PRUNED, step)
                 print_line(f"pruned after step {step}: {self.metric} is behind other trials")
-        self.end(trainer, is_pruned)
-
-    def end(self, trainer: Trainer, is_pruned: bool) -> None:
-        """End the run after this step in all processes, where the first one's trial is pruned."""
-        trainer.should_stop |= trainer.strategy.broadcast(is_pruned)
+        trainer.should_stop |= trainer.strategy.broadcast(is_pruned)  # in all processes
 
 
 def open_storage(place: str) -> optuna.storages.BaseStorage:

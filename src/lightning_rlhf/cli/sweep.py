@@ -33,7 +33,7 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.settings import read_settings
+from lightning_rlhf.runs.settings import folder_names, read_settings
 from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
 
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
@@ -123,9 +123,10 @@ def job_place(cfg: DictConfig) -> Path:
     """Return the folder that a job writes to, which has the name of its stage.
 
     For a whole recipe it is that of its last step; one that is a program, or that is not known, has
-    the stage `ppo`. Raises ConfigError where the configuration names no folder.
+    the stage `ppo`. Raises ConfigError where the configuration names no folder in `outputs`.
     """
     require(isinstance(cfg.outputs, str), "outputs", cfg.outputs, "the path of a folder")
+    folder_names({"run": cfg.run, "job": cfg.job, "model": {"name": cfg.model.name}})
     stage, job = cfg.stage or "ppo", cfg.job
     recipe = OmegaConf.select(cfg, "recipe", throw_on_resolution_failure=False)
     if cfg.stage is None and recipe is not None:

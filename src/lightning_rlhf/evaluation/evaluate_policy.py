@@ -85,9 +85,8 @@ class EvalPolicy(stage.Stage):
             if (lines := verdict_lines(task.verdicts)) is not None:
                 get_console().print(lines)
             log_evaluation(loggers, content, rows)
-            title = (
-                f"{folders.run_name(settings)}: {', '.join((*sources, *best))} and the SFT model"
-            )
+            names = ", ".join((*sources, *best))
+            title = f"{folders.run_name(settings)}: {names} and the SFT model"
             comparison.write_evaluation(whole, title, content, rows, config.shown)
         print_line(f"{settings.stage} finished: {run.folder / folders.FINAL / comparison.PAGE}")
         return run.folder / folders.FINAL
@@ -291,18 +290,16 @@ class Rank(stage.Stage):
             f"(bound {metrics['rank/best_kl_bound']:.2f})"
         )
         print_line(f"left out: {counts_text(left_out) or 'none'}")
+        final = run.folder / folders.FINAL
         for kind, rows in files.items():
-            print_line(
-                f"written: {run.folder / folders.FINAL / kind}.jsonl, {counted(len(rows), 'row')}"
-            )
+            print_line(f"written: {final / kind}.jsonl, {counted(len(rows), 'row')}")
         empty, cut = [kind for kind in files if not files[kind]], left_out[CUT]
         if empty or 2 * cut > len(samples):
             print_line(
                 f"warning: files without a row: {', '.join(empty) or 'none'}; {cut} of "
-                f"{len(samples)} responses are cut at rank.max_response_tokens="
-                f"{config.max_response_tokens} and left out; a larger one, or rank.stop_strings, "
-                f"lets them end (rank.min_margin={config.min_margin:g}, "
-                f"rank.accept_above={config.accept_above})",
+                f"{len(samples)} responses are cut at rank.max_response_tokens and left out; a "
+                "larger one, or rank.stop_strings, lets them end; rank.min_margin and "
+                "rank.accept_above leave out others",
                 "yellow",
             )
         return run.folder / folders.FINAL

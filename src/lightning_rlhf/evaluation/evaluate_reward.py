@@ -94,13 +94,12 @@ def logit_scale(run: Run, reward: Reward, seen: shaping.RunningMoments) -> float
 
 def fitting_pairs(rows: Rows[Preference], chat: ChatFormat, config: DataConfig) -> Rows[Preference]:
     """Return the pairs that no length limit drops or cuts."""
-
-    def fits(row: Preference) -> bool:
+    kept = []
+    for i, row in enumerate(rows.rows):
         longest = max(len(chat.response_tokens(side)) for side in (row.chosen, row.rejected))
-        prompt = len(chat.prompt_tokens(row.prompt))
-        return longest <= config.max_response_tokens and prompt <= config.max_prompt_tokens
-
-    return rows.only([i for i, row in enumerate(rows.rows) if fits(row)])
+        if longest <= config.max_response_tokens:
+            kept += [i] * (len(chat.prompt_tokens(row.prompt)) <= config.max_prompt_tokens)
+    return rows.only(kept)
 
 
 def measure_reward(
@@ -113,6 +112,8 @@ def measure_reward(
     **about: Any,
 ) -> FitnessReport:
     """Score held-out pairs and probes; return what they and the samples say of a reward.
+
+    Ends all processes but the first.
 
     pairs: one or more held-out pairs.
     samples: scores of responses of the SFT model, and the responses.
@@ -157,6 +158,8 @@ def measure_reward(
             ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
             for probe, text, s in zip(probes, texts, found, strict=True)
         ])  # fmt: skip
+    if not run.replicas.is_first:  # which has all scores, and bootstraps alone
+        sys.exit()
     with Working("fitness: measuring"):
         lengths = [n for some in samples[1] for n in some.response_mask.sum(dim=1).tolist()]
         sampled = list(zip(samples[0].tolist(), lengths, strict=True))

@@ -85,7 +85,7 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     config = settings.config
     if config.policies is not None:
         sources = [find_policy(source, "eval_policy.policies") for source in config.policies]
-        return dict(zip(short_names(config.policies), sources, strict=True))
+        return dict(zip(short_names(config.policies, SFT), sources, strict=True))
     finals = {name: earlier(settings, name) for name in TRAINED}
     found: dict[str, Source] = {name: x for name, x in finals.items() if x is not None}
     if not found:
@@ -131,8 +131,8 @@ def find_policy(source: str, key: str) -> Source:
     return final
 
 
-def short_names(sources: Sequence[str]) -> list[str]:
-    """Return the end of each path, as short as keeps it apart from the others and from "sft".
+def short_names(sources: Sequence[str], taken: str | None = None) -> list[str]:
+    """Return the end of each path, as short as keeps it apart from the others and from `taken`.
 
     A checkpoint is named by the folder of its run and its step, as `ppo step 5`; names that all
     runs have are left out.
@@ -150,7 +150,7 @@ def short_names(sources: Sequence[str]) -> list[str]:
 
     def ends(own: Sequence[str]) -> Iterator[str]:
         for end in (own[-depth:] for depth in range(1, len(own) + 1)):
-            if end != (SFT,) and sum(other[-len(end) :] == end for other in parts) == 1:
+            if end != (taken,) and sum(other[-len(end) :] == end for other in parts) == 1:
                 yield "/".join(end)
 
     return [next(ends(own), source) for source, own in zip(sources, parts, strict=True)]

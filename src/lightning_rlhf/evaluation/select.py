@@ -215,18 +215,16 @@ def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.Lightn
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         checkpoints.require_finite_weights(stage, position(trainer, module), made, trained)
         return
-    rows, found, keys = files.read_rows(folder / METRICS).values(), [], []
-    for metric, which in (
-        ("update/nonfinite", "with a loss or gradient that is not finite"),
-        ("update/skipped", "above ppo.max_ratio"),
-        ("update/stopped", "above ppo.target_kl"),
-    ):
-        counts = [float(row.get(metric, 0)) for row in rows]
+    rows, found = files.read_rows(folder / METRICS).values(), []
+    remedy = checkpoints.divergence_advice(stage, 0)
+    for metric, key in (("nonfinite", ""), ("skipped", "max_ratio"), ("stopped", "target_kl")):
+        counts = [float(row.get(f"update/{metric}", 0)) for row in rows]
         if refused := int(sum(filter(math.isfinite, counts))):
-            found.append(f"{refused} {which}")
-            keys += [which.removeprefix("above ")] * which.startswith("above ")
-    remedy = f"A larger {' and a larger '.join(keys)}, or null, lets updates through"
+            found.append(f"{refused} with a loss or gradient that is not finite")
+            if key:
+                found[-1] = f"{refused} above ppo.{key}"
+                remedy = f"A larger ppo.{key}, or null, lets updates through"
     raise TrainingError(
         f"{stage} has learned nothing, and writes no final/: none of its updates was made "
-        f"({', '.join(found)}). {remedy if keys else checkpoints.divergence_advice(stage, 0)}"
+        f"({', '.join(found)}). {remedy}"
     )

@@ -387,14 +387,3 @@ def sampled_as(final: models.Final) -> tuple[float, int]:
         )
         validation.check_value(f"{stage}.{key}", sampling[key], PositiveInt)
     return sampling["temperature"], sampling[key]
-
-
-def short_names(finals: Sequence[models.Final]) -> list[str]:
-    """Return a short name for each model: that of its stage's folder, where no other has it."""
-    paths = [final.path.resolve() for final in finals]
-    short = [path.parent.name if path.name == FINAL else path.name for path in paths]
-    pairs = zip(short, paths, strict=True)
-    names = [name if short.count(name) == 1 else str(path) for name, path in pairs]
-    if len({*names}) < len(names):
-        raise ConfigError(f"FINAL names {names[0]} twice; allowed: each model once")
-    return names
