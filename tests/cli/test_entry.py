@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
@@ -22,14 +21,12 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
 from lightning_rlhf.runs.stage import STAGES
 
-from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given, weights
+from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given
 
 
 @pytest.mark.parametrize(
-    ("door", "name"),
-    [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py"),
-     (MODULE, "python -m lightning_rlhf")],
-)  # fmt: skip
+    ("door", "name"), [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py")]
+)
 def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
     workplace: Workplace, door: list[str], name: str
 ) -> None:
@@ -82,13 +79,6 @@ def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
     assert shown.succeeded.out == "mine\n"
 
 
-@pytest.mark.slow
-def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
-    """train.py is taken in test_pipeline.py, the module below."""
-    workplace.process(CONSOLE, *MINI, "stage=sft").succeeded  # noqa: B018
-    assert weights(workplace.stage("sft")) == weights(pipeline.stage("sft"))
-
-
 INTERRUPTED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -126,20 +116,6 @@ def test_a_training_step_is_six_frames_below_the_command(
     finished.mini("stage=ppo", "run=own", "ppo.iterations=1", *given(finished)).succeeded  # noqa: B018
     assert found == [["main", "compose", "execute", "fit"]]
     assert len(inspect.getsource(step).splitlines()) <= 25
-
-
-def test_each_run_sets_its_own_threads(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after the other in one process, as in a sweep."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr("lightning_rlhf.stages.fit.THREADS", 3)
-    found = []
-    for threads in ("1", "null"):
-        workplace.mini("stage=sft", f"run=of{threads}", f"trainer.threads={threads}").succeeded  # noqa: B018
-        found.append(torch.get_num_threads())
-    torch.set_num_threads(before)
-    assert found == [1, 3]
 
 
 @pytest.mark.slow
@@ -192,8 +168,6 @@ def test_a_stop_is_seen_in_the_exit_status(
     [
         (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
          "stopped; resume=auto goes on from the checkpoint of step 4"),
-        (["stage=sft"], ["config.json", "metrics.csv"],
-         "stopped; it has no checkpoint yet, resume=auto starts it over"),
         (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/000004.ckpt"],
          "stopped"),
         (["recipe=quickstart", "overwrite=true"], [],
@@ -223,14 +197,10 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
 
 SOON: dict[str, tuple[list[str], str]] = {
     "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
-    "no reward model": (["stage=ppo", "policy.checkpoint=base"],
-                        "outputs/default/tiny/rm has none"),
     "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
     "finished, under a supervisor": (["stage=rm", "resume=auto"], "cannot be resumed: "),
     "cut off": (["stage=eval_reward", "policy.checkpoint=base"], "holds a run that was cut off"),
     "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
-    "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
-                   "model.name_or_path=./x: no such folder"),
     "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
                         "data.preferences.val: data file x.jsonl does not exist"),
 }  # fmt: skip

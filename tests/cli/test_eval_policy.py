@@ -260,7 +260,6 @@ def test_policies_and_prompts_that_do_not_fit(
     ("given", "message"),
     [
         ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
-        ("eval_policy.policies=[{mini}/none.ckpt]", "none.ckpt cannot be read: .*No such file"),
         ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "this is one of stage=sft"),
         (
             "run=alone reward.checkpoint={mini}/rm/final policy.checkpoint=base",

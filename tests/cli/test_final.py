@@ -191,8 +191,6 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
         ("final=5", "ppo.final is 5; allowed: last, best, or a step at which the run evaluates: a "
                     "multiple of 2 up to 6, or 6"),
         ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
-        ("ppo.best.metric=eval/reward/nonsense ppo.best.mode=max",
-         "ppo.best.metric is 'eval/reward/nonsense'; allowed: eval/reward_mean, "),
         ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
     ],
 )  # fmt: skip

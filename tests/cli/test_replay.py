@@ -19,7 +19,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from lightning_rlhf.core.errors import StorageError
 from lightning_rlhf.core.records import Demonstrations, Experience, PPOTerms
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.data.rollouts import (
@@ -32,7 +31,7 @@ from lightning_rlhf.data.rollouts import (
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.preferences import DPOModule
-from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
+from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.runs.console import HOME
 
 from .conftest import Outcome, Workplace, given, rows, tree, weights
@@ -286,28 +285,6 @@ def test_a_resumed_run_deletes_the_batch(bad: Workplace, monkeypatch: pytest.Mon
     monkeypatch.undo()
     breaking(bad, "sft", "resume=true").succeeded  # noqa: B018
     assert not path.exists()
-
-
-def test_what_fails_as_a_batch_is_kept_does_not_hide_why_the_run_ended(
-    bad: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise torch.OutOfMemoryError("out of memory")
-
-    def no_room(*_: object) -> None:
-        raise StorageError("no room")
-
-    monkeypatch.setattr(SupervisedModule, "row_losses", full)
-    outcome = breaking(bad, "sft")
-    assert "out of memory" in outcome.out
-    table = pandas.read_parquet(bad_folder(bad, "sft") / LAST_BATCH)
-    assert "loss" not in table
-    assert numbers_named(outcome.error) == sorted(table["number"])
-    monkeypatch.setattr("lightning_rlhf.data.rollouts.write_table", no_room)
-    outcome = breaking(bad, "sft", "overwrite=true")
-    assert "(sft.max_nonfinite)" in outcome.error
-    assert LAST_BATCH not in outcome.error
-    assert "no room" in outcome.out
 
 
 BREAKING = (

@@ -128,9 +128,9 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
     words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
     backwards.mini("stage=eval_reward", *words).succeeded  # noqa: B018
     sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
-    for weight, comment, is_told in ((1, "", True), (2, "", False), (1, "  # another", False)):
+    for comment, is_told in (("", True), ("  # another", False)):
         path.write_text(code + comment)
-        more = [sft, f"reward.weight={weight}", "data.judge=null"]
+        more = [sft, "data.judge=null"]
         backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
         file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"
         assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
