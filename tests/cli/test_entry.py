@@ -63,22 +63,6 @@ def test_the_shell_completes(workplace: Workplace) -> None:
     assert set(outcome.out.split()) == {f"stage={name}" for name in STAGES}, outcome
 
 
-def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
-    """A choice in a group, and a whole file, which a recipe hands to its stages."""
-    own = workplace.folder / "own"
-    (own / "model").mkdir(parents=True)
-    (own / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
-    (own / "my.yaml").write_text(
-        "defaults: [config, _self_]\nseed: 7\ndata: {demonstrations: {train: none.jsonl}}\n"
-    )
-    for word in ("stage=sft", "recipe=quickstart"):
-        outcome = workplace.call("--config-dir", "own", "--config-name", "my", word)
-        assert "none.jsonl does not exist" in outcome.error
-    path = "hydra.searchpath=[file://own]"
-    shown = workplace.call(path, "model=mine", "stage=sft", "--cfg", "job", "-p", "model.name")
-    assert shown.succeeded.out == "mine\n"
-
-
 INTERRUPTED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -202,7 +186,7 @@ SOON: dict[str, tuple[list[str], str]] = {
     "cut off": (["stage=eval_reward", "policy.checkpoint=base"], "holds a run that was cut off"),
     "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
     "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
-                        "data.preferences.val: data file x.jsonl does not exist"),
+                        "data.preferences.val: x.jsonl does not exist"),
 }  # fmt: skip
 """What names and folders alone tell -> the command and what its answer holds."""
 
