@@ -259,8 +259,9 @@ def bad_folder(place: Workplace, stage: str) -> Path:
 
 @pytest.mark.parametrize("stage", FILES)
 def test_the_batch_is_kept_and_the_error_names_file_step_and_line(
-    bad: Workplace, stage: str
+    bad: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
+    """A resumed run deletes the batch."""
     error = breaking(bad, stage).error
     path = bad_folder(bad, stage) / LAST_BATCH
     assert str(path.relative_to(bad.folder)) in error
@@ -276,15 +277,10 @@ def test_the_batch_is_kept_and_the_error_names_file_step_and_line(
         for text in ("prompt", "response") if stage == "sft" else ("prompt", "chosen", "rejected"):
             assert source[text].strip()[:100] in row[text]
             assert len(row[f"{text}_tokens"]) > 0
-
-
-def test_a_resumed_run_deletes_the_batch(bad: Workplace, monkeypatch: pytest.MonkeyPatch) -> None:
-    breaking(bad, "sft")
-    path = bad_folder(bad, "sft") / LAST_BATCH
-    assert path.is_file()
-    monkeypatch.undo()
-    breaking(bad, "sft", "resume=true").succeeded  # noqa: B018
-    assert not path.exists()
+    if stage == "sft":
+        monkeypatch.undo()
+        breaking(bad, stage, "resume=true").succeeded  # noqa: B018
+        assert not path.exists()
 
 
 BREAKING = (

@@ -14,6 +14,7 @@ def test_what_fails_before_its_first_step_may_be_corrected(finished: Workplace) 
     rules = finished.folder / "rules.py"
     rules.write_text("def fails(prompts, responses, key):\n    raise KeyError('x')\n")
     words = ["stage=ppo", "reward=function", f"reward.path={rules}:fails", given(finished)[0]]
+    words += ["ppo.iterations=1"]
     assert "KeyError" in finished.mini(*words, "run=early", "+reward.arguments.key=1").error
     folder = finished.stage("ppo", "early")
     (folder / "samples").mkdir(exist_ok=True)

@@ -104,16 +104,13 @@ def level_of(folder: Path) -> str:
     return stage_report(read_package_run(folder)).verdict.level
 
 
-@pytest.mark.parametrize("stage", ["eval_policy", "rank"])
-def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(
-    backwards: Workplace, stage: str
-) -> None:
+def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: Workplace) -> None:
     """On the terminal, in the report and in the verdict; nothing is refused."""
-    command = [f"stage={stage}", f"run=on_{stage}", *given(backwards), "data.judge=null"]
-    command += [f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"] * (stage != "rank")
+    command = ["stage=eval_policy", "run=measured", *given(backwards), "data.judge=null"]
+    command.append(f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]")
     out = " ".join(backwards.mini(*command).succeeded.out.split())
     assert f"reward head: {NOT_FIT}" in out
-    folder = backwards.stage(stage, f"on_{stage}")
+    folder = backwards.stage("eval_policy", "measured")
     assert NOT_FIT in (folder / "report.html").read_text()
     assert level_of(folder) == "bad"
 
