@@ -20,7 +20,7 @@ from torch import Tensor
 
 from common import markdown_table
 from counting import Memory
-from lightning_rlhf.core import logprobs
+from lightning_rlhf.core import logprobs, masking
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.records import Experience, Prompts
 from lightning_rlhf.kernels import decoder, lora
@@ -294,7 +294,7 @@ def every_position() -> Iterator[None]:
     """Inside, the update as it is first written: padded rows, logits everywhere, autograd."""
     naive = EveryPosition()
     with (
-        patch.object(ppo, "by_length", as_they_come),
+        patch.object(masking, "by_length", as_they_come),
         patch.object(ppo, "response_hidden", naive.hidden),
         patch.object(score, "response_logprobs", naive.logprobs),
     ):
@@ -306,7 +306,7 @@ def variants(module: PPOModule) -> dict[str, Callable[[], Any]]:
     return {
         "as it is": nullcontext,
         "layers computed once more": lambda: recomputed(module),
-        "rows unsorted": lambda: patch.object(ppo, "by_length", as_they_come),
+        "rows unsorted": lambda: patch.object(masking, "by_length", as_they_come),
         "logits of 64 tokens at a time": lambda: patch.object(
             logprobs, "CHUNK_ELEMENTS", 64 * module.roles.vocab_size
         ),

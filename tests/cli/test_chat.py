@@ -180,7 +180,7 @@ def test_what_is_refused_before_a_model_loads(
     def load(*args: Any, **kwargs: Any) -> None:
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
     final = "outputs/default/mini/{}/final".format
     assert "no such folder" in finished.call("chat", "./nothing").error
     assert "is a reward model" in finished.call("chat", final("rm")).error

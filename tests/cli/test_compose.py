@@ -229,7 +229,7 @@ RECEIVERS: dict[type, set[str]] = {
     **{component: {"_config", "config", "component", "term"} for component in REWARDS.values()},
     TrainerConfig: {"trainer"},
     LoggerConfig: {"config"},
-    WandbConfig: {"config"},
+    WandbConfig: {"config", "self"},
     PolicySource: {"policy"},
     Settings: {"settings", "cfg", "self"},
 }

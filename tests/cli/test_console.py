@@ -41,7 +41,7 @@ def test_rows_left_out_or_cut_are_counted(
     def enough(*args: Any, **kwargs: Any) -> None:
         raise RLHFError("enough")
 
-    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", enough)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", enough)
     with (workplace.folder / "data" / f"{data}_{part}.jsonl").open("a") as file:
         file.write(line + "\n")
     parents = ["policy.checkpoint=base", "reward=random"] if stage == "ppo" else []

@@ -37,8 +37,7 @@ class TestCheckpointsThatDoNotFit:
         head = {"linear.weight": torch.zeros(1, 48), "linear.bias": torch.zeros(1)}
         save_file(head, copy / "roles/reward_head.safetensors")
         error = self.refused(finished, "stage=ppo", f"reward.checkpoint={copy}", given(finished)[0])
-        assert "reward_head.safetensors was trained on hidden states of size 48" in error
-        assert "32" in error
+        assert all(part in error for part in ("roles/reward_head.safetensors", "48", "32"))
 
     def test_another_sft_model(self, finished: Workplace) -> None:
         """An adapter of other random weights: the reward model's does not stand on it, and it is

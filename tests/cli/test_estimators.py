@@ -130,7 +130,7 @@ class TestCriticsThatDoNotFit:
         def load(*args: object, **kwargs: object) -> None:
             raise AssertionError("a model was loaded")
 
-        monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
+        monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
 
     def refused(self, place: Workplace, *overrides: str) -> str:
         before = tree(place.outputs)

@@ -274,7 +274,7 @@ def refuse(
     def loaded(*_: Any, **__: Any) -> None:
         pytest.fail("a model is loaded")
 
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", loaded)
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", loaded)
     found = place.mini("stage=eval_policy", *overrides).error
     assert re.search(message, found), found
     assert not place.stage("eval_policy").exists()

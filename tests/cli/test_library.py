@@ -161,7 +161,7 @@ def test_what_cannot_be_built_is_told_before_a_model_loads(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str],
     error: type[Exception], told: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", None)
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", None)
     with contextlib.chdir(workplace.folder):
         settings = lightning_rlhf.configuration(*words, *MINI)
         with pytest.raises(error, match=told):

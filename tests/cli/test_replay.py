@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from lightning_rlhf.core import losses
 from lightning_rlhf.core.records import Demonstrations, Experience, PPOTerms
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.data.rollouts import (
@@ -293,13 +294,13 @@ def test_the_iteration_that_ends_ppo_is_kept_and_shown(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a run that records nothing, from the second of the four updates of iteration 2."""
-    calls, whole = itertools.count(1), ppo.ppo_terms
+    calls, whole = itertools.count(1), losses.ppo_terms
 
     def spoiled(*arguments: Any, **keys: Any) -> PPOTerms:
         terms = whole(*arguments, **keys)
         return replace(terms, loss=terms.loss * (torch.nan if next(calls) > 5 else 1.0))
 
-    monkeypatch.setattr(ppo, "ppo_terms", spoiled)
+    monkeypatch.setattr(losses, "ppo_terms", spoiled)
     folder, command = finished.stage("ppo", "next"), [*BREAKING, *given(finished)]
     error = finished.mini(*command).error
     assert "2 updates in a row (ppo.max_nonfinite)" in error

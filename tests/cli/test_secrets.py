@@ -98,7 +98,7 @@ def test_a_crash_that_tells_secrets(
         raise unforeseen("unforeseen " + " ".join(secrets))
 
     monkeypatch.setattr("lightning_rlhf.rewards.http.HTTPReward.greet", lambda self: None)
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.load_causal_lm", load)
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
     outcome = models.mini(
         "stage=ppo", "run=next", "policy.checkpoint=sft", "reward=http", "debug=true", *given
     )

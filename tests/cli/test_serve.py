@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.cli import commands
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
+from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.rewards.config import parsed
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
@@ -28,7 +28,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
             raise CheckpointError("nowhere: no such folder")
         return lambda prompts, responses, columns: [0.0] * len(responses)
 
-    monkeypatch.setattr(commands, "text_scorer", load)
+    monkeypatch.setattr(build_rewards, "text_scorer", load)
     return asked
 
 

@@ -74,7 +74,7 @@ def test_what_does_not_fit_a_classifier(judged: Workplace, option: str, message:
 def test_a_wrong_option_costs_no_sampling(
     judged: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_rlhf.evaluation.policies.start_from", pytest.fail)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
     final = judged.stage("sft") / "final"
     error = judged.mini(
         "stage=eval_policy", "run=own", f"policy.checkpoint={final}", *of_judge(judged),

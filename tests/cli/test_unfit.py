@@ -71,7 +71,7 @@ def test_an_unfit_reward_is_refused_before_a_model_loads(
     def loads(*_: Any, **__: Any) -> None:
         raise AssertionError("a model loads")
 
-    monkeypatch.setattr("lightning_rlhf.runs.run.start_from", loads)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", loads)
     final = backwards.stage("rm") / "final"
     written = find(str(final), "").require_manifest("rm").verdicts["rm"]
     assert written["is_unfit"] is True

@@ -170,7 +170,7 @@ def test_processes_of_a_machine_divide_its_memory(
     """4 processes, 1000 models of free memory and a model loaded in each that is running."""
     module = SFTModule(sft_roles("qwen3"), sft_config())
     loaded = sum(p.nbytes for p in module.parameters())
-    where = "lightning_rlhf.stages.memory_plan.available_memory"
+    where = "lightning_rlhf.core.memory.available_memory"
     monkeypatch.setattr(where, lambda _: 1000 * loaded)
     module.replicas = SimpleNamespace(size=running)  # type: ignore[assignment]
     rows = data(DemonstrationTokens([1], [2]))

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.losses import policy_loss
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
-from lightning_rlhf.kernels import decoder
+from lightning_rlhf.kernels import decoder, layers
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import Kernels
 from lightning_rlhf.models import roles as models_roles
@@ -133,7 +133,7 @@ def test_update_is_the_slow_version(
     expected_grads = grads(slow_module)
 
     monkeypatch.setattr(decoder, "MULTIPLE", 2)  # so few tokens would be rounded up to all
-    monkeypatch.setattr(decoder, "ROWS", 2)
+    monkeypatch.setattr(layers, "ROWS", 2)
     module = make_ppo(architecture, spread=0.1, **settings)
     positions: dict[str, int] = {"given": 0, "computed": 0}
 

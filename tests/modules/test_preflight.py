@@ -24,7 +24,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.preferences import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages import preflight
+from lightning_rlhf.rollout import score
 from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
 
 from .conftest import (
@@ -161,13 +161,13 @@ def test_an_update_that_computes_otherwise_than_the_sampler_fails(
     make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = make_ppo(fresh=True)
-    whole = preflight.policy_outputs
+    whole = score.policy_outputs
 
     def shifted(*arguments: Any) -> Any:
         outputs = whole(*arguments)
         return replace(outputs, logprobs=outputs.logprobs.roll(1))
 
-    monkeypatch.setattr(preflight, "policy_outputs", shifted)
+    monkeypatch.setattr(score, "policy_outputs", shifted)
     assert failing(module) == {"ratio"}
 
 

@@ -34,7 +34,7 @@ def goal_of(settings: Settings, section: Literal["best", "stop"] = "best") -> Go
     section: "stop" for the metric that has to gain, which is by default the same.
     Empty where none is named. Raises ConfigError as `metric_of`.
     """
-    named = getattr(settings.config, section)
+    named = settings.config.stop if section == "stop" else settings.config.best
     if named.metric is not None:
         return (metric_of(settings, f"{settings.stage}.{section}", named.metric, named.mode),)
     return goal_of(settings) if section == "stop" else settings.definition.goal
