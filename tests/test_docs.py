@@ -56,7 +56,7 @@ REPLAY = (HOME / "docs" / "replay.md").read_text()
 README = (HOME / "README.md").read_text()
 QUICKSTART = (HOME / "docs" / "quickstart.md").read_text()
 
-COMMANDS = [
+COMMANDS = dict.fromkeys(
     line.split("#")[0].strip()
     for page in PAGES
     for line in re.findall(
@@ -64,7 +64,7 @@ COMMANDS = [
         page.read_text().replace("\\\n", ""),
         re.MULTILINE,
     )
-]
+)
 FILES = [
     file
     for page in PAGES
@@ -210,7 +210,7 @@ def test_commands_are_accepted(command: str, folder: Path) -> None:
         cfg = compose(name, given)
         if cfg.recipe is not None:
             recipe = read_recipe(RECIPES / cfg.recipe)
-            for stage in recipe.stages or ("ppo",):
+            for stage in {*recipe.stages[:1], *recipe.stages[-1:]} or ("ppo",):
                 own = step_overrides(recipe, stage, given, cfg.job)
                 read_settings(compose(name, list(own)))
         else:

@@ -46,7 +46,3 @@ class Greedy:
             values=None,
             index=prompts.index,
         )
-
-
-class Nothing:
-    """No sampler."""

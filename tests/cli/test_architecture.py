@@ -77,14 +77,12 @@ def test_a_stage(place: Workplace) -> None:
 
 
 def test_a_stage_on_ppo(place: Workplace) -> None:
-    """With the numbers of the model; at beta=0 it is PPO, and the first update has a ratio of 1."""
+    """With the numbers of the model; at beta=0 it is PPO, as it is not in the test below."""
     words = ["+stages=penalized", "stage=penalized", "stage_model@penalized=ppo_mini"]
     words += given(place)
     own(place, *words, "penalized.beta=0")
     assert rows(place.stage("penalized")) == rows(place.stage("ppo"))
     assert weights(place.stage("penalized")) == weights(place.stage("ppo"))
-    own(place, *words, "run=other", "penalized.iterations=1")
-    assert weights(place.stage("penalized", "other")) != weights(place.stage("ppo"))
 
 
 def test_a_loss_a_reward_an_optimizer_and_a_schedule(place: Workplace) -> None:
@@ -128,6 +126,7 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
     out = place.mini(*words, "record=true").succeeded.out
     assert "collapsed" not in out
     folder = place.stage("penalized")
+    assert weights(folder) != weights(place.stage("ppo"))
     [*_, last] = [row for row in rows(folder) if "ppo_loss" in row]
     assert not {"entropy", "update/clip_fraction", "update/ratio_max"} & last.keys()
     assert "ppo." not in (folder / "diagnosis.json").read_text()
@@ -140,26 +139,9 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
 
     kept = f"eval_policy.policies=[{folder / 'checkpoints' / '000003.ckpt'}]"
     place.mini("stage=eval_policy", *given(place), kept).succeeded  # noqa: B018
-    words.remove(given(place)[1])
-    random = ("reward=random", "run=wrong")
-    for wrong in ("critic_init=reward", "kl_in=loss"):
-        error = place.mini(*words, *random, f"penalized.{wrong}").error
-        assert "penalized." in error
-        assert "ppo." not in error
-
-
-def test_keys_that_a_stage_on_ppo_lacks_are_named(place: Workplace) -> None:
-    file, words = place.folder / "my_conf/stages/penalized.yaml", ["+stages=penalized"]
-    path = "hydra.searchpath=[file://my_conf]"
-    error = place.mini(path, *words, "stage=penalized", "advantage=rloo").error
-    assert error.startswith("stage=penalized does not read advantage; leave out advantage=rloo")
-    assert error.endswith("(a stage of your own on it takes advantage@penalized=NAME)")
-    file.write_text(file.read_text().replace("  - /advantage@_here_: gae\n", ""))
-    error = place.mini(path, *words, "stage=penalized").error
-    assert error.startswith("penalized.advantage is 'missing'; allowed: the keys of an estimator")
-    words.append("+advantage@penalized=rloo")
-    shown = place.mini(path, *words, "--cfg", "job", "--package", "penalized").succeeded.out
-    assert "\nadvantage: rloo\n" in shown
+    error = place.mini(*words, "run=wrong", "penalized.kl_in=loss").error
+    assert "penalized." in error
+    assert "ppo." not in error
 
 
 def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:

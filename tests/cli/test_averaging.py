@@ -90,7 +90,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (weights(folder), rows(folder), samples(folder)) == before
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo"])
+@pytest.mark.parametrize("stage", ["sft", "rm"])
 def test_other_stages_average_too(place: Workplace, stage: str) -> None:
     words = [] if stage == "sft" else [f"policy.checkpoint={place.stage('sft') / 'final'}"]
     place.mini(f"stage={stage}", "run=ema", f"{stage}.ema_decay=0.5", *words).succeeded  # noqa: B018

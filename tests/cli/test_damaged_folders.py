@@ -1,10 +1,9 @@
-"""A damaged file of a run, or of a finished recipe, is named, and nothing is removed or changed."""
+"""A damaged file of a run that is resumed is named, and nothing is removed or changed."""
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,12 @@ import pytest
 import torch
 
 from .conftest import Workplace, run, tree
-from .test_recipe import Kitchen, done, first_call, kitchen, recipes
 
-__all__ = ("done", "first_call", "kitchen", "recipes")  # fixtures
 Edit = Callable[[Path], Any]
 
 
 def halve(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def folder(file: Path) -> None:
-    """A folder that is not empty stands in its place."""
-    file.unlink()
-    file.mkdir()
-    (file / "inside").write_text("kept")
 
 
 def says(content: bytes) -> Edit:
@@ -35,19 +25,6 @@ def says(content: bytes) -> Edit:
 
 def adds(line: bytes) -> Edit:
     return lambda file: file.write_bytes(file.read_bytes() + line + b"\n")
-
-
-def sets(*keys: str, to: Any) -> Edit:
-    """The JSON object in the file has another value."""
-
-    def edit(file: Path) -> None:
-        tree = part = json.loads(file.read_text())
-        for key in keys[:-1]:
-            part = part[key]
-        part[keys[-1]] = to
-        file.write_text(json.dumps(tree))
-
-    return edit
 
 
 def saved(*keys: str | int, to: Any) -> Edit:
@@ -75,13 +52,10 @@ def weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
 
 CHECKPOINT = "checkpoints/000002.ckpt"
 RESUMED: list[tuple[str, Edit]] = [
-    ("config.json", halve), ("config.json", folder), ("parents.json", says(b"[1]")),
-    ("metrics.csv", adds(b"\xff")), ("samples/train.jsonl", adds(b"[]")),
-    ("run_id.txt", Path.unlink), (CHECKPOINT, says(b"\0" * 64)),
-    (CHECKPOINT, saved("optimizer_states", to=...)), (CHECKPOINT, saved("iteration", to=7)),
-    (CHECKPOINT, saved("moments", "whole", "mean", to="x")),
-    (CHECKPOINT, saved("optimizer_states", 0, "state", to={})),
-    (CHECKPOINT, saved("kl_coef", to=float("nan"))), (CHECKPOINT, saved("x", to=5)),
+    ("config.json", halve), ("parents.json", says(b"[1]")), ("metrics.csv", adds(b"\xff")),
+    ("samples/train.jsonl", adds(b"[]")), ("run_id.txt", Path.unlink),
+    (CHECKPOINT, says(b"\0" * 64)), (CHECKPOINT, saved("optimizer_states", to=...)),
+    (CHECKPOINT, saved("iteration", to=7)), (CHECKPOINT, saved("kl_coef", to=float("nan"))),
     (CHECKPOINT, weight(lambda x: x * torch.nan)), (CHECKPOINT, weight(lambda x: x[None])),
 ]  # fmt: skip
 
@@ -97,30 +71,3 @@ def test_a_damaged_file_of_a_run_that_is_resumed(
     error = run(finished, "resume", "2", "stage=ppo").error
     assert file.split("/")[-1] in error or "000002.ckpt is foreign" in error
     assert tree(finished.folder) == before
-
-
-MANIFEST = "final/manifest.json"
-EVALUATION = "samples/eval_000000.jsonl"
-RESULTS: Mapping[str, list[tuple[str, Edit]]] = {
-    "ppo": [
-        (MANIFEST, says(b"[" * 10**5 + b"]" * 10**5)), (MANIFEST, sets("metrics", to=[1])),
-        (MANIFEST, sets("metrics", "time/stage_s", to=None)), (EVALUATION, says(b"")),
-        (EVALUATION, folder), ("samples", shutil.rmtree), ("config.json", says(b"\xff\xfe")),
-    ],
-    "rm": [(MANIFEST, halve)],
-    "sft": [("parents.json", says(b"[1]"))],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("stage", "file", "edit"), [(stage, *case) for stage in RESULTS for case in RESULTS[stage]]
-)
-def test_a_damaged_result_of_a_finished_recipe(
-    done: Kitchen, stage: str, file: str, edit: Edit
-) -> None:
-    edit(done.folder(stage) / file)
-    before = tree(done.place.folder)
-    error = done.cook().error
-    assert file.split("/")[-1] in error, error
-    assert tree(done.place.folder) == before
-    assert done.ran == []

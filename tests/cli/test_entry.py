@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
@@ -22,14 +21,12 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
 from lightning_rlhf.runs.stage import STAGES
 
-from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given, weights
+from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given
 
 
 @pytest.mark.parametrize(
-    ("door", "name"),
-    [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py"),
-     (MODULE, "python -m lightning_rlhf")],
-)  # fmt: skip
+    ("door", "name"), [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py")]
+)
 def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
     workplace: Workplace, door: list[str], name: str
 ) -> None:
@@ -64,29 +61,6 @@ def test_the_shell_completes(workplace: Workplace) -> None:
     )
     outcome = workplace.process(["bash", "-c", script]).succeeded
     assert set(outcome.out.split()) == {f"stage={name}" for name in STAGES}, outcome
-
-
-def test_a_configuration_of_ones_own(workplace: Workplace) -> None:
-    """A choice in a group, and a whole file, which a recipe hands to its stages."""
-    own = workplace.folder / "own"
-    (own / "model").mkdir(parents=True)
-    (own / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nname: mine\n")
-    (own / "my.yaml").write_text(
-        "defaults: [config, _self_]\nseed: 7\ndata: {demonstrations: {train: none.jsonl}}\n"
-    )
-    for word in ("stage=sft", "recipe=quickstart"):
-        outcome = workplace.call("--config-dir", "own", "--config-name", "my", word)
-        assert "none.jsonl does not exist" in outcome.error
-    path = "hydra.searchpath=[file://own]"
-    shown = workplace.call(path, "model=mine", "stage=sft", "--cfg", "job", "-p", "model.name")
-    assert shown.succeeded.out == "mine\n"
-
-
-@pytest.mark.slow
-def test_the_doors_lead_to_the_same_place(pipeline: Workplace, workplace: Workplace) -> None:
-    """train.py is taken in test_pipeline.py, the module below."""
-    workplace.process(CONSOLE, *MINI, "stage=sft").succeeded  # noqa: B018
-    assert weights(workplace.stage("sft")) == weights(pipeline.stage("sft"))
 
 
 INTERRUPTED = """
@@ -126,20 +100,6 @@ def test_a_training_step_is_six_frames_below_the_command(
     finished.mini("stage=ppo", "run=own", "ppo.iterations=1", *given(finished)).succeeded  # noqa: B018
     assert found == [["main", "compose", "execute", "fit"]]
     assert len(inspect.getsource(step).splitlines()) <= 25
-
-
-def test_each_run_sets_its_own_threads(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One after the other in one process, as in a sweep."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr("lightning_rlhf.stages.fit.THREADS", 3)
-    found = []
-    for threads in ("1", "null"):
-        workplace.mini("stage=sft", f"run=of{threads}", f"trainer.threads={threads}").succeeded  # noqa: B018
-        found.append(torch.get_num_threads())
-    torch.set_num_threads(before)
-    assert found == [1, 3]
 
 
 @pytest.mark.slow
@@ -192,8 +152,6 @@ def test_a_stop_is_seen_in_the_exit_status(
     [
         (["stage=sft"], ["config.json", "checkpoints/000004.ckpt"],
          "stopped; resume=auto goes on from the checkpoint of step 4"),
-        (["stage=sft"], ["config.json", "metrics.csv"],
-         "stopped; it has no checkpoint yet, resume=auto starts it over"),
         (["stage=sft", "overwrite=true"], ["config.json", "final/model", "checkpoints/000004.ckpt"],
          "stopped"),
         (["recipe=quickstart", "overwrite=true"], [],
@@ -223,14 +181,10 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
 
 SOON: dict[str, tuple[list[str], str]] = {
     "no SFT model": (["stage=ppo"], "outputs/default/tiny/sft has none"),
-    "no reward model": (["stage=ppo", "policy.checkpoint=base"],
-                        "outputs/default/tiny/rm has none"),
     "finished": (["stage=rm"], "outputs/default/tiny/rm holds a run that finished"),
     "finished, under a supervisor": (["stage=rm", "resume=auto"], "cannot be resumed: "),
     "cut off": (["stage=eval_reward", "policy.checkpoint=base"], "holds a run that was cut off"),
     "no data": (["stage=sft", "data=files"], "data.demonstrations.train is not set"),
-    "base model": (["stage=sft", "model=hub", "model.name=x", "model.name_or_path=./x"],
-                   "model.name_or_path=./x: no such folder"),
     "a recipe's data": (["recipe=quickstart", "run=new", "data.preferences.val=x.jsonl"],
                         "data.preferences.val: x.jsonl does not exist"),
 }  # fmt: skip

@@ -24,10 +24,6 @@ def broken(prompts, responses):
 
 def threes(prompts, responses):
     return [3.0] * len(responses)
-
-
-def never(prompts, responses):
-    return [float("nan")] * len(responses)
 """
 
 
@@ -60,18 +56,14 @@ def sources(place: Workplace) -> dict[str, list[str]]:
     return {
         "head": [given(place)[1]],
         "judge": ["reward=model", f"reward.name_or_path={judge(place)}"],
-        "classifier": [
-            "reward=model", "reward.name_or_path=classifier", "reward.max_tokens=256"
-        ],
         "function": ["reward=function", "reward.path=rules.py:length"],
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["head", "classifier", "function"])
+@pytest.mark.parametrize("kind", ["head", "function"])
 def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
     page, numbers, out = evaluate(place, kind, *sources(place)[kind])
-    reward = {"classifier": "model"}.get(kind, kind)
-    named = rf"{kind}/mini/eval\_reward: {reward}"
+    named = rf"{kind}/mini/eval\_reward: {kind}"
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
@@ -149,20 +141,16 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     assert "| length gap | **flag** |" in page
 
 
-@pytest.mark.parametrize(("stage", "function"), [("eval_reward", "broken"), ("ppo", "never")])
-def test_what_is_no_number_stops_it_and_names_whose(
-    place: Workplace, stage: str, function: str
-) -> None:
-    """Among the held-out pairs is the response that `broken` breaks at; a policy says others."""
+def test_what_is_no_number_stops_it_and_names_whose(place: Workplace) -> None:
+    """Among the held-out pairs is the response that `broken` breaks at."""
     outcome = place.mini(
-        f"stage={stage}", f"run=nan_{stage}", given(place)[0], "reward=sum",
+        "stage=eval_reward", "run=nan", given(place)[0], "reward=sum",
         "+reward@reward.components.good=random", "+reward@reward.components.bad=function",
-        f"reward.components.bad.path=rules.py:{function}",
+        "reward.components.bad.path=rules.py:broken",
     )  # fmt: skip
     assert outcome.status == 1, outcome.out
     said, prompt = "'Three plus four is seven. Now go away.'", "'Work out three plus four.'"
-    assert outcome.error.startswith("reward 'bad' gave nan for the response '")
-    assert "; allowed: a finite number" in outcome.error
-    if stage == "eval_reward":
-        assert f"for the response {said} to the prompt {prompt};" in outcome.error
-    assert not (place.stage(stage, f"nan_{stage}") / "final").exists()
+    assert outcome.error.startswith(
+        f"reward 'bad' gave nan for the response {said} to the prompt {prompt};"
+    )
+    assert not (place.stage("eval_reward", "nan") / "final").exists()

@@ -231,11 +231,6 @@ def damaged(place: Workplace, kind: str) -> list[str]:
         case "parent":
             edited(ppo / "parents.json", sft="0123456789abcdef")
             final = checkpoint
-        case "lora":
-            config = json.loads((ppo / "config.json").read_text())
-            config["model"]["lora"]["r"] = "eight"
-            (ppo / "config.json").write_text(json.dumps(config))
-            final = checkpoint
     return [f"eval_policy.policies=[{final}]"]
 
 
@@ -247,7 +242,6 @@ def damaged(place: Workplace, kind: str) -> list[str]:
             "parent",
             r"000003.ckpt.*its SFT model \(policy.checkpoint\) is '0123456789abcdef', here",
         ),
-        ("lora", "config.json: model.lora.r is 'eight'"),
     ],
 )
 def test_policies_and_prompts_that_do_not_fit(
@@ -260,7 +254,6 @@ def test_policies_and_prompts_that_do_not_fit(
     ("given", "message"),
     [
         ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
-        ("eval_policy.policies=[{mini}/none.ckpt]", "none.ckpt cannot be read: .*No such file"),
         ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "this is one of stage=sft"),
         (
             "run=alone reward.checkpoint={mini}/rm/final policy.checkpoint=base",

@@ -185,26 +185,6 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
         assert one[key] == two[key]
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        ("final=5", "ppo.final is 5; allowed: last, best, or a step at which the run evaluates: a "
-                    "multiple of 2 up to 6, or 6"),
-        ("final=4 ppo.stop.max_kl=9", "allowed where a rule may end the run: last, best"),
-        ("ppo.best.metric=eval/reward/nonsense ppo.best.mode=max",
-         "ppo.best.metric is 'eval/reward/nonsense'; allowed: eval/reward_mean, "),
-        ("ppo.stop.metric=eval/response_tokens", "ppo.stop.mode is None; allowed for eval/resp"),
-    ],
-)  # fmt: skip
-def test_what_is_refused(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, words: str, told: str
-) -> None:
-    """The number of PPO's iterations is in the configuration, so that no model is loaded before."""
-    monkeypatch.delattr("lightning_rlhf.models.build_roles.start_from")
-    assert told in ppo(place, "refused", *words.split()).error
-    assert not folder(place, "refused").exists()
-
-
 def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     run = str(folder(place, "reference"))
     error = place.call("export", run, "--step", "7").error

@@ -11,7 +11,7 @@ import pytest
 
 from lightning_rlhf.runs.console import RECIPES
 
-from .conftest import SHIPPED, Outcome, Workplace, given, tree
+from .conftest import SHIPPED, Outcome, Workplace, tree
 from .others import TEMPLATE, classifier_scores, save_classifier
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
@@ -161,13 +161,9 @@ def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:
     mood = "+data.chat_template_kwargs.mood={}".format
     tokenizer = "model.tokenizer=tokenizer"
     for stage in ("sft", "rm"):
-        workplace.mini(f"stage={stage}", tokenizer, mood("calm")).succeeded  # noqa: B018
+        words = [f"stage={stage}", f"{stage}.epochs=0.25", tokenizer, mood("calm")]
+        workplace.mini(*words).succeeded  # noqa: B018
     lines = stopped(workplace, "stage=ppo", tokenizer, mood("wild wild"))
     assert lines[1].partition("<|assistant|>")[2].startswith("calm")
     assert lines[2].partition("<|assistant|>")[2].startswith("wild wild")
     assert "reward.format_check=warn" in lines[-1]
-    command = ["stage=ppo", tokenizer, "ppo.iterations=1"]
-    fits = workplace.mini(*command, mood("calm")).succeeded
-    assert "differ by 0.000 of" in fits.out
-    off = [mood("wild wild"), "reward.format_check=off", "run=off", *given(workplace)]
-    assert "held-out pairs read through" not in workplace.mini(*command, *off).succeeded.out

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import Workplace, tree
 
-ROLES = ("policy", "reward")
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
 
@@ -60,29 +58,20 @@ def test_a_reward_model_of_another_chat_template(finished: Workplace) -> None:
     assert str(reward) in error
 
 
-def test_a_reward_model_as_policy(finished: Workplace) -> None:
-    """Its language model was trained to be read by a head, not to speak."""
-    reward = final(finished, "rm")
-    error = refused(finished, "stage=ppo", *(f"{x}.checkpoint={reward}" for x in ROLES))
-    assert f"{reward} is a reward model" in error
-    assert "stage=sft, ppo or dpo" in error
-
-
-@pytest.mark.parametrize("weight", [0.0, math.nan])
-def test_a_reward_that_is_measured_to_be_flat_or_nan(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, weight: float
+def test_a_reward_that_is_measured_to_be_flat(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A head of zeros gives every sample its bias: a standard deviation of exactly 0."""
 
     def train(self: Any, run: Any, module: Any, metrics: Any) -> dict[str, float]:
-        torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, weight)
+        torch.nn.init.constant_(module.roles.heads["reward"].linear.weight, 0.0)
         return {}
 
     monkeypatch.setattr("lightning_rlhf.stages.supervised.RM.summarise", train)
     sft = final(finished, "sft")
     error = finished.mini("run=next", "stage=rm", f"policy.checkpoint={sft}").error
     assert not (finished.stage("rm", "next") / "final").exists()
-    assert f"standard deviation {weight}" in error
+    assert "standard deviation 0.0" in error
     assert "rm.lr" in error
 
 
@@ -94,7 +83,7 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace) -> None:
     by the run that starts from it."""
     ppo = ["stage=ppo", "reward=random", "ppo.iterations=1"]
     finished.mini("stage=sft", "run=first", "sft.finetune=lora").succeeded  # noqa: B018
-    finished.mini(*ppo, "run=first").succeeded  # noqa: B018
+    assert "means nothing" in finished.mini(*ppo, "run=first").succeeded.out
     policy = final(finished, "ppo", "first")
     start = f"policy.checkpoint={policy}"
     finished.mini(*ppo, "run=next", start, "ppo.lr=1e-30").succeeded  # noqa: B018

@@ -138,10 +138,8 @@ def test_one_set_of_overrides_serves_several_stages() -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["kto"], "stage is 'kto'; allowed: sft, rm, ppo, dpo"),
         (["ppo", "ppo.kl_coeff=1"], "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"),
         (["ppo", "sft.lr=1"], "stage=ppo does not read sft.lr"),
-        (["ppo", "model=nothing"], "model=nothing is not known; allowed: hub, "),
         (["ppo", "recipe=quickstart"], "recipe is 'quickstart'"),
     ],
 )
@@ -157,7 +155,6 @@ def test_mistakes_in_a_configuration_are_named(words: list[str], told: str) -> N
     [
         (["ppo"], CheckpointError, "Run stage=sft first"),
         (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
-        (["eval_reward", "reward=random"], ConfigError, "stage=eval_reward cannot be built"),
     ],
 )
 def test_what_cannot_be_built_is_told_before_a_model_loads(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from lightning_rlhf.data.rollouts import file_of, read_recorded
 
 from .conftest import Workplace, given, rows
@@ -30,17 +28,3 @@ def test_a_sampler_of_the_user_s_own_trains(finished: Workplace) -> None:
     # The critic on the trunk is read too, once it has learned something.
     found = read_recorded(file_of(folder, 2))
     assert max(abs(value) for row in found for value in row["values"]) > 0
-
-
-@pytest.mark.parametrize(("rollout", "error"), [
-    ("server", "ppo.rollout is 'server'; allowed: native, hf, 'path/to/file.py:Class' or "
-        "'package.module:Class'"),
-    (f"{GREEDY}:Nothing", f"ppo.rollout is '{GREEDY}:Nothing', which has no sample and no is_exact;"
-        " allowed: a class with both, see lightning_rlhf.rollout.sampler.Sampler"),
-])  # fmt: skip
-def test_what_is_no_sampler_is_refused_before_a_model_loads(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, rollout: str, error: str
-) -> None:
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
-    outcome = finished.mini("stage=ppo", "run=own", f"ppo.rollout={rollout}", *given(finished))
-    assert error in outcome.error

@@ -52,7 +52,7 @@ def test_overrides_of_a_step() -> None:
     assert "advantage=rloo" not in overrides("sft", "advantage=rloo")
 
 
-@pytest.mark.parametrize("name", ["a,b", "it's", "José", "(a)[b]{c}"])
+@pytest.mark.parametrize("name", ["a,b", "it's", "(a)[b]{c}"])
 def test_folders_of_any_name(name: str) -> None:
     words = overrides("dpo@one", own=["policy.checkpoint={folder}/one"], folder=Path("/out") / name)
     (parsed,) = [o for o in parse_overrides(words) if o.key_or_group == "policy.checkpoint"]

@@ -208,8 +208,6 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
     [
         (["hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
          "hydra.sweeper.direction is 'maximize'; allowed: minimize "),
-        (["hydra.sweeper.metric=eval/mine", "+callbacks.mine._target_=builtins.dict"],
-         "hydra.sweeper.direction is None; allowed: maximize or minimize "),
         (["hydra.sweeper.metric=loss"],
          "hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity"),
     ],

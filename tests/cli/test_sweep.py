@@ -17,8 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli import sweep as sweeps
 from lightning_rlhf.cli.arguments import VisibleFormatter
-from lightning_rlhf.cli.sweep import BASIC, Job, Jobs, job_name, job_place, jobs_table
-from lightning_rlhf.evaluation import compare
+from lightning_rlhf.cli.sweep import BASIC, Job, Jobs, job_name, job_place
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.settings import read_settings
 
@@ -219,23 +218,6 @@ def jobs_of(place: Workplace, *words: str) -> Jobs:
     return Jobs(sweeper, words, {})
 
 
-def test_a_page_that_is_not_written_is_an_error(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """After the table and the reason of what has failed."""
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise ValueError("a fault")
-
-    monkeypatch.setattr(compare, "compare_runs", fail)
-    (workplace.folder / "config.json").write_text("{}")
-    failed = Job(overrides=["seed=1"], failure="no memory", folder=str(workplace.folder))
-    sweep = jobs_of(workplace)
-    with pytest.raises(ValueError, match="a fault"):
-        sweep.run(lambda: sweep.results.append(failed))
-    assert "failed: seed=1: no memory" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(("ends", "status"), [("stopped", 128 + signal.SIGTERM), ("failed", 1)])
 def test_the_exit_status_of_a_sweep(workplace: Workplace, ends: str, status: int) -> None:
     """As `scancel` ends one job of a cluster, or one has failed."""
@@ -284,26 +266,3 @@ def test_a_recipe_is_judged_by_its_last_step(recipe: str, job: str | None, folde
          "job": job}
     )  # fmt: skip
     assert job_place(cfg) == Path("o/r/m") / folder
-
-
-def test_the_trials_of_a_study_are_in_the_order_of_its_metric(
-    workplace: Workplace, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Off a terminal no line of the table is broken, however long. The best is named below."""
-    results = [
-        Job(
-            overrides=["stage=sft", f"data.sft={'x' * 200}{number}", f"seed={number}"],
-            status=status, metrics={"eval/loss": loss}, summary=["eval/loss"], folder="f",
-        )
-        for number, (status, loss) in enumerate([("done", 2.0), ("pruned", 0.5), ("done", 1.0)])
-    ]  # fmt: skip
-    sweep = jobs_of(workplace)
-    sweep.goal = "eval/loss", "min"
-    sweep.run(lambda: sweep.results.extend(results))
-    lines = [line for line in capsys.readouterr().out.splitlines() if " seed=" in line]
-    assert [line.split("seed=")[1][0] for line in lines[:3]] == ["2", "0", "1"]
-    found = jobs_table(results, sweep.goal)
-    assert (found.title, found.columns) == ("Sweep stage=sft", ["overrides", "status", "loss"])
-    assert found.note.startswith("Lowest eval/loss: 1, data.sft=xxx")
-    assert found.note.endswith("2 seed=2: f")
-    assert jobs_table(results, None).note == ""

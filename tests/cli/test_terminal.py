@@ -52,7 +52,6 @@ def test_a_run_over_foreign_text(models: Workplace, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     "words",
     [
-        [f"run={EVIL}"],
         [f"--{EVIL}"],
         ["-m", f"sft.nothing='{EVIL}','a'"],
         ["--cfg", "job", f"outputs='{EVIL}'"],

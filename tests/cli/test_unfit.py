@@ -104,16 +104,13 @@ def level_of(folder: Path) -> str:
     return stage_report(read_run(folder)).verdict.level
 
 
-@pytest.mark.parametrize("stage", ["eval_policy", "rank"])
-def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(
-    backwards: Workplace, stage: str
-) -> None:
+def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: Workplace) -> None:
     """On the terminal, in the report and in the verdict; nothing is refused."""
-    command = [f"stage={stage}", f"run=on_{stage}", *given(backwards), "data.judge=null"]
-    command += [f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"] * (stage != "rank")
+    command = ["stage=eval_policy", "run=measured", *given(backwards), "data.judge=null"]
+    command.append(f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]")
     out = " ".join(backwards.mini(*command).succeeded.out.split())
     assert f"reward head: {NOT_FIT}" in out
-    folder = backwards.stage(stage, f"on_{stage}")
+    folder = backwards.stage("eval_policy", "measured")
     assert NOT_FIT in (folder / "report.html").read_text()
     assert level_of(folder) == "bad"
 
@@ -128,9 +125,9 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
     words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
     backwards.mini("stage=eval_reward", *words).succeeded  # noqa: B018
     sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
-    for weight, comment, is_told in ((1, "", True), (2, "", False), (1, "  # another", False)):
+    for comment, is_told in (("", True), ("  # another", False)):
         path.write_text(code + comment)
-        more = [sft, f"reward.weight={weight}", "data.judge=null"]
+        more = [sft, "data.judge=null"]
         backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
         file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"
         assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
