@@ -13,7 +13,7 @@ import torch
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.modules.ppo import PPOModule
 
-from .conftest import Workplace, given, rows, weights
+from .conftest import Workplace, given, rows, tree, weights
 
 VARIANTS = {
     "adapter": ["ppo.critic=adapter", "ppo.critic_init=reward", "ppo.critic_warmup=1",

@@ -26,7 +26,6 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import score
 from lightning_rlhf.stages.preflight import at_most, of_models, relative, trainable
-from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
 
 from .conftest import (
     VOCABULARY,
