@@ -88,7 +88,13 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    given, unknown = parser.parse_known_intermixed_args(words)
+    # --info has an optional value, and the parser would take an override for it.
+    given, unknown = parser.parse_known_intermixed_args(
+        [
+            "--info=all" if word in ("--info", "-i") and "=" in after else word
+            for word, after in zip(words, [*words[1:], ""], strict=True)
+        ]
+    )
     if unknown:
         refuse(f"{unknown[0]} is no option")
     return given

@@ -24,7 +24,14 @@ from transformers import DynamicCache
 
 from lightning_rlhf.cli.arguments import Options, parse_command
 from lightning_rlhf.cli.commands import checked_final
-from lightning_rlhf.core.errors import CheckpointError, LogitsError, RLHFError, counted, require
+from lightning_rlhf.core.errors import (
+    CheckpointError,
+    LogitsError,
+    RLHFError,
+    StorageError,
+    counted,
+    require,
+)
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
@@ -244,15 +251,20 @@ class Conversation:
     def save(self, file: Path, kind: Kind) -> None:
         """Write each model's dialogue as a row of data, with the numbers of its replies.
 
-        Raises StorageError, or OSError, where the file cannot be written.
+        Raises StorageError where the file cannot be written.
         """
-        make_folder(file.parent)
-        with written_whole(file, kind=kind) as path, path.open("w", encoding="utf-8") as out:
-            for one in self.speakers:
-                messages = [message.as_dict() for message in self.messages(one)]
-                numbers = {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
-                row = {"model": one.name, "messages": messages, **numbers}
-                out.write(json.dumps(row, ensure_ascii=False) + "\n")
+        rows = []
+        for one in self.speakers:
+            messages = [message.as_dict() for message in self.messages(one)]
+            numbers = {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
+            row = {"model": one.name, "messages": messages, **numbers}
+            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+        try:
+            make_folder(file.parent)
+            with written_whole(file, kind=kind) as path:
+                path.write_text("".join(rows), encoding="utf-8")
+        except OSError as error:
+            raise StorageError(f"{file} cannot be written: {error}") from error
         print_line(f"saved: {file}")
 
 
@@ -300,8 +312,14 @@ def opened(arguments: Sequence[str]) -> Conversation:
             temperature=trained[-1][0] if given.temperature is None else given.temperature,
             max_tokens=given.max_tokens or max(most for _, most in trained),
             generator=torch.Generator().manual_seed(given.seed),
-            system=given.system,
+            system=None if given.system is None else clean(given.system),
         )
+
+
+def clean(text: str) -> str:
+    """Return `text` with U+FFFD for what is no UTF-8, and for NUL, which no file name has."""
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text.replace("\0", UNFINISHED)
 
 
 def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
@@ -319,7 +337,7 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
 
     try:
         for line in lines:
-            word, _, rest = (text := line.strip()).partition(" ")
+            word, _, rest = (text := clean(line).strip()).partition(" ")
             rest = rest.strip()
             try:
                 match word:
@@ -351,7 +369,7 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
                         get_console().print(last_turn(speakers))
             except KeyboardInterrupt:
                 print_line("stopped; the turn is not kept")
-            except (RLHFError, OSError) as error:
+            except RLHFError as error:
                 print_line(str(error), "red")
     except (EOFError, KeyboardInterrupt):
         print()

@@ -222,7 +222,7 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     manifest, here = final.manifest, final.path.resolve()
     assert manifest is not None
     require(out is not None or os.path.isdir(source), "--out", None, "a folder, for a hub id")
-    out = out or final.path.parent / f"{here.name}_merged"
+    out = out or here.parent / f"{here.name}_merged"
     require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
     quiet_libraries()
     trained, template_kwargs = trained_as(final)
@@ -258,7 +258,7 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
         out, roles, head or POLICY, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
         f"{manifest.stage}, merged", "prompts" if stage is None else stage.data, head=head,
         license=license_of(final.path), below=build_roles.fingerprint(final, "below"), dtype=stored,
-        run=final.path.parent if here.name == folders.FINAL else None,
+        run=here.parent if here.name == folders.FINAL else None,
     )  # fmt: skip
     print_line(f"merged, {dtype}: {out}")
 

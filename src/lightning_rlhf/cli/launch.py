@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
-from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError
+from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
@@ -34,6 +34,8 @@ PR_SET_PDEATHSIG = 1
 """Option of Linux's prctl: signal to send to a process when its parent ends."""
 HERE = "127.0.0.1"
 """Address at which the processes meet: the look-up of a name, such as localhost, may fail."""
+MEET_S = 30
+"""Seconds after which an attempt to meet has failed; the launcher makes two."""
 SHUTDOWN_S = 3600
 """Seconds after a signal in which the processes finish their step and write a checkpoint."""
 
@@ -73,12 +75,13 @@ def run_command(
     Raises Stopped afterwards if a signal came.
     """
     received: list[int] = []
+    early: list[int] = []  # that came before there was a process
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
         received.append(signum)
-        if process is not None:
-            process.send_signal(signal.SIGTERM if signum == signal.SIGUSR2 else signum)
+        passed = signal.SIGTERM if signum == signal.SIGUSR2 else signum
+        early.append(passed) if process is None else process.send_signal(passed)
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)
@@ -89,8 +92,8 @@ def run_command(
             command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
             preexec_fn=partial(end_with, os.getpid()), stdout=output, stderr=output,
         )  # fmt: skip
-        for signum in received[:]:  # that came before there was a process
-            pass_on(signum)
+        for signum in early:
+            process.send_signal(signum)
         while (status := process.poll()) is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(None if stopped_by is None else 1)
@@ -167,10 +170,13 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     An exit status below 0 is a signal's number.
     said: message to print at the first signal, with a place for its name.
 
-    Raises Stopped where a signal came to this process, after the processes have ended.
+    Raises: Stopped where a signal came to this process, after the processes have ended, and
+        RLHFError where they do not meet.
     """
+    from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     stop = Stop(said)
@@ -184,6 +190,7 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=0,
+        rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
         shutdown_timeout=SHUTDOWN_S, signals_to_handle="SIGHUP,SIGQUIT",
     )  # fmt: skip
     heard = [number for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
@@ -195,6 +202,11 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
         elastic_launch(config, sys.executable)(*command)
     except ChildFailedError as error:
         return dict(error.failures)
+    except (RendezvousError, DistError) as error:
+        raise RLHFError(
+            f"the processes of the run do not meet at {HERE} ({first_line(error)}); allowed: a "
+            "machine on which a program can connect to that address, or trainer.devices=1"
+        ) from error
     except SignalException as error:
         raise Stopped(error.sigval) from error
     finally:

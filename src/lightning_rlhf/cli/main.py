@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import pkgutil
+import re
 import shlex
 import signal
 import sys
@@ -65,10 +66,16 @@ def main() -> None:
         return
     try:
         if first in arguments.COMMANDS:
+            # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
+            home = os.path.expanduser("~")
+            rest = [
+                re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: (x[1] or "") + home, w)
+                for w in words[1:]
+            ]
+            function = f"{arguments.COMMANDS[first]}:{first.replace('-', '_')}"
             # What the folders that it reads name is not run.
             with code_of_command(), full_disk_told():
-                function = f"{arguments.COMMANDS[first]}:{first.replace('-', '_')}"
-                pkgutil.resolve_name(f"lightning_rlhf.cli.{function}")(words[1:])
+                pkgutil.resolve_name(f"lightning_rlhf.cli.{function}")(rest)
             return
         register_resolvers()
         os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself

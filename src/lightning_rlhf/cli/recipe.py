@@ -112,6 +112,8 @@ class Recipe:
     def __post_init__(self) -> None:
         rule(bool(self.stages) != bool(self.program), "stages", self.stages,
              "at least one stage, or a program in their place")  # fmt: skip
+        rule(len({*self.stages}) == len(self.stages), "stages", list(self.stages),
+             "each step once; STAGE@JOB repeats a stage")  # fmt: skip
         named = {"steps": self.steps, "promises": [promise.stage for promise in self.promises]}
         for key, step in ((key, step) for key, steps in named.items() for step in steps):
             rule(step in self.stages, key, step, ", ".join(self.stages))
@@ -179,8 +181,12 @@ def step_overrides(
     free = [word for word in own if FOLDER not in word]
     tied = [word.partition("=") for word in own if FOLDER in word]
     named = [f"{key}={override_value(x.replace(FOLDER, str(folder)))}" for key, _, x in tied]
-    words = {key_of(word): word for word in (*recipe.overrides, *free, *given, *named)}
-    parsed = parse_overrides(word for key, word in words.items() if key not in OWN)
+    words: list[str] = []
+    for more in (recipe.overrides, free, given, named):
+        keys = {*OWN, *map(key_of, more)}
+        words = [word for word in words if key_of(word) not in keys]
+        words += [word for word in more if key_of(word) not in OWN]
+    parsed = parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
     name = "/".join(str(part) for part in (job, inner) if part)
     return (f"stage={stage}", *kept, *([f"job={override_value(name)}"] if name else []))
@@ -197,7 +203,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
 
     Raises RLHFError where a stage fails or a promise is broken.
     """
-    stages, folder = settings_of(recipe, given, cfg.job)
+    job = None if cfg.job is None else str(cfg.job)
+    stages, folder = settings_of(recipe, given, job)
     if (nodes := max(settings.trainer.num_nodes for settings in stages.values())) > 1:
         raise ConfigError(
             f"trainer.num_nodes is {nodes}, but a recipe runs its stages on this machine alone; "
@@ -209,14 +216,14 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
-    words = {step: step_overrides(recipe, step, given, cfg.job, folder) for step in stages}
+    words = {step: step_overrides(recipe, step, given, job, folder) for step in stages}
     with resume.held(first, folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.evaluation import compare
 
     results = summarise(stages)
-    if cfg.job is None:
+    if job is None:
         options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *words[last][1:]])
         for line in recipe.next:
             line = line.replace("python train.py", program_name())
@@ -366,7 +373,8 @@ def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[s
             raise ConfigError(
                 f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
             )
-    (stages, _), (written, _) = (settings_of(recipe, words, cfg.job) for words in (given, ()))
+    job = None if cfg.job is None else str(cfg.job)
+    (stages, _), (written, _) = (settings_of(recipe, words, job) for words in (given, ()))
     settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)

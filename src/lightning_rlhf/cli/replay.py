@@ -47,6 +47,7 @@ def replay(arguments: Sequence[str]) -> None:
     """
     given = parse_command(replay, arguments, OPTIONS)
     check_value("--responses", given.responses, PositiveInt)
+    check_value("--iteration", given.iteration, PositiveInt | None)
     folder, recorded = Path(given.run), recorded_iterations(Path(given.run))
     iteration = given.iteration or max(recorded, default=0)
     if iteration not in recorded:

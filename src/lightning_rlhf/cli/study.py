@@ -1,7 +1,9 @@
 """A sweep as a study of Optuna: its trials, their jobs, and how a run reports to its trial."""
 
 import json
+import math
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -11,7 +13,7 @@ from typing import Annotated, Any, Literal
 
 import optuna
 from filelock import Timeout
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, Sweep
 from hydra.utils import instantiate
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
@@ -105,11 +107,16 @@ def space_of(override: Override) -> distributions.BaseDistribution:
     Raises ConfigError where Optuna refuses it, or for a tag that nothing reads.
     """
     value: Any = override.value()
+    line = str(override.input_line).partition("=")[2]
     try:
-        if not isinstance(value, IntervalSweep):
+        is_range = isinstance(value, IntervalSweep)
+        if isinstance(value, Sweep) and value.tags - ({"log"} if is_range else set()):
+            raise ValueError("a tag that nothing reads")
+        if not is_range:
             return distributions.CategoricalDistribution([*override.sweep_string_iterator()])
-        if not value.tags <= {"log"}:
-            raise ValueError("a tag other than log")
+        is_cut = isinstance(value.start, int) and re.search(r"\d\.|\.\d|\d[eE]", line)
+        if is_cut or not -math.inf < value.start <= value.end < math.inf:
+            raise ValueError("no such range")
         kind: Any = distributions.FloatDistribution
         if isinstance(value.start, int):
             kind = distributions.IntDistribution
@@ -182,8 +189,8 @@ class Trials:
         lock: a file beside that of the study, for a database in the folder of the sweep.
         """
         place = self.sweep.folder / "database" if self.is_database else Path(self.place)
-        name = job_name([f"{place.name}={self.config.study_name}"], None)  # which a file may have
-        file = place.with_name(f".{name}.lock")
+        name = job_name([f"study={self.config.study_name}"], None)  # which a file may have
+        file = place.with_name(f".{place.name}.{name}.lock")
         try:
             with locked(file):
                 self.run_trials()

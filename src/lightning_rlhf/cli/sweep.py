@@ -84,18 +84,22 @@ class Job:
 def set_name(cfg: DictConfig, overrides: Sequence[str], varied: Collection[str]) -> None:
     """Set `job`, the name of the folder of a sweep's job: the values that vary.
 
-    It holds all values where none varies, or where that folder has a run of another configuration.
+    It holds all values where none varies, where the folder of that name has a run, or where that of
+    the short name has a run of another configuration.
+
     overrides: overrides of the job; varied: keys in which the jobs of the sweep differ.
     """
     whole = job_name(overrides, None)
     with open_dict(cfg), suppress(RLHFError, OmegaConfBaseException):  # the job itself reports it
-        for name in (job_name(overrides, varied) or whole, whole):
-            cfg.job = name
-            settings = read_settings(cfg)
-            file = folders.folder_of(settings) / folders.CONFIG
-            is_free = cfg.overwrite or not file.is_file()
-            if is_free or not folders.changes(settings.definition, settings.tree, file):
-                return
+        cfg.job = whole
+        if (folders.folder_of(read_settings(cfg)) / folders.CONFIG).is_file():
+            return
+        cfg.job = job_name(overrides, varied) or whole
+        settings = read_settings(cfg)
+        file = folders.folder_of(settings) / folders.CONFIG
+        is_there = file.is_file() and not cfg.overwrite
+        if is_there and folders.changes(settings.definition, settings.tree, file):
+            cfg.job = whole
 
 
 def job_name(overrides: Sequence[str], varied: Collection[str] | None) -> str | None:
@@ -293,7 +297,8 @@ class Jobs:
             try:
                 launch_all()
             except Exception:
-                self.show()
+                with suppress(RLHFError):  # of the page, which must not replace this one
+                    self.show()
                 raise
             if status := self.show():
                 sys.exit(status)
@@ -322,8 +327,12 @@ class Jobs:
             stopped = signal.SIGTERM  # a signal to that job alone
         if stopped is not None:
             print_line("stopped; the same command goes on")
-        self.write_page(stage, table)
-        return int(bool(failed)) if stopped is None else 128 + stopped
+        if stopped is None:
+            self.write_page(stage, table)
+            return int(bool(failed))
+        with suppress(RLHFError):
+            self.write_page(stage, table)
+        return 128 + stopped
 
     def write_page(self, stage: str, table: Table) -> None:
         """Write the page that compares the runs of a stage, if there are any."""

@@ -39,8 +39,8 @@ def described(words: str) -> FieldInfo:
     return Field(description=words)  # type: ignore[no-any-return]
 
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=MOST)]
 """Number of things that are held in memory at once."""
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
@@ -70,7 +70,7 @@ def build(cls: type[T], node: Any, key: str) -> T:
     A field that is another validated dataclass, or a tuple of them, is built of the section in it.
 
     Raises ConfigError naming the key, what was found and what is allowed: for the first refused
-    key, unknown ones before others; the other keys are named.
+    key, those of a section in it before all, then unknown ones; the other keys are named.
     """
     if isinstance(node, cls):
         return node
@@ -160,6 +160,6 @@ def allowed(hint: Any) -> str:
         return "true, false" if kind is bool else str(getattr(kind, "__name__", kind))
     bounds = [b for n in notes for b in (n.metadata if isinstance(n, FieldInfo) else [n])]
     limits = [(sign, getattr(bound, name)) for bound in bounds for name, sign in _SIGNS.items()
-              if hasattr(bound, name)]  # fmt: skip
+              if hasattr(bound, name) and getattr(bound, name) != LARGEST]  # fmt: skip
     named = (f"{sign} {x:g}" if isinstance(x, float) else f"{sign} {x}" for sign, x in limits)
     return " and ".join(["a whole number" if kind is int else "a number", *named])

@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -348,7 +348,8 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
         return {}
     if checkpoint.json_object(functions) != code_of(settings):
         return {}
-    judgement = checkpoint.json_object(report).get("judgement")
+    if (judgement := checkpoint.json_object(report).get("judgement")) is None:
+        return {}
     return {name: build(checkpoint.Verdict, judgement, f"{report}: judgement")}
 
 
@@ -366,7 +367,9 @@ def code_of(settings: stage.Settings) -> dict[str, str]:
 
 def file_of_module(name: str) -> Path | None:
     """Return the file of a module, of which no package is imported; None where there is none."""
-    stem = Path(*name.split("."))
-    tails = (stem / "__init__.py", stem.with_suffix(".py"))
-    files = (Path(folder, tail) for folder in sys.path for tail in tails)
-    return next(filter(Path.is_file, files), None)
+    parts, places, spec = name.split("."), None, None
+    for k in range(len(parts)):
+        if (spec := PathFinder.find_spec(".".join(parts[: k + 1]), places)) is None:
+            return None
+        places = spec.submodule_search_locations
+    return None if spec is None or spec.origin is None else Path(spec.origin)

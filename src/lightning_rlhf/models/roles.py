@@ -266,7 +266,7 @@ class Roles(nn.Module):
                     self.model.add_adapter(role, config)
                 else:
                     self.model = PeftModel(self.model, config, adapter_name=role)
-        except (ValueError, re.error) as error:
+        except (ValueError, re.error, RecursionError, OverflowError) as error:
             raise CheckpointError(
                 f"model.lora.target_modules={targets}: {first_line(error)}"
             ) from error

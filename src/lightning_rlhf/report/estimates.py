@@ -77,8 +77,8 @@ def resampled_means(
     sums, rows = (np.bincount(cell, x, n_clusters * n_groups).reshape(size)
                   for x in (values, np.ones(len(values))))  # fmt: skip
     kinds, copies = np.unique(np.hstack([sums, rows]), axis=0, return_counts=True)
-    draws = np.random.default_rng(seed).multinomial(n_clusters, copies / n_clusters, RESAMPLES)
-    totals = np.stack([draw @ kinds for draw in draws])
+    generator, shares = np.random.default_rng(seed), copies / n_clusters
+    totals = np.stack([generator.multinomial(n_clusters, shares) @ kinds for _ in range(RESAMPLES)])
     with np.errstate(invalid="ignore"):
         return totals[:, :n_groups] / totals[:, n_groups:]
 

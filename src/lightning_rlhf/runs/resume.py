@@ -93,7 +93,7 @@ def decide(settings: Settings) -> Start | None:
     folders.check_writable("outputs", settings.outputs, folder)
     if os.path.lexists(final) and not final.is_dir():
         raise CheckpointError(f"{final} is no folder, in the place of that of a run. Move it away")
-    is_new = folders.is_unbegun(folder) and resume in (False, AUTO)
+    is_new = not settings.overwrite and resume in (False, AUTO) and folders.is_unbegun(folder)
     if is_new or not resume:
         folders.refuse_foreign_files(folder)
     if settings.overwrite:

@@ -163,7 +163,8 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     model, names = section(tree, "model", "name"), stages.stage_names(tree)
     for key, name in {"run": tree["run"], "model.name": model["name"], "job": tree["job"]}.items():
         if key != "job" or name is not None:
-            text = "" if isinstance(name, bool | float) else str(name)
+            is_text = isinstance(name, str | int) and not isinstance(name, bool)
+            text = str(name) if is_text else ""
             is_name = re.fullmatch(NAME, text) is not None and text.isprintable()
             fits = is_name and len(text.encode()) <= 255
             require(fits, key, name, FOLDER_NAME.format(key=key))
