@@ -232,12 +232,10 @@ def ppo_terms(
             ratio = torch.exp(policy.logprobs - old_logprobs)
             policy_clipped = ((ratio < low) | (ratio > high)).float()
     if values is not None:
-        old_values, clip_range_vf = pick(batch.old_values), config.clip_range_vf
-        value_losses = value_loss(
-            values, old_values, pick(batch.returns), clip_range_vf=clip_range_vf
-        )
+        old_values, bound = pick(batch.old_values), config.clip_range_vf
+        value_losses = value_loss(values, old_values, pick(batch.returns), clip_range_vf=bound)
         loss = loss + config.vf_coef * value_losses
-        limit = math.inf if clip_range_vf is None else clip_range_vf
+        limit = math.inf if bound is None else bound
         value_clipped = ((values - old_values).abs() > limit).float()
     return records.PPOTerms(
         loss=(weight * loss).sum(),
