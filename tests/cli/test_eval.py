@@ -144,7 +144,7 @@ def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
 def test_what_is_no_number_stops_it_and_names_whose(place: Workplace) -> None:
     """Among the held-out pairs is the response that `broken` breaks at."""
     outcome = place.mini(
-        "stage=eval_reward", "run=nan", given(place)[0], "reward=sum",
+        "stage=eval_reward", "run=broken", given(place)[0], "reward=sum",
         "+reward@reward.components.good=random", "+reward@reward.components.bad=function",
         "reward.components.bad.path=rules.py:broken",
     )  # fmt: skip
@@ -153,4 +153,4 @@ def test_what_is_no_number_stops_it_and_names_whose(place: Workplace) -> None:
     assert outcome.error.startswith(
         f"reward 'bad' gave nan for the response {said} to the prompt {prompt};"
     )
-    assert not (place.stage("eval_reward", "nan") / "final").exists()
+    assert not (place.stage("eval_reward", "broken") / "final").exists()
