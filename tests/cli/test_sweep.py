@@ -83,12 +83,13 @@ def test_called_again_it_runs_what_is_not_finished(
     place = Workplace(tmp_path / "clean")
     cut, whole = (job_folder(place, kl_coef=value) for value in (0.02, 0.5))
     before, files = weights(cut), tree(whole)
+    there = {path.name for path in place.folder.iterdir()}
     shutil.rmtree(cut / "final")
     outcome = place.sweep(*SWEPT, "ppo.kl_coef=0.02,0.5,0.1", "resume=true").succeeded
     assert table(outcome.out).count(" done ") == 3
     assert weights(cut) == before
     assert tree(whole) == files
-    assert {path.name for path in place.folder.iterdir()} == {"README.md", "data", "outputs"}
+    assert {path.name for path in place.folder.iterdir()} == there
     final = [place.stage(stage) / "final" for stage in ("sft", "rm")]
     parents = [f"policy.checkpoint={final[0]}", f"reward.checkpoint={final[1]}"]
     place.mini(*SWEPT, "ppo.kl_coef=0.1", "run=single", *parents).succeeded  # noqa: B018
@@ -98,7 +99,7 @@ def test_called_again_it_runs_what_is_not_finished(
 def test_a_value_that_is_refused_ends_the_sweep_before_its_first_job(finished: Workplace) -> None:
     before = tree(finished.outputs / "default" / "mini")
     error = finished.sweep("stage=ppo", "ppo.iterations=1", "ppo.minibatch_size=8,7").error
-    assert "ppo.rollout_batch_size is 8, which ppo.minibatch_size = 7" in error
+    assert "ppo.minibatch_size is 7; allowed: 1, 2, 4, 8" in error
     assert "the sweep has no job" in finished.sweep("stage=sft", "seed=range(5,1)").error
     assert tree(finished.outputs / "default" / "mini") == before
 

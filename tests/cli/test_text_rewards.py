@@ -109,7 +109,7 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
         assert server.stdout is not None
         try:
             line = next(line for line in server.stdout if "reward.url=" in line)
-            url = line.partition("reward.url=")[2].partition(";")[0]
+            url = line.partition('reward.url="')[2].partition('"')[0]
             assert url.startswith("http://127.0.0.1:"), line
             ppo(judged, "served", "reward=http", f"reward.url={url}")
         finally:

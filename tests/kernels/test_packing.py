@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from lightning_rlhf.kernels import decoder
+from lightning_rlhf.kernels import decoder, layers
 from lightning_rlhf.kernels.decoder import Packing, gather_rows, scatter_rows
 from lightning_rlhf.kernels.layers import rounded_up
 from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
@@ -89,8 +89,8 @@ def test_numbers_of_positions_are_multiples_wherever_so_many_are_there(
     mask[:, :25] = torch.arange(16 * 25).view(16, 25) % 400 < wanted
     found = Packing.of(mask, few_shapes=True)
     computed = torch.arange(mask.numel()) if found.real is None else found.real
-    assert len(found.wanted) == min(rounded_up(wanted, decoder.ROWS), len(computed))
-    assert found.real is None or len(found.real) % decoder.ROWS == 0
+    assert len(found.wanted) == min(rounded_up(wanted, layers.ROWS), len(computed))
+    assert found.real is None or len(found.real) % layers.ROWS == 0
     assert torch.equal(found.wanted[: found.count], mask.flatten().nonzero().squeeze(1))
     assert torch.equal(computed[found.wanted_real], found.wanted)
 

@@ -174,13 +174,14 @@ import logging
 import time
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does
 from lightning_rlhf.cli import commands
+from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.rewards import server
 server.STOP_S = 1
 def score(prompts, responses, columns):
     if responses == ["stay"]:
         time.sleep(1000)
     return [1.0] * len(responses)
-commands.text_scorer = lambda final, overrides: score
+build_rewards.text_scorer = lambda final, overrides: score
 commands.serve_reward(["final", "--port", "0"])
 """
 
