@@ -92,7 +92,7 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
     given, unknown = parser.parse_known_intermixed_args(
         [
             "--info=all" if word in ("--info", "-i") and "=" in after else word
-            for word, after in zip(words, [*words[1:], ""], strict=True)
+            for word, after in zip(words, [*words[1:], ""], strict=False)
         ]
     )
     if unknown:
