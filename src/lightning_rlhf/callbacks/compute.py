@@ -1,4 +1,4 @@
-"""What a run has computed: tokens, memory, and floating-point operations by the standard formula.
+"""Tokens, memory and floating-point operations of a run, these by the standard formula.
 
 For n tokens in rows of S tokens, m of whose hidden states go through the output layer:
 

@@ -1,5 +1,5 @@
-"""What is read of callbacks without torch and Lightning, which load slowly: the section `logger`,
-and the files that they write into the folder of a run and a resume reads: checkpoints
+"""Parts of callbacks that are read without torch and Lightning, which load slowly: the section
+`logger`, and the files that they write into the folder of a run and a resume reads: checkpoints
 (`<step>.ckpt`, six digits, and `best.ckpt`), metrics.csv, samples, and the id of the W&B run.
 """
 

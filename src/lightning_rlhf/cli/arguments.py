@@ -48,7 +48,7 @@ TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 OBJECTS = ("callbacks", "logger", "trainer")
 """Sections with objects of the user's own, whose errors may show what they are given."""
 ADDRESS = re.compile(r"(url['\"]?\s*[=:]\s*['\"]?|(?=\b[\w+.-]*://))(.*)", flags=re.DOTALL)
-"""What comes before an address in an override, and the address."""
+"""Regular expression of the text before an address in an override, and of the address."""
 SHORTEST = 4
 """Minimum length, in characters, of a secret that is hidden everywhere; a shorter one is hidden in
 addresses alone."""

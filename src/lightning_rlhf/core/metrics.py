@@ -110,11 +110,11 @@ rollout/reward_min | ppo | score: smallest score of the batch
 rollout/reward_max | ppo | score: largest score of the batch
 rollout/score_p05 | ppo | score: 5% quantile of the score over responses, linear between neighbours
     (numpy's default) -> rises too; alone at the bottom it shows responses that still fail
-rollout/score_p25 | ppo | score: 25% quantile of the score, likewise
-rollout/score_p50 | ppo | score: 50% quantile of the score, likewise -> follows reward_mean
-rollout/score_p75 | ppo | score: 75% quantile of the score, likewise
-rollout/score_p95 | ppo | score: 95% quantile of the score, likewise -> far from score_p50 only
-    while responses differ
+rollout/score_p25 | ppo | score: 25% quantile of the score over responses
+rollout/score_p50 | ppo | score: 50% quantile of the score over responses -> follows reward_mean
+rollout/score_p75 | ppo | score: 75% quantile of the score over responses
+rollout/score_p95 | ppo | score: 95% quantile of the score over responses -> far from score_p50
+    only while responses differ
 rollout/groups_alike | ppo | share: share of prompts whose responses all have the same score, from
     which rloo, grpo and dr_grpo learn nothing but the KL -> below 0.5; near 1 nothing is learned:
     harder or easier prompts, more samples_per_prompt

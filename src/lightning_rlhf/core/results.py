@@ -24,13 +24,13 @@ class IterationSeconds:
     """Seconds of each phase of an iteration of PPO; 0 where one was not run."""
 
     rollout: float
-    """Sampling and annotating responses."""
+    """Seconds of sampling and annotating responses."""
     score: float
-    """Scoring the responses by reward and reference."""
+    """Seconds of scoring the responses by reward and reference."""
     update: float
-    """All optimizer steps."""
+    """Seconds of all optimizer steps."""
     other: float
-    """From the end of the previous iteration to the start of this one."""
+    """Seconds from the end of the previous iteration to the start of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
