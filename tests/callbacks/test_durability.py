@@ -9,9 +9,11 @@ import pytest
 
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation, Samples
+from lightning_rlhf.callbacks.files import read_rows
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.ppo import PPO
 
 from .conftest import FakePPO, Fit
@@ -101,3 +103,30 @@ def test_a_kill_between_deletions_leaves_no_checkpoint_for_ever(tmp_path: Path, 
     assert len(run.steps) == 5
     run.train(resume="000006", checkpoint_every=1, checkpoints_kept=2)
     assert run.steps == [5, 6]
+
+
+def test_metrics_whose_file_was_moved_are_written_whole(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path)
+    for step in (1, 2):
+        file.log_metrics({"loss": step / 2}, step)
+    file.path.rename(tmp_path / "moved.csv")
+    file.log_metrics({"loss": 1.5}, 3)
+    assert read_rows(file.path) == {step: {"loss": step / 2} for step in (1, 2, 3)}
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("step,a,a\n1,2,3\n", 1),
+        ("a,step\n1,2\n", 1),
+        ("step,a\n1,2\n1,3\n", 3),
+        ("step,a\n1,2\n2," + "1" * 200_000 + "\n", 3),
+    ],
+    ids=["a name twice", "step is not first", "the step before", "no cell"],
+)
+def test_rows_that_are_damaged_are_refused_with_their_line(
+    content: str, line: int, tmp_path: Path
+) -> None:
+    (tmp_path / "metrics.csv").write_text(content)
+    with pytest.raises(CheckpointError, match=f"line {line}, is damaged"):
+        read_rows(tmp_path / "metrics.csv")

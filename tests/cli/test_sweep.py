@@ -200,7 +200,13 @@ def test_another_sweep_in_the_same_run_gets_folders_of_its_own(workplace: Workpl
             cfg = own_config(*given)
             sweeps.set_name(cfg, given, ["seed"])
             found.append(cfg.job)
-    assert found == ["seed=1", "seed=1,epochs=2"]
+        # Called again with overwrite=true, it replaces its own run, not that of the other sweep.
+        settings = read_settings(own_config(*given, f"job='{found[1]}'"))
+        folder_of(settings).mkdir(parents=True)
+        (folder_of(settings) / "config.json").write_text(json.dumps(settings.tree))
+        cfg = own_config(*given, "overwrite=true")
+        sweeps.set_name(cfg, given, ["seed"])
+    assert [*found, cfg.job] == ["seed=1", "seed=1,epochs=2", "seed=1,epochs=2"]
 
 
 def own_config(*overrides: str) -> DictConfig:

@@ -85,6 +85,7 @@ DEMONSTRATIONS: list[tuple[str, dict[str, Any], Messages, str]] = [
     ("ultrafeedback", ULTRA | {"prompt": "a "}, turns("a"), "b"),
     ("shp", SHP | {"labels": 0}, turns("Why?"), "B"),
     ("tldr", POST | {"summary": " Rain."}, turns(POST_READ), "Rain."),
+    ("tldr", POST | {"summary": " Rain.", "info": "n"}, turns(POST_READ), "Rain."),
     ("helpsteer", HELP | {"prompt": STEER}, turns("One", "Two", "Three"), "x"),
     ("kto", {"prompt": chat("a"), "completion": chat("", "b")[1:], "label": 1}, turns("a"), "b"),
     ("text", {"text": "Once, 中."}, (), "Once, 中."),

@@ -74,8 +74,10 @@ JSON_LINES = [
     (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (at byte 1 of the line"),
     (b'{\n"prompt": "a"\n}', "line 1: broken JSON (allowed: one JSON object a line)"),
     (b"null", "not a JSON object (found NoneType; allowed: one JSON object a line)"),
+    (b'{"prompt": "a", "prompt": "b"}', "line 1: broken JSON (the field 'prompt' stands twice"),
 ]
 ARRAYS = [
+    (b'[{"prompt": "a", "prompt": "b"}]', "broken JSON (the field 'prompt' stands twice"),
     (b'[{"prompt": "a"},\n{"prompt": }]', "line 2: broken JSON (Expecting value)"),
     (b'[{"prompt": "a"},\n"\xff"]', "line 2: not UTF-8"),
     (b"[" * 100_000, "broken JSON (maximum recursion"),

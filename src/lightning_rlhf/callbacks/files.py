@@ -268,7 +268,8 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
                 raise ValueError
             rows[step] = {name: float(x) for name, x in cells.items() if x != "" and name != STEP}
         except (csv.Error, KeyError, TypeError, ValueError) as error:
-            number = 1 if isinstance(error, KeyError) else reader.line_num
+            number = reader.line_num + isinstance(error, csv.Error)  # which is not counted then
+            number = 1 if isinstance(error, KeyError) else number
             raise storage.damaged_line(
                 path, number, f"found {lines[number - 1].rstrip()[:60]!r}; allowed: {STEP} and "
                 "names in line 1, then a step larger than those before it, and as many numbers or "
