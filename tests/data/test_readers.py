@@ -56,7 +56,7 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
              b"9" * 5000, b"[" * 10**5, b"null", GOOD.strip()]  # fmt: skip
     content = start + end.join(lines)
     file = tmp_path / name
-    file.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+    file.write_bytes(gzip.compress(content, mtime=0) if name.endswith(".gz") else content)
     assert numbered(file) == [(1, "a"), (8, "a")]
     assert read("demonstrations", str(file), "skip").left_out == Counter({
         "broken JSON": 3, "not UTF-8": 1, "not a JSON object": 1,
@@ -95,7 +95,11 @@ CSV = [
         *(("json", *case) for case in ARRAYS),
         *(("csv", *case) for case in CSV),
         ("jsonl.gz", GOOD, "x.jsonl.gz cannot be read: Not a gzipped file"),
-        ("jsonl.gz", gzip.compress(GOOD * 99)[:-9], "x.jsonl.gz cannot be read: Compressed file"),
+        (
+            "jsonl.gz",
+            gzip.compress(GOOD * 99, mtime=0)[:-9],
+            "x.jsonl.gz cannot be read: Compressed file",
+        ),
         ("parquet", b"PAR1 nothing", "x.parquet cannot be read: "),
     ],
 )
@@ -119,7 +123,7 @@ def test_every_cell_keeps_its_characters(tmp_path: Path) -> None:
     quoted = ('"{}","{}|"'.format(*[cell.replace('"', '""')] * 2) for cell in CELLS)
     lines = "\r\n".join(json.dumps(pair, ensure_ascii=False) for pair in pairs)
     contents = {
-        "jsonl": lines.encode(), "jsonl.gz": gzip.compress(lines.encode()),
+        "jsonl": lines.encode(), "jsonl.gz": gzip.compress(lines.encode(), mtime=0),
         "json": json.dumps(pairs, indent=1).encode(),
         "csv": "\n".join(["prompt,response", *quoted]).encode(),
     }  # fmt: skip
