@@ -14,29 +14,16 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.callbacks.checkpoints import Checkpoints, WholeFiles
 from lightning_rlhf.callbacks.evaluation import Evaluation
-from lightning_rlhf.callbacks.files import (
-    Origin,
-    check_checkpoint,
-    numbered,
-    read_rows,
-    read_stamp,
-    step_of,
-)
 from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import SFTConfig
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    ConfigError,
-    DivergedError,
-    RewardError,
-    StorageError,
-)
 from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
@@ -44,7 +31,7 @@ from lightning_rlhf.stages.ppo import PPO
 from .conftest import FakePPO, Fit
 
 GOAL = PPO.goal
-ORIGIN = Origin(stage="ppo", model="mini", version="1", run="a")
+ORIGIN = files.Origin(stage="ppo", model="mini", version="1", run="a")
 STAMP = asdict(ORIGIN) | {"step": 1}
 NEVER = 1000
 
@@ -110,7 +97,7 @@ class Run:
 
     @property
     def steps(self) -> list[int]:
-        return [int(path.stem) for path in numbered(self.checkpoints)]
+        return [int(path.stem) for path in files.numbered(self.checkpoints)]
 
 
 @pytest.fixture
@@ -118,18 +105,12 @@ def run(tmp_path: Path, fit: Fit) -> Run:
     return Run(tmp_path, fit)
 
 
-@pytest.mark.parametrize(
-    ("changes", "steps"),
-    [
-        ({"checkpoint_every": 2}, [4, 6]),  # of the steps 2, 4 and 6 the last two
-        ({"val_every": 4, "checkpoints_kept": 9}, [4, 6]),  # before an evaluation, and at the end
-    ],
-)
-def test_when_checkpoints_are_saved_and_kept(
-    run: Run, changes: dict[str, Any], steps: list[int]
-) -> None:
-    run.train(**changes)
-    assert run.steps == [step_of(path) for path in numbered(run.checkpoints)] == steps
+def test_when_checkpoints_are_saved_and_kept(run: Run) -> None:
+    """Of the steps 2, 3, 4 and 6, every second and before each evaluation, the last three."""
+    run.train(checkpoint_every=2, val_every=3, checkpoints_kept=3)
+    assert (
+        run.steps == [files.step_of(path) for path in files.numbered(run.checkpoints)] == [3, 4, 6]
+    )
 
 
 def test_minutes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,15 +142,18 @@ def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
     saver = run.train(module=Judged(), val_every=1)
     assert (saver.best, saver.best_step) == ((5.0,), 2)
     assert run.steps == [5, 6]
-    assert step_of(run.checkpoints / "best.ckpt") == 2
+    assert files.step_of(run.checkpoints / "best.ckpt") == 2
 
 
-def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: float) -> None:
+def evaluated(
+    saver: Checkpoints, step: int, checking: bool = False, own: Any = (), **metrics: float
+) -> None:
     """Let the evaluation after `step` give eval/NAME; checking: that before the first step."""
     (saver.folder / f"{step:06d}.ckpt").write_text(str(step))
     batches = SimpleNamespace(total=SimpleNamespace(processed=step))
     trainer: Any = SimpleNamespace(
         sanity_checking=checking,
+        early_stopping_callbacks=own,
         num_sanity_val_steps=math.inf,
         global_step=step,
         callback_metrics={f"eval/{name}": torch.tensor(x) for name, x in metrics.items()},
@@ -204,34 +188,33 @@ def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path
     saver = saver_of("sft", tmp_path)
     evaluated(saver, 1, loss=2.0, **{"judge/own": float("nan")})
     said = r"^sft has diverged: after step 2, eval/perplexity is inf\. A learning rate .* sft\.lr"
-    with pytest.raises(DivergedError, match=said):
+    with pytest.raises(errors.DivergedError, match=said):
         evaluated(saver, 2, loss=800.0, perplexity=float("inf"))
     assert (saver.evaluated, saver.best_step) == (1, 1)
 
 
-def test_the_evaluation_before_the_first_step_needs_the_goal_metrics_and_is_not_the_best(
+def test_the_evaluation_before_the_first_step_needs_all_that_is_monitored_and_is_not_the_best(
     tmp_path: Path,
 ) -> None:
     saver = saver_of("rm", tmp_path)
     with pytest.raises(
-        ConfigError, match=r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/acc"
+        errors.ConfigError, match=r"^rm\.best\.metric is 'eval/rm_loss'; allowed: eval/acc"
     ):
         evaluated(saver, 0, checking=True, accuracy=0.5)
+    own = [EarlyStopping("eval/acuracy")]
+    with pytest.raises(
+        errors.ConfigError, match=r"^the monitor of EarlyStopping is 'eval/acuracy'; all"
+    ):
+        evaluated(saver, 0, checking=True, own=own, accuracy=0.5, rm_loss=0.7)
     evaluated(saver, 0, checking=True, accuracy=0.5, rm_loss=0.7)
     assert (saver.evaluated, saver.best_step) == (None, None)
 
 
 class Remembers(Callback):
-    """Has a state after so many steps."""
-
-    def __init__(self, state: Any, after: int = 0) -> None:
-        self.state, self.after, self.steps = state, after, 0
-
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        self.steps += 1
+    """Has an object of a class of its own as its state."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self.steps < self.after else {"rules": self.state}
+        return {"rules": [config()]}
 
 
 class Adds(Callback):
@@ -244,8 +227,7 @@ class Adds(Callback):
 @pytest.mark.parametrize(
     ("own", "told", "iterations"),
     [
-        (Remembers([config()]), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 0),
-        (Remembers([config()], 2), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 2),
+        (Remembers(), r"Remembers\.state_dict\(\) holds .*config\.SFTConfig", 0),
         (Adds(), r"checkpoint\['mine'\] holds objects from which .*: pathlib\.PosixPath;", 1),
     ],
 )
@@ -254,10 +236,10 @@ def test_what_no_run_can_resume_from_is_one_error_that_names_its_place(
 ) -> None:
     """A state is refused before the first step if it is there, else at the first checkpoint."""
     module = FakePPO()
-    with pytest.raises(CheckpointError, match=f"^{told}"):
+    with pytest.raises(errors.CheckpointError, match=f"^{told}"):
         run.train(own, module=module, checkpoint_every=1)
     assert module.iteration == iterations
-    assert run.steps == list(range(1, iterations))
+    assert run.steps == []
 
 
 class Cut(Exception):
@@ -274,7 +256,7 @@ def left(folder: Path) -> dict[str, Any]:
     """Return the rows of metrics.csv, without what the machine decides, and all samples."""
     rows = [
         {name: str(x) for name, x in row.items() if not name.startswith(MACHINE)}
-        for row in read_rows(folder / "metrics.csv").values()
+        for row in files.read_rows(folder / "metrics.csv").values()
     ]
     samples = sorted((folder / "samples").iterdir())
     return {"rows": rows} | {path.name: path.read_text() for path in samples}
@@ -298,12 +280,12 @@ def test_what_was_due_at_a_checkpoint_is_done_first(
     expected = whole.train(val_every=2)
     with pytest.raises(Cut):
         run.train(At(hook, count, throw(Cut())), val_every=2)
-    assert run.checkpoints.joinpath(f"{resume}.ckpt") == numbered(run.checkpoints)[-1]
+    assert run.checkpoints.joinpath(f"{resume}.ckpt") == files.numbered(run.checkpoints)[-1]
     saver = run.train(resume=resume, val_every=2)
     assert left(run.folder) == left(whole.folder)
     assert run.steps == whole.steps
     assert (saver.best, saver.best_step) == (expected.best, expected.best_step) == ((6.5,), 6)
-    assert step_of(run.checkpoints / "best.ckpt") == 6
+    assert files.step_of(run.checkpoints / "best.ckpt") == 6
 
 
 def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run, capsys: Any) -> None:
@@ -317,22 +299,20 @@ def test_going_on_from_an_older_one_forgets_the_later_ones(run: Run, capsys: Any
         run.train(At("on_train_start", 1, throw(Cut())), val_every=2, resume="000002")
     assert [path.name for path in run.checkpoints.iterdir()] == ["000002.ckpt"]
     assert len((run.folder / "metrics.csv").read_text().splitlines()) == 1 + 6
-    said = "deleted, as later than step 2: 000004.ckpt, 000006.ckpt, best.ckpt"
+    said = "deleted, as later than step 2 or unreadable: 000004.ckpt, 000006.ckpt, best.ckpt"
     assert said in capsys.readouterr().out
     saver = run.train(val_every=2, checkpoints_kept=9, resume="000002")
     assert run.steps == [2, 4, 6]
     assert saver.best_step == 6
 
 
-def test_a_best_one_that_cannot_be_read_is_in_nobodys_way(run: Run, capsys: Any) -> None:
+def test_a_best_one_that_cannot_be_read_is_in_nobodys_way(run: Run) -> None:
     run.train(val_every=2, checkpoints_kept=9)
     best = run.checkpoints / "best.ckpt"
     best.unlink()
     best.write_bytes(b"PK")
     saver = run.train(val_every=2, checkpoints_kept=9, resume="000004")
-    said = "deleted, as later than step 4: 000006.ckpt\ndeleted, as unreadable: best.ckpt\n"
-    assert said in capsys.readouterr().out
-    assert saver.best_step == step_of(best) == 6
+    assert saver.best_step == files.step_of(best) == 6
 
 
 def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
@@ -342,7 +322,7 @@ def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
     module.rewards = (-1.0,) * 7
     saver = run.train(module=module, val_every=2, resume="000004")
     assert (saver.best, saver.best_step) == ((-1.0,), 4)
-    assert step_of(run.checkpoints / "best.ckpt") == 4
+    assert files.step_of(run.checkpoints / "best.ckpt") == 4
 
 
 def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
@@ -351,40 +331,39 @@ def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
     saver = run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
     assert (saver.best, saver.best_step) == ((5.0,), 2)
     assert run.steps == [2, 3, 4, 5, 6]
-    assert step_of(run.checkpoints / "best.ckpt") == 2
+    assert files.step_of(run.checkpoints / "best.ckpt") == 2
 
 
 class Fails(FakePPO):
-    """In its third iteration, before or after the optimizer's first step, or as it ends."""
+    """In its third iteration, before or after the optimizer's first step."""
 
-    def __init__(self, when: str, error: BaseException) -> None:
+    def __init__(self, error: BaseException, has_begun: bool = False) -> None:
         super().__init__()
-        self.when, self.error = when, error
+        self.error, self.has_begun = error, has_begun
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        if self.iteration == 2 and self.when == "rollout":
-            raise self.error
-        if self.iteration == 2 and self.when == "update":
+        if self.iteration < 2:
+            return super().training_step(batch, batch_idx)
+        if self.has_begun:
             self.optimizers().step()
-            raise self.error
-        return super().training_step(batch, batch_idx)
+        raise self.error
 
 
-@pytest.mark.parametrize(("when", "steps"), [("rollout", [2]), ("update", [])])
+@pytest.mark.parametrize(("has_begun", "steps"), [(False, [2]), (True, [])])
 def test_an_exception_saves_the_step_before_unless_weights_have_changed(
-    run: Run, when: str, steps: list[int]
+    run: Run, has_begun: bool, steps: list[int]
 ) -> None:
     with pytest.raises(MemoryError):
-        run.train(module=Fails(when, MemoryError()))
+        run.train(module=Fails(MemoryError(), has_begun))
     assert run.steps == steps
-    for path in numbered(run.checkpoints):
+    for path in files.numbered(run.checkpoints):
         assert torch.load(path, weights_only=True)["iteration"] == 2
 
 
 def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
     """The checkpoint before it is written once more, with the evaluation; the others keep step."""
-    with pytest.raises(RewardError):
-        run.train(module=Fails("rollout", RewardError("away")), val_every=2)
+    with pytest.raises(errors.RewardError):
+        run.train(module=Fails(errors.RewardError("away")), val_every=2)
     assert run.steps == [2]
     written = run.folder / "samples" / "eval_000002.jsonl"
     written.write_text("not again\n")
@@ -402,7 +381,9 @@ def test_a_full_disk_leaves_the_checkpoint_before(
 
     with monkeypatch.context() as patched:
         fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline_of", full))
-        with pytest.raises(StorageError, match=r"000003.ckpt was not written: No space left"):
+        with pytest.raises(
+            errors.StorageError, match=r"000003.ckpt was not written: No space left"
+        ):
             run.train(fill, checkpoint_every=1)
     assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
     assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
@@ -439,7 +420,7 @@ def test_a_signal_ends_the_run_after_the_step(
     assert stopped.value.code == 128 + signum
     assert signal.getsignal(signum) == before
     assert run.steps[-1] == step
-    found = torch.load(numbered(run.checkpoints)[-1], weights_only=True)
+    found = torch.load(files.numbered(run.checkpoints)[-1], weights_only=True)
     assert found["callbacks"]["Checkpoints"]["evaluated"] == 2
 
 
@@ -461,47 +442,32 @@ def whole(run: Run) -> Path:
     return run.checkpoints / "000006.ckpt"
 
 
-@pytest.mark.parametrize("size", [0, 1000])
-def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path, size: int) -> None:
-    check_checkpoint(whole, ORIGIN)
-    assert read_stamp(whole) == asdict(ORIGIN) | {"step": 6}
-    whole.write_bytes(whole.read_bytes()[:size])
-    with pytest.raises(CheckpointError, match=r"000006.ckpt cannot be read: "):
-        check_checkpoint(whole, ORIGIN)
+def test_a_checkpoint_that_was_cut_off_is_refused(whole: Path) -> None:
+    files.check_checkpoint(whole, ORIGIN)
+    assert files.read_stamp(whole) == asdict(ORIGIN) | {"step": 6}
+    whole.write_bytes(whole.read_bytes()[:1000])
+    with pytest.raises(errors.CheckpointError, match=r"000006.ckpt cannot be read: "):
+        files.check_checkpoint(whole, ORIGIN)
 
 
 def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
     """torch itself would read it."""
     path, tensor = tmp_path / "000001.ckpt", torch.full((64,), 1.2345)
     WholeFiles().save_checkpoint({"state_dict": {"a": tensor}, "lightning_rlhf": STAMP}, path)
-    check_checkpoint(path, ORIGIN)
+    files.check_checkpoint(path, ORIGIN)
     data = bytearray(path.read_bytes())
     data[data.index(tensor.numpy().tobytes()) + 5] ^= 1
     path.write_bytes(data)
     assert torch.load(path, weights_only=True)["state_dict"]["a"][1] != tensor[1]
-    with pytest.raises(CheckpointError, match=r"000001.ckpt cannot be read: \S+ in it is damaged"):
-        check_checkpoint(path, ORIGIN)
+    with pytest.raises(
+        errors.CheckpointError, match=r"000001.ckpt cannot be read: \S+ in it is damaged"
+    ):
+        files.check_checkpoint(path, ORIGIN)
 
 
 def test_another_runs_checkpoint_and_one_of_another_name_are_foreign(whole: Path) -> None:
-    for change, said in (
-        ({"stage": "sft"}, "of stage ppo, not sft"),
-        ({"version": "2"}, "of lightning-rlhf 1, not 2"),
-        ({"run": "b"}, "of run a, not b"),
-    ):
-        with pytest.raises(CheckpointError, match=f"000006.ckpt is foreign: {said}"):
-            check_checkpoint(whole, replace(ORIGIN, **change))
+    with pytest.raises(errors.CheckpointError, match=r"000006.ckpt is foreign: of run a, not b"):
+        files.check_checkpoint(whole, replace(ORIGIN, run="b"))
     other = whole.rename(whole.with_stem("000009"))
-    with pytest.raises(CheckpointError, match=r"000009.ckpt is foreign: of step 6, not 9"):
-        check_checkpoint(other, ORIGIN)
-
-
-def test_code_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (Path.touch, (tmp_path / "ran",))
-
-    torch.save({"lightning_rlhf": Evil()}, tmp_path / "000001.ckpt")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        check_checkpoint(tmp_path / "000001.ckpt", ORIGIN)
-    assert not (tmp_path / "ran").exists()
+    with pytest.raises(errors.CheckpointError, match=r"000009.ckpt is foreign: of step 6, not 9"):
+        files.check_checkpoint(other, ORIGIN)

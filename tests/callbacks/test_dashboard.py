@@ -1,5 +1,4 @@
 import re
-import sys
 
 import pytest
 from wandb_workspaces.reports.v2 import (
@@ -54,14 +53,6 @@ def test_a_dry_run_prints_the_panels(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert printed.startswith("team/project: lightning-rlhf")
     assert all(title in printed for title in (*PANELS, "kl_divergence", "runs of a sweep"))
-
-
-def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("wandb_workspaces")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lightning-rlhf\[dashboard\]'"):
-        dashboard(["team/project", "--dry-run"])
 
 
 def test_what_wandb_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,16 +13,8 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 
-from lightning_rlhf.callbacks.diagnosis import (
-    DIAGNOSIS,
-    Diagnosis,
-    OwnRule,
-    kl_exploding,
-    reward_against_gold,
-    reward_constant,
-)
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, RULES, Diagnosis, History, OwnRule
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
-from lightning_rlhf.callbacks.loggers import MetricsFile, RunWandb
 from lightning_rlhf.callbacks.metrics import PPOMetrics, publish
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import RESULT
@@ -33,6 +25,7 @@ from .test_metric_callbacks import SaveAt
 
 EVALUATES: dict[str, Any] = {"num_sanity_val_steps": -1, "val_check_interval": 1}
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+NAMED = {rule.name: rule for rule in RULES}
 CONSTANT = "warning: all responses have the same score"
 
 
@@ -62,11 +55,10 @@ def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options:
     given = {"kl_warning": kl_warning, "rollout_batch_size": 2, "max_response_tokens": 48}
     more = {"advantage": "gae", "prompts_per_iteration": 2, "critic_warmup": 0, "lr": 0.5}
     config: Any = SimpleNamespace(**given, **more)
-    rules = options.pop("rules", [reward_constant, kl_exploding])
-    diagnosis = Diagnosis(config, Path(), rules=rules)
+    rules = [NAMED["reward_constant"], NAMED["kl_exploding"]]
+    diagnosis = Diagnosis(History(config, Path()), rules=rules)
     callbacks = [PPOMetrics(), diagnosis, *options.pop("more", [])]
-    loggers = options.pop("loggers", [])
-    fit(module, callbacks, loggers, batches=len(module.scores), limit_val_batches=0, **options)
+    fit(module, callbacks, [], batches=len(module.scores), limit_val_batches=0, **options)
     return diagnosis
 
 
@@ -114,32 +106,18 @@ def test_the_file_holds_each_finding_with_its_numbers(fit: Fit) -> None:
         ("reward_constant", 4),
     ]
     assert "(9.5 nats a response, ppo.kl_warning=9)" in first["symptom"]
-    assert (first["cause"], first["remedy"]) == (kl_exploding.cause, kl_exploding.remedy)
+    assert first["remedy"] == NAMED["kl_exploding"].remedy
 
 
-@pytest.mark.parametrize("cut", [2, 4])
-def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path, cut: int) -> None:
+def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path) -> None:
     """Those behind the checkpoint are removed, and found once more."""
     path, module = tmp_path / "cut.ckpt", Scored([SAME] * 5, [1.0, 99.0, 99.0, 99.0, 99.0])
-    whole = train(fit, module, 50.0, more=[SaveAt(cut, path)])
+    whole = train(fit, module, 50.0, more=[SaveAt(2, path)])
     expected = findings()
     assert [f["iteration"] for f in expected] == [2, 3]
     resumed = train(fit, Scored(module.scores, module.kl), 50.0, ckpt_path=path)
     assert findings() == expected
     assert resumed.state_dict() == whole.state_dict()
-
-
-def test_wandb_gets_an_alert_and_a_run_without_it_none(
-    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sent: list[dict[str, Any]] = []
-    run = SimpleNamespace(alert=lambda **alert: sent.append(alert), log=lambda metrics: None)
-    monkeypatch.setattr(RunWandb, "experiment", property(lambda self: run))
-    for loggers in ([RunWandb(project="p", save_dir=tmp_path)], [MetricsFile(tmp_path)]):
-        train(fit, Scored([OTHER] * 2, [99.0] * 2), 50.0, loggers=loggers)
-    [alert] = sent
-    assert (alert["title"], alert["level"]) == ("kl_exploding", "WARN")
-    assert alert["text"].startswith("kl_divergence > ppo.kl_warning (99 nats")
 
 
 def test_every_evaluation_counts_once(fit: Fit) -> None:
@@ -153,7 +131,7 @@ def test_every_evaluation_counts_once(fit: Fit) -> None:
             write_samples(eval_samples(Path(), step), rows)
 
     config: Any = SimpleNamespace(kl_warning=None)
-    diagnosis = Diagnosis(config, Path(), rules=[reward_against_gold])
+    diagnosis = Diagnosis(History(config, Path()), rules=[NAMED["reward_against_gold"]])
     fit(FakePPO(), [Falls(), diagnosis], [], batches=3, **EVALUATES)
     assert [row["step"] for row in diagnosis.history.evaluations] == [0, 1, 2, 3]
     [finding] = findings()
@@ -173,7 +151,7 @@ def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) 
         r"<!-- file: drift.py -->\n```python\n(.*?)```", DOCS.read_text(), re.DOTALL
     )
     Path("drift.py").write_text(text)
-    diagnosis = Diagnosis(SimpleNamespace(), Path(), rules=[])  # type: ignore[arg-type]
+    diagnosis = Diagnosis(History(SimpleNamespace(), Path()), rules=[])  # type: ignore[arg-type]
     own = OwnRule("drift.py:drift")
     fit(FakePPO(), [Lengthens(), diagnosis, own], [], batches=4, **EVALUATES)
     assert [(f["rule"], f["iteration"], f["symptom"]) for f in findings()] == [
@@ -183,20 +161,12 @@ def test_the_rule_in_the_docs_is_applied_from_the_first_evaluation_on(fit: Fit) 
         OwnRule("drift.py:other")
 
 
-@pytest.mark.parametrize(
-    ("fault", "shown"),
-    [("history.rows[-1]", "IndexError('list index out of range')"), ("exit(0)", "SystemExit(0)")],
-)
-def test_a_rule_that_fails_is_one_line(fit: Fit, fault: str, shown: str) -> None:
+def test_a_rule_that_fails_is_one_line(fit: Fit) -> None:
     Path("faulty.py").write_text(
         "from lightning_rlhf.callbacks.diagnosis import rule\n"
         "@rule(when='always', cause='none', remedy='none')\n"
-        f"def faulty(history):\n    {fault}\n"
+        "def faulty(history):\n    exit(0)\n"
     )
-    diagnosis = Diagnosis(SimpleNamespace(), Path(), rules=[])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:
+    diagnosis = Diagnosis(History(SimpleNamespace(), Path()), rules=[])  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^the rule 'faulty' .* raised SystemExit\(0\) after"):
         fit(FakePPO(), [diagnosis, OwnRule("faulty.py:faulty")], [], batches=1, **EVALUATES)
-    assert str(caught.value) == (
-        f"the rule 'faulty' of the diagnosis raised {shown} after iteration 0; allowed: a text, or "
-        "None"
-    )

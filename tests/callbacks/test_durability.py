@@ -13,7 +13,6 @@ from lightning_rlhf.callbacks.files import read_rows
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.stages.ppo import PPO
 
 from .conftest import FakePPO, Fit
@@ -73,7 +72,7 @@ def test_rows_and_samples_are_on_the_disk_before_the_checkpoint(
         [
             PPOMetrics(),
             Evaluation(None, tmp_path),
-            Samples(every_n_iterations=1, count=2, characters=9, run_dir=tmp_path),
+            Samples(tmp_path, 1, 2, 9),
             Checkpoints(tmp_path / "checkpoints", settings, ORIGIN, Stop(), PPO.goal),
         ],
         # TensorBoard's writer keeps events for two minutes.
@@ -112,21 +111,3 @@ def test_metrics_whose_file_was_moved_are_written_whole(tmp_path: Path) -> None:
     file.path.rename(tmp_path / "moved.csv")
     file.log_metrics({"loss": 1.5}, 3)
     assert read_rows(file.path) == {step: {"loss": step / 2} for step in (1, 2, 3)}
-
-
-@pytest.mark.parametrize(
-    ("content", "line"),
-    [
-        ("step,a,a\n1,2,3\n", 1),
-        ("a,step\n1,2\n", 1),
-        ("step,a\n1,2\n1,3\n", 3),
-        ("step,a\n1,2\n2," + "1" * 200_000 + "\n", 3),
-    ],
-    ids=["a name twice", "step is not first", "the step before", "no cell"],
-)
-def test_rows_that_are_damaged_are_refused_with_their_line(
-    content: str, line: int, tmp_path: Path
-) -> None:
-    (tmp_path / "metrics.csv").write_text(content)
-    with pytest.raises(CheckpointError, match=f"line {line}, is damaged"):
-        read_rows(tmp_path / "metrics.csv")

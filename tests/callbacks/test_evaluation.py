@@ -13,12 +13,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lightning_rlhf.callbacks.evaluation import (
-    Evaluation,
-    Samples,
-    console_table,
-    load_judge,
-)
+from lightning_rlhf.callbacks.evaluation import Evaluation, Samples, console_table, load_judge
 from lightning_rlhf.callbacks.loggers import MetricsFile
 from lightning_rlhf.core.errors import RLHFError
 
@@ -35,7 +30,7 @@ def test_samples_are_printed_and_kept_every_few_iterations(
     fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str],
     characters: int | None, tables: int,
 ) -> None:  # fmt: skip
-    samples = Samples(every_n_iterations=2, count=1, characters=characters, run_dir=tmp_path)
+    samples = Samples(tmp_path, 2, 1, characters)
     fit(FakePPO(), [samples], [], batches=5)
     lines = (tmp_path / "samples" / "train.jsonl").read_text().splitlines()
     assert [json.loads(line)["iteration"] for line in lines] == [2, 4]
@@ -65,7 +60,7 @@ def test_a_resumed_run_forgets_later_samples(tmp_path: Path) -> None:
     path = tmp_path / "samples" / "train.jsonl"
     path.parent.mkdir()
     path.write_text("".join(json.dumps({"iteration": k}) + "\n" for k in (1, 2, 3)) + '{"itera')
-    samples = Samples(every_n_iterations=1, count=1, characters=None, run_dir=tmp_path)
+    samples = Samples(tmp_path, 1)
     trainer: Any = SimpleNamespace(is_global_zero=True)
     samples.on_train_start(trainer, SimpleNamespace(iteration=2))
     assert [json.loads(line)["iteration"] for line in path.read_text().splitlines()] == [1, 2]
@@ -124,7 +119,7 @@ def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(
     assert resumed.first == first.first
 
 
-@pytest.mark.parametrize("body", ["import sys; sys.exit(0)", "return None", "return {'gold': '1'}"])
+@pytest.mark.parametrize("body", ["import sys; sys.exit(0)", "return {'gold': '1'}"])
 def test_a_judge_that_fails_on_a_response_is_named(fit: Fit, tmp_path: Path, body: str) -> None:
     """Its author is to look into it, and not into the program."""
     file = tmp_path / "rules.py"

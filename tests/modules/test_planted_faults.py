@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis
+from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, History
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.core.metrics import METRICS
@@ -63,7 +63,7 @@ def test_a_planted_fault_is_the_first_finding(
     fault: dict[str, Any],
 ) -> None:
     module = make_ppo(fresh=True, **{**HEALTHY, "iterations": iterations, **fault})
-    diagnosis = Diagnosis(module.config, tmp_path)
+    diagnosis = Diagnosis(History(module.config, tmp_path))
     batches = [prompts(module.config.prompts_per_iteration, seed=k) for k in range(iterations)]
     fit(module, batches, [PPOMetrics(), diagnosis])
     findings = json.loads((tmp_path / DIAGNOSIS).read_text())
@@ -84,7 +84,7 @@ def test_a_reward_that_pays_for_the_opposite_of_gold_is_the_first_finding(
         **{**HEALTHY, "iterations": 8, "rollout_batch_size": 32, "lr": 0.005},
     )  # fmt: skip
     evaluation = Evaluation(lambda row, response, ended: {"gold": 1 - low(response)}, tmp_path)
-    diagnosis = Diagnosis(module.config, tmp_path)
+    diagnosis = Diagnosis(History(module.config, tmp_path))
     batches = [prompts(module.config.prompts_per_iteration, seed=k) for k in range(8)]
     fit(
         module, batches, [PPOMetrics(), evaluation, diagnosis],

@@ -7,21 +7,28 @@ torch.load(weights_only=True), which refuses objects of other classes.
 import io
 import math
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, position, trained
+from lightning_rlhf.callbacks.progress import (
+    Stateful,
+    is_evaluation,
+    latest,
+    metric_text,
+    position,
+    trained,
+)
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
@@ -43,10 +50,10 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
 
-def check_loadable(where: str, part: Any) -> None:
+def check_loadable(parts: Mapping[str, Any]) -> None:
     """Raise CheckpointError where torch.load would refuse a part of a checkpoint.
 
-    where: name of the part.
+    parts: name of a part -> the part.
     """
 
     def without_tensors(tree: Any) -> Any:  # which are loaded in any case
@@ -56,21 +63,23 @@ def check_loadable(where: str, part: Any) -> None:
             return [without_tensors(value) for value in tree]
         return None if type(tree) in (Tensor, torch.nn.Parameter) else tree
 
-    file = io.BytesIO()
-    try:
-        torch.save(without_tensors(part), file)
-        file.seek(0)
-        refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
-    except Exception as error:  # pickling calls code of the user's own
-        refused = first_line(error)
-    if refused:
-        raise CheckpointError(
-            f"{where} holds objects from which no run can be resumed: {refused}; allowed: tensors, "
-            "numbers, texts, None, and dictionaries and lists of them"
-        )
+    for where, part in parts.items():
+        file = io.BytesIO()
+        try:
+            torch.save(without_tensors(part), file)
+            file.seek(0)
+            refused = ", ".join(get_unsafe_globals_in_checkpoint(file))
+        except Exception as error:  # pickling calls code of the user's own
+            refused = first_line(error)
+        if refused:
+            raise CheckpointError(
+                f"{where} holds objects from which no run can be resumed: {refused}; allowed: "
+                "tensors, numbers, texts, None, and dictionaries and lists of them"
+            )
 
 
-class Checkpoints(Callback):
+@dataclass(eq=False)
+class Checkpoints(Stateful):
     """Callback that writes `<folder>/<step>.ckpt`, and keeps the newest ones and `best.ckpt`.
 
     A step is a batch: an iteration of PPO, an optimizer step in the other stages. Lightning's
@@ -88,50 +97,37 @@ class Checkpoints(Callback):
       counters together at the end of a step.
     """
 
-    def __init__(
-        self, folder: Path, config: StageConfig, origin: files.Origin, stop: Stop, goal: Goal,
-        replicas: Replicas = ONE,
-    ) -> None:  # fmt: skip
-        """Set up the callback.
-
-        config: section of the stage; the checkpoint of its `final` is kept where that is a step.
-        goal: empty where no evaluation is better than another; there is no `best.ckpt` then.
-        replicas: processes of the run, of which the first writes the files.
-        """
-        self.folder = folder
-        self.config = config
-        self.origin = origin
-        self.stop = stop
-        self.goal = goal
-        self.replicas = replicas
-        self.measured: int | None = None
-        """Step of the latest evaluation of this process."""
-        self.best: tuple[float, ...] | None = None
-        """Values of the `goal` metrics at the best evaluation so far."""
-        self.best_step: int | None = None
-        """Step of the best evaluation so far."""
-        self.evaluated: int | None = None
-        """Step of the latest evaluation."""
-        self._saved: tuple[int, int | None] | None = None
-        """Step and latest evaluation of the newest checkpoint."""
-        self._finished: tuple[int, int, int] | None = None
-        """Value of `progress` at the end of the last step."""
-        self._since = monotonic()
-        """Time of the newest checkpoint, or of the start, in seconds of the monotonic clock."""
-        self._first = 0
-        """Step from which the run resumes; 0 for a new run."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"best": self.best, "best_step": self.best_step, "evaluated": self.evaluated}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
+    kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")
+    folder: Path
+    config: StageConfig
+    """Section of the stage; the checkpoint of its `final` is kept where that is a step."""
+    origin: files.Origin
+    stop: Stop
+    goal: Goal
+    """Empty where no evaluation is better than another; there is no `best.ckpt` then."""
+    replicas: Replicas = ONE
+    """Processes of the run, of which the first writes the files."""
+    measured: int | None = field(default=None, init=False)
+    """Step of the latest evaluation of this process."""
+    best: tuple[float, ...] | None = field(default=None, init=False)
+    """Values of the `goal` metrics at the best evaluation so far."""
+    best_step: int | None = field(default=None, init=False)
+    """Step of the best evaluation so far."""
+    evaluated: int | None = field(default=None, init=False)
+    """Step of the latest evaluation."""
+    _saved: tuple[int, int | None] | None = field(default=None, init=False)
+    """Step and latest evaluation of the newest checkpoint."""
+    _finished: tuple[int, int, int] | None = field(default=None, init=False)
+    """Value of `progress` at the end of the last step."""
+    _since: float = field(default=0.0, init=False)
+    """Time of the newest checkpoint, or of the first step, in seconds of the monotonic clock."""
+    _first: int = field(default=0, init=False)
+    """Step from which the run resumes; 0 for a new run."""
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         states = {f"{name}.state_dict()": x for name, x in checkpoint["callbacks"].items()}
         others = {f"checkpoint[{n!r}]": x for n, x in checkpoint.items() if n != "callbacks"}
-        for where, part in (states | others).items():
-            check_loadable(where, part)
+        check_loadable(states | others)
         checkpoint[files.RUN] = asdict(self.origin) | {"step": trained(trainer)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
@@ -140,12 +136,11 @@ class Checkpoints(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
         # Delete later checkpoints before the rows and samples of later steps: otherwise a run that
         # is interrupted in between would keep a checkpoint that is newer than its rows.
-        if trainer.ckpt_path is None or not self.replicas.is_first:
-            return
-        gone = files.go_back(self.folder, self._first)
-        for why in dict.fromkeys(gone.values()):
-            print_line(f"deleted, as {why}: {', '.join(n for n in gone if gone[n] == why)}")
-        self.delete_surplus()  # a kill within `save` leaves too many
+        if trainer.ckpt_path is not None and self.replicas.is_first:
+            if gone := files.go_back(self.folder, self._first):
+                what = f"later than step {self._first} or unreadable"
+                print_line(f"deleted, as {what}: {', '.join(gone)}")
+            self.delete_surplus()  # a kill within `save` leaves too many
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -153,10 +148,9 @@ class Checkpoints(Callback):
                 state = callback.state_dict()
             except Exception:  # code of the user's own, whose state may be there after a step alone
                 continue
-            check_loadable(f"{type(callback).__name__}.state_dict()", state)
-        if self.replicas.size > 1:
-            self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
-        step = trained(trainer)
+            check_loadable({f"{type(callback).__name__}.state_dict()": state})
+        self.on_validation_start(trainer, pl_module)
+        step, self._since = trained(trainer), monotonic()
         self._finished = progress(trainer, pl_module)
         if trainer.ckpt_path is None:
             return
@@ -189,7 +183,7 @@ class Checkpoints(Callback):
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
         if self.replicas.size > 1:
-            self.stop.listen()
+            self.stop.listen()  # Lightning's handler may interrupt a collective, which never ends
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         self.stop.obey(self.replicas)
@@ -199,18 +193,17 @@ class Checkpoints(Callback):
             return
         metrics = latest(trainer)
         require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
+        own = [x for x in trainer.early_stopping_callbacks if x is not None and x.strict]
+        require_metrics("the monitor of EarlyStopping", [(x.monitor, "min") for x in own], metrics)
         if trainer.sanity_checking:
             return
         step = trained(trainer)
-        bad = [
-            f"{name} is {x:g}"
-            for name, x in metrics.items()
-            if name.startswith("eval/") and not name.startswith(JUDGE) and not math.isfinite(x)
-        ]
+        names = [n for n in metrics if n.startswith("eval/") and not n.startswith(JUDGE)]
+        bad = [f"{name} is {metrics[name]:g}" for name in names if not math.isfinite(metrics[name])]
         if bad:  # before the evaluation counts as done, so that a resumed run raises it again
-            advice = divergence_advice(self.origin.stage, trainer.global_step)
-            told = f"{self.origin.stage} has diverged: after step {step}, {' and '.join(bad)}"
-            raise DivergedError(f"{told}. {advice}")
+            stage, made = self.origin.stage, trainer.global_step
+            told = f"{stage} has diverged: after step {step}, {' and '.join(bad)}"
+            raise DivergedError(f"{told}. {divergence_advice(stage, made)}")
         self.evaluated = self.measured = step
         found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
@@ -282,11 +275,10 @@ def require_finite_weights(
     made: number of optimizer steps so far.
     """
     weights = list(weights)
-    found = [name for name, tensor in weights if not tensor.isfinite().all()]
-    if found:
+    if found := [name for name, tensor in weights if not tensor.isfinite().all()]:
+        told = f"{len(found)} of {len(weights)} trained parameters are NaN or infinite"
         raise DivergedError(
-            f"{stage} has diverged: after step {step}, {len(found)} of {len(weights)} trained "
-            f"parameters are NaN or infinite (the first: {found[0]}). "
+            f"{stage} has diverged: after step {step}, {told} (the first: {found[0]}). "
             f"{divergence_advice(stage, made)}"
         )
 
@@ -295,10 +287,7 @@ def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
     reward = ", or a reward of enormous size," if stage == "ppo" else ""
     if made == 0:
-        return (
-            "No update was made before them, so that no learning rate did this: it is the data"
-            f"{reward} or the model that the run starts from"
-        )
+        return f"No update was made before them: it is the data{reward} or the model at the start"
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "

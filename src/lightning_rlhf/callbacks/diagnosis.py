@@ -7,8 +7,10 @@ kind shows in the metrics of the kinds behind it, seldom the other way round.
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any
@@ -30,38 +32,43 @@ DIAGNOSIS = "diagnosis.json"
 KEPT = 100
 """Number of iterations, and of evaluations, whose metrics are kept for the rules."""
 TOKENS, CLIP = "rollout/response_tokens", "update/clip_fraction"
-IN_A_ROW = 3
+STREAK = 3
 """Consecutive iterations in which a metric of a batch must be bad: a single one may be chance."""
+IN_A_ROW = f"in {STREAK} iterations in a row"
 COMPARE = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 Row = Mapping[str, float]
 """Metrics of one iteration by name."""
 
 
-@dataclass(kw_only=True)
+@dataclass
 class History:
     """The recent past of a run of PPO."""
 
-    rows: list[Row]
-    """Metrics of the latest iterations, oldest first; `step` is the number of the iteration."""
-    evaluations: list[Row]
-    """Metrics of the latest evaluations, oldest first; `step` as in `rows`."""
     config: PPOConfig
-    prompts_cut: float
-    """Share of the training prompts that were cut, or left out, for their length."""
     run_dir: Path
     """Folder of the run, with the samples of the evaluations."""
+    prompts_cut: float = 0.0
+    """Share of the training prompts that were cut, or left out, for their length."""
+    rows: list[Row] = field(default_factory=list)
+    """Metrics of the latest iterations, oldest first; `step` is the number of the iteration."""
+    evaluations: list[Row] = field(default_factory=list)
+    """Metrics of the latest evaluations, oldest first; `step` as in `rows`."""
 
     def last(self, name: str, count: int) -> list[float]:
         """Return a metric in the last `count` iterations; [] unless all of them have it."""
         found = [row[name] for row in self.rows[-count:] if name in row]
         return found if len(found) == count else []
 
-    def streak(self, name: str, sign: str, bound: float) -> str | None:
-        """Return the latest value of a metric that is `sign` a bound IN_A_ROW times, else None."""
-        found = self.last(name, IN_A_ROW)
-        is_beyond = found and all(COMPARE[sign](x, bound) for x in found)
-        return f"{found[-1]:.3g}" if is_beyond else None
+    def streak(self, condition: str) -> str | None:
+        """Return the latest value of a metric for which `condition` holds STREAK times, or None.
+
+        condition: metric, sign and bound, such as "entropy < 0.01".
+        """
+        name, sign, bound = condition.split()
+        found = self.last(name, STREAK)
+        holds = found and all(COMPARE[sign](x, float(bound)) for x in found)
+        return f"{found[-1]:.3g}" if holds else None
 
 
 @dataclass(frozen=True)
@@ -85,29 +92,33 @@ def rule(*, when: str, cause: str, remedy: str) -> Callable[[Any], Rule]:
     return lambda find: Rule(find.__name__, when, cause, remedy, find)
 
 
-def streak(
-    name: str, metric: str, sign: str, bound: float, *, cause: str, remedy: str, only: str = "",
-    applies: Callable[[PPOConfig], bool] = lambda config: True,
-) -> Rule:  # fmt: skip
-    """Return the rule that a metric is beyond a bound in IN_A_ROW iterations in a row.
-
-    only: words on the configurations that it `applies` to.
-    """
-    return Rule(
-        name, f"{metric} {sign} {bound:g} in {IN_A_ROW} iterations in a row{only}", cause, remedy,
-        lambda history: history.streak(metric, sign, bound) if applies(history.config) else None,
-    )  # fmt: skip
+def rules_of(text: str, finders: Mapping[str, Any]) -> tuple[Rule, ...]:
+    """Return the rules of a text like that of RULES; finders: functions of the rules by name."""
+    rules = []
+    for row in re.split(r"\n(?=\w)", text.strip()):
+        name, when, cause, remedy = (" ".join(cell.split()) for cell in row.split("|"))
+        streak = partial(History.streak, condition=when.removesuffix(f" {IN_A_ROW}"))
+        rules.append(Rule(name, when, cause, remedy, finders.get(name, streak)))
+    return tuple(rules)
 
 
 CUT = 0.1  # fewer prompts change no mean by much
+ALIKE = 0.9  # a tenth of the batch is left
+LEAST_ENDED = 0.05  # the scores are those of fragments
 FULL, EMPTY = 0.95, 1.5  # of ppo.max_response_tokens, and tokens: an end token alone is one
 SIGMAS, LEAST_KL = 4.0, 0.01
 """Standard errors below 0 of a KL that cannot be chance (1 in 30,000 iterations if normal), and
 nats a response: rounding alone gives about 1e-6 (fp32) to 1e-2 (bf16)."""
+LEAST_ENTROPY = 0.01  # the likeliest token then has more than 0.998
+LARGEST_RATIO = 10  # clipping does not bound the gradient of tokens with a negative advantage
 CLIPPED, CLIPPED_FOR = 0.4, 5  # mean over so many iterations; healthy is below 0.3
 UNMOVED_FOR, UNMOVED_TOKENS = 10, 3000
 """Iterations without one clipped token, and tokens of all their epochs: of a clipped share above
 0.1%, so many tokens show one with 95% probability (3 / n, Hanley and Lippman-Hand 1983)."""
+COMMON = 0.5  # of the responses
+REPEATED = 0.3
+"""Human text has 0.005, and greedy text of a language model 0.44 (Welleck et al. 2019,
+https://arxiv.org/abs/1908.04319)."""
 CRITIC_FOR, CRITIC_ERRORS, CRITIC_AT_MOST = 20, 2.0, -0.1  # a constant, and a new critic, has 0
 RISE, RISE_FOR = 3.0, 10  # factor between medians of so many iterations and of as many before
 FLAT_AFTER, GAIN = 40, 0.1  # iterations, and standard deviations of the score
@@ -116,114 +127,51 @@ FALL, FALL_ERRORS = 0.1, 2.0
 errors in one of 50. The course's three runs without a KL penalty fall by 2.6, 3.3 and 12."""
 PERPLEXITY = 10.0  # 2.3 nats a token
 
-prompts_cut = Rule(
-    "prompts_cut",
-    when=f"more than {CUT:.0%} of the training prompts are longer than data.max_prompt_tokens",
-    cause="the policy answers prompts that lack their start, or never sees the longest ones",
-    remedy="raise data.max_prompt_tokens; data.long_prompts is what becomes of longer ones",
-    find=lambda history: f"{history.prompts_cut:.0%}" if history.prompts_cut > CUT else None,
-)
-groups_alike = streak(
-    "groups_alike", "rollout/groups_alike", ">=", 0.9,  # a tenth of the batch is left
-    only=f", for the estimators that compare ({', '.join(GROUPED)})",
-    applies=lambda config: config.advantage in GROUPED,
-    cause="the prompts are all too hard or too easy, or the score has too few levels",
-    remedy="mixed prompts, a finer reward, a larger ppo.samples_per_prompt or ppo.temperature",
-)  # fmt: skip
+
+def prompts_cut(history: History) -> str | None:
+    return f"{history.prompts_cut:.0%}" if history.prompts_cut > CUT else None
 
 
-@rule(
-    when=f"all responses have the same score, or paid score, in {IN_A_ROW} iterations in a row",
-    cause="there is nothing to learn from it",
-    remedy="Look at the reward, and at samples/; reward.clip must not cut all scores to one",
-)
+def groups_alike(history: History) -> str | None:
+    is_alike = history.streak(f"rollout/groups_alike >= {ALIKE}")
+    return is_alike if history.config.advantage in GROUPED else None
+
+
 def reward_constant(history: History) -> str | None:
     # Compared are values, as the standard deviation of equal ones may be rounded above 0.
-    ends = [history.last(f"rollout/reward_{end}", IN_A_ROW) for end in ("min", "max")]
-    paid = [row.get("rollout/reward_paid_range") for row in history.rows[-IN_A_ROW:]]
-    is_same = (ends[0] and ends[0] == ends[1]) or paid == [0.0] * IN_A_ROW
+    ends = [history.last(f"rollout/reward_{end}", STREAK) for end in ("min", "max")]
+    paid = [row.get("rollout/reward_paid_range") for row in history.rows[-STREAK:]]
+    is_same = (ends[0] and ends[0] == ends[1]) or paid == [0.0] * STREAK
     is_constant = is_same and history.config.rollout_batch_size > 1
     return f"{history.rows[-1]['rollout/reward_max']:g}" if is_constant else None
 
 
-nothing_ends = streak(
-    "nothing_ends", "rollout/ended", "<", 0.05,  # the scores are those of fragments
-    cause="ppo.max_response_tokens is too small, or the SFT model never learned the end token",
-    remedy="raise ppo.max_response_tokens, or give ppo.stop_strings; data.long_responses=cut in "
-    "SFT teaches no end; ppo.missing_eos=none where responses need no end",
-)  # fmt: skip
+def length_extreme(history: History) -> str | None:
+    full = f"{TOKENS} >= {FULL * history.config.max_response_tokens}"
+    return history.streak(full) or history.streak(f"{TOKENS} <= {EMPTY}")
 
 
-length_extreme = Rule(
-    "length_extreme",
-    when=f"rollout/response_tokens is at least {FULL} ppo.max_response_tokens, or at most {EMPTY}, "
-    f"in {IN_A_ROW} iterations in a row",
-    cause="the reward pays for length, or for saying nothing",
-    remedy="look at samples/, and at the length bias in the reward's fitness report; "
-    "ppo.length_penalty, ppo.missing_eos_penalty, a larger ppo.kl_coef",
-    find=lambda history: (
-        history.streak(TOKENS, ">=", FULL * history.config.max_response_tokens)
-        or history.streak(TOKENS, "<=", EMPTY)
-    ),
-)
-
-
-@rule(
-    when=f"kl_divergence over {IN_A_ROW} iterations is below -{LEAST_KL:g} nats, and below 0 by "
-    f"more than {SIGMAS:g} standard errors",
-    cause="responses are not sampled from the distribution of their log-probabilities",
-    remedy="look at a sampler of your own: temperature and is_exact; compare ppo.rollout=hf",
-)
 def kl_negative(history: History) -> str | None:
-    found, deviations = (history.last(name, IN_A_ROW) for name in (KL, "rollout/kl_std"))
+    found, deviations = (history.last(name, STREAK) for name in (KL, "rollout/kl_std"))
     if not found or not deviations:
         return None
-    mean, responses = fmean(found), IN_A_ROW * history.config.rollout_batch_size
+    mean, responses = fmean(found), STREAK * history.config.rollout_batch_size
     error = math.sqrt(fmean(x * x for x in deviations) / responses)
     is_far = mean < -max(LEAST_KL, SIGMAS * error)
     return f"{mean:.4g}, standard error {error:.2g}" if is_far else None
 
 
-@rule(
-    when="kl_divergence > ppo.kl_warning",
-    cause="so far from the SFT model a reward says little",
-    remedy="Look at samples/; a smaller ppo.lr, or a larger ppo.kl_coef, keeps the policy near",
-)
 def kl_exploding(history: History) -> str | None:
     limit, kl = history.config.kl_warning, history.last(KL, 1)
     is_above = limit is not None and kl and kl[0] > limit
     return f"{kl[0]:.4g} nats a response, ppo.kl_warning={limit:g}" if is_above else None
 
 
-entropy_collapse = streak(
-    "entropy_collapse", "entropy", "<", 0.01,  # the likeliest token then has more than 0.998
-    cause="nothing new is tried: the steps are too large, or the temperature too low",
-    remedy="a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature",
-)  # fmt: skip
-# Clipping does not bound the gradient of tokens with a negative advantage.
-ratio_outliers = streak(
-    "ratio_outliers", "update/ratio_max", ">", 10,
-    cause="steps are too large, or sampling and training compute different log-probabilities",
-    remedy="a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3",
-)  # fmt: skip
-
-
-@rule(
-    when=f"update/clip_fraction > {CLIPPED:g} on average over {CLIPPED_FOR} iterations",
-    cause="the policy moves further in an iteration than the clipped loss can follow",
-    remedy="a smaller ppo.lr or ppo.ppo_epochs, a larger ppo.minibatch_size, ppo.target_kl=0.02",
-)
 def clip_fraction_high(history: History) -> str | None:
     found = history.last(CLIP, CLIPPED_FOR)
     return f"{fmean(found):.3g}" if found and fmean(found) > CLIPPED else None
 
 
-@rule(
-    when=f"update/clip_fraction is 0 in {UNMOVED_FOR} iterations in a row, in which the policy "
-    f"learns from {UNMOVED_TOKENS} tokens or more, in several steps and at half of ppo.lr or more",
-    cause="the steps are too small, or the clip range is so wide that nothing is clipped",
-    remedy="a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs",
-)
 def clip_fraction_zero(history: History) -> str | None:
     config = history.config
     names = (CLIP, "update/steps", "update/lr", TOKENS)
@@ -237,29 +185,11 @@ def clip_fraction_zero(history: History) -> str | None:
     return f"ppo.clip_range={config.clip_range:g}, update/lr={rates[-1]:.3g}"
 
 
-responses_identical = streak(
-    "responses_identical", "rollout/most_common", ">=", 0.5,
-    only=", of 4 prompts or more",
-    applies=lambda config: config.prompts_per_iteration >= 4,
-    cause="the reward does not depend on the prompt, or the policy has collapsed",
-    remedy="look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr",
-)  # fmt: skip
-# Human text has 0.005, and greedy text of a language model 0.44 (Welleck et al. 2019,
-# https://arxiv.org/abs/1908.04319).
-responses_repeat = streak(
-    "responses_repeat", "rollout/repetition", ">", 0.3,
-    cause="responses repeat the same words: the reward pays for it, or the model loops",
-    remedy="look at samples/; a smaller ppo.max_response_tokens, a larger ppo.kl_coef or "
-    "ppo.temperature, a reward that sees repetition",
-)  # fmt: skip
+def responses_identical(history: History) -> str | None:
+    is_enough = history.config.prompts_per_iteration >= 4
+    return history.streak(f"rollout/most_common >= {COMMON}") if is_enough else None
 
 
-@rule(
-    when=f"rollout/explained_variance over {CRITIC_FOR} iterations is below {CRITIC_AT_MOST:g} on "
-    f"average, and below 0 by more than {CRITIC_ERRORS:g} standard errors",
-    cause="the critic adds noise: its learning rate is too high, or its targets move too fast",
-    remedy="a smaller ppo.value_lr_factor, ppo.critic_warmup, ppo.advantage=rloo without a critic",
-)
 def critic_worse(history: History) -> str | None:
     found = history.last("rollout/explained_variance", CRITIC_FOR)
     if not found or not all(map(math.isfinite, found)):
@@ -269,13 +199,6 @@ def critic_worse(history: History) -> str | None:
     return f"{mean:.3g}, standard error {error:.2g}" if is_worse else None
 
 
-@rule(
-    when=f"the median of update/value_loss over {RISE_FOR} iterations is above {RISE:g} times that "
-    f"of the {RISE_FOR} before, and each of them is above it",
-    cause="the critic diverges, or returns grow faster than ppo.clip_range_vf lets it follow",
-    remedy="a smaller ppo.value_lr_factor or ppo.vf_coef, ppo.score_normalization=running, "
-    "ppo.clip_range_vf=null",
-)
 def value_loss_rising(history: History) -> str | None:
     found = history.last("update/value_loss", 2 * RISE_FOR)
     if not found or history.config.advantage != "gae":
@@ -285,14 +208,6 @@ def value_loss_rising(history: History) -> str | None:
     return f"from {before:.3g} to {now:.3g}" if is_up else None
 
 
-@rule(
-    when=f"after {FLAT_AFTER} to 100 iterations, reward_mean of the last third is, with 2 "
-    f"standard errors, less than {GAIN:g} standard deviations of the score above that of the first "
-    "third",
-    cause="the steps are too small, ppo.kl_coef is too large, or the reward is noise",
-    remedy="a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise; "
-    "stage=eval_reward tells whether the reward is fit to be maximised",
-)
 def reward_flat(history: History) -> str | None:
     rows = [row for row in history.rows if row["step"] > history.config.critic_warmup]
     if len(rows) < FLAT_AFTER or rows[0]["step"] > history.config.critic_warmup + 1:
@@ -307,13 +222,6 @@ def reward_flat(history: History) -> str | None:
     return told if is_flat else None
 
 
-@rule(
-    when=f"{HELD_OUT} rises and {GOLD} falls in two evaluations in a row, by more than {FALL:.0%} "
-    f"of its range so far and {FALL_ERRORS:g} standard errors of the difference prompt by prompt",
-    cause="the policy exploits the reward: what it pays for is no longer what is wanted",
-    remedy="take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer "
-    "ppo.iterations, a better reward; compare samples/eval_*.jsonl",
-)
 def reward_against_gold(history: History) -> str | None:
     rows = [row for row in history.evaluations if GOLD in row]
     if len(rows) < 3:
@@ -329,12 +237,6 @@ def reward_against_gold(history: History) -> str | None:
     return f"reward {reward[-3]:.3g} to {reward[-1]:.3g}, gold {gold[-3]:.3g} to {gold[-1]:.3g}"
 
 
-@rule(
-    when=f"eval/response_perplexity is more than {PERPLEXITY:g} times that of the first "
-    f"evaluation, while {HELD_OUT} is higher",
-    cause="the policy has left the language of the data for what the reward pays",
-    remedy="look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations",
-)
 def reward_against_perplexity(history: History) -> str | None:
     name = "eval/response_perplexity"
     rows = [row for row in history.evaluations if name in row]
@@ -344,10 +246,86 @@ def reward_against_perplexity(history: History) -> str | None:
     return f"from {first:.3g} to {now:.3g}" if now > PERPLEXITY * first else None
 
 
-RULES = tuple(each for each in list(vars().values()) if isinstance(each, Rule))
-"""All rules above, in their order."""
+RULES = rules_of(
+    f"""
+prompts_cut | more than {CUT:.0%} of the training prompts are longer than data.max_prompt_tokens
+    | the policy answers prompts that lack their start, or never sees the longest ones
+    | raise data.max_prompt_tokens; data.long_prompts is what becomes of longer ones
+groups_alike | rollout/groups_alike >= {ALIKE} {IN_A_ROW}, for the estimators that compare
+    ({", ".join(GROUPED)})
+    | the prompts are all too hard or too easy, or the score has too few levels
+    | mixed prompts, a finer reward, a larger ppo.samples_per_prompt or ppo.temperature
+reward_constant | all responses have the same score, or paid score, {IN_A_ROW}
+    | there is nothing to learn from it
+    | Look at the reward, and at samples/; reward.clip must not cut all scores to one
+nothing_ends | rollout/ended < {LEAST_ENDED} {IN_A_ROW}
+    | ppo.max_response_tokens is too small, or the SFT model never learned the end token
+    | raise ppo.max_response_tokens, or give ppo.stop_strings; data.long_responses=cut in SFT
+    teaches no end; ppo.missing_eos=none where responses need no end
+length_extreme | rollout/response_tokens is at least {FULL} ppo.max_response_tokens, or at most
+    {EMPTY}, {IN_A_ROW}
+    | the reward pays for length, or for saying nothing
+    | look at samples/, and at the length bias in the reward's fitness report; ppo.length_penalty,
+    ppo.missing_eos_penalty, a larger ppo.kl_coef
+kl_negative | kl_divergence over {STREAK} iterations is below -{LEAST_KL:g} nats, and below 0 by
+    more than {SIGMAS:g} standard errors
+    | responses are not sampled from the distribution of their log-probabilities
+    | look at a sampler of your own: temperature and is_exact; compare ppo.rollout=hf
+kl_exploding | kl_divergence > ppo.kl_warning
+    | so far from the SFT model a reward says little
+    | Look at samples/; a smaller ppo.lr, or a larger ppo.kl_coef, keeps the policy near
+entropy_collapse | entropy < {LEAST_ENTROPY} {IN_A_ROW}
+    | nothing new is tried: the steps are too large, or the temperature too low
+    | a smaller ppo.lr, a larger ppo.kl_coef or ppo.ent_coef, a larger ppo.temperature
+ratio_outliers | update/ratio_max > {LARGEST_RATIO} {IN_A_ROW}
+    | steps are too large, or sampling and training compute different log-probabilities
+    | a smaller ppo.lr or ppo.ppo_epochs, ppo.target_kl=0.02, ppo.dual_clip=3
+clip_fraction_high | update/clip_fraction > {CLIPPED:g} on average over {CLIPPED_FOR} iterations
+    | the policy moves further in an iteration than the clipped loss can follow
+    | a smaller ppo.lr or ppo.ppo_epochs, a larger ppo.minibatch_size, ppo.target_kl=0.02
+clip_fraction_zero | update/clip_fraction is 0 in {UNMOVED_FOR} iterations in a row, in which the
+    policy learns from {UNMOVED_TOKENS} tokens or more, in several steps and at half of ppo.lr or
+    more | the steps are too small, or the clip range is so wide that nothing is clipped
+    | a larger ppo.lr, a ppo.clip_range near 0.2, more ppo.ppo_epochs
+responses_identical | rollout/most_common >= {COMMON} {IN_A_ROW}, of 4 prompts or more
+    | the reward does not depend on the prompt, or the policy has collapsed
+    | look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr
+responses_repeat | rollout/repetition > {REPEATED} {IN_A_ROW}
+    | responses repeat the same words: the reward pays for it, or the model loops
+    | look at samples/; a smaller ppo.max_response_tokens, a larger ppo.kl_coef or ppo.temperature,
+    a reward that sees repetition
+critic_worse | rollout/explained_variance over {CRITIC_FOR} iterations is below {CRITIC_AT_MOST:g}
+    on average, and below 0 by more than {CRITIC_ERRORS:g} standard errors
+    | the critic adds noise: its learning rate is too high, or its targets move too fast
+    | a smaller ppo.value_lr_factor, ppo.critic_warmup, ppo.advantage=rloo without a critic
+value_loss_rising | the median of update/value_loss over {RISE_FOR} iterations is above {RISE:g}
+    times that of the {RISE_FOR} before, and each of them is above it
+    | the critic diverges, or returns grow faster than ppo.clip_range_vf lets it follow
+    | a smaller ppo.value_lr_factor or ppo.vf_coef, ppo.score_normalization=running,
+    ppo.clip_range_vf=null
+reward_flat | after {FLAT_AFTER} to {KEPT} iterations, reward_mean of the last third is, with 2
+    standard errors, less than {GAIN:g} standard deviations of the score above that of the first
+    third | the steps are too small, ppo.kl_coef is too large, or the reward is noise
+    | a larger ppo.lr, a smaller ppo.kl_coef, a larger ppo.rollout_batch_size against noise;
+    stage=eval_reward tells whether the reward is fit to be maximised
+reward_against_gold | {HELD_OUT} rises and {GOLD} falls in two evaluations in a row, by more than
+    {FALL:.0%} of its range so far and {FALL_ERRORS:g} standard errors of the difference prompt by
+    prompt
+    | the policy exploits the reward: what it pays for is no longer what is wanted
+    | take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer ppo.iterations, a
+    better reward; compare samples/eval_*.jsonl
+reward_against_perplexity | eval/response_perplexity is more than {PERPLEXITY:g} times that of the
+    first evaluation, while {HELD_OUT} is higher
+    | the policy has left the language of the data for what the reward pays
+    | look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations
+""",
+    vars(),
+)
+"""Name | condition | cause | remedy of each rule, in their order. The function of that name finds
+its numbers; a rule without a function is a streak."""
 
 
+@dataclass(eq=False)
 class Diagnosis(Callback):
     """Callback that reports each symptom of a fault once per run, with its cause and a remedy.
 
@@ -356,41 +334,30 @@ class Diagnosis(Callback):
     repeats no finding.
     """
 
-    def __init__(
-        self, config: PPOConfig, run_dir: Path, *, prompts_cut: float = 0.0, stage: str = "ppo",
-        rules: Sequence[Rule] = RULES,
-    ) -> None:  # fmt: skip
-        """Set the rules and the facts that they read besides metrics.
-
-        prompts_cut: share of the training prompts that were cut, or left out, for their length.
-        stage: name of the section of `config`, whose keys the findings name.
-        rules: rules in their order of precedence.
-        """
-        self.stage = stage
-        self.rules = rules
-        self.history = History(
-            rows=[], evaluations=[], config=config, prompts_cut=prompts_cut, run_dir=run_dir
-        )
-        self.findings: list[dict[str, Any]] = []
-        """Entries of the file: rule, iteration, symptom, cause, remedy."""
+    history: History
+    stage: str = "ppo"
+    """Name of the section of the configuration whose keys the findings name."""
+    rules: Sequence[Rule] = RULES
+    """Rules in their order of precedence."""
+    findings: list[dict[str, Any]] = field(default_factory=list)
+    """Entries of the file: rule, iteration, symptom, cause, remedy."""
 
     def state_dict(self) -> dict[str, Any]:
-        rows, evaluations = list(self.history.rows), list(self.history.evaluations)
-        return {"rows": rows, "evaluations": evaluations, "findings": list(self.findings)}
+        rows, evaluations = self.history.rows, self.history.evaluations
+        return {"rows": rows, "evaluations": evaluations, "findings": [*self.findings]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history.rows = list(state_dict["rows"])
-        self.history.evaluations = list(state_dict["evaluations"])
-        self.findings = list(state_dict["findings"])
+        self.history.rows = state_dict["rows"]
+        self.history.evaluations = state_dict["evaluations"]
+        self.findings = state_dict["findings"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.write()  # without the findings behind the checkpoint that a run goes on from
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         unread = ("eval/", "time/", "compute/")
-        found = {n: x for n, x in latest(trainer).items() if not n.startswith(unread)}
-        row = found | {"step": pl_module.iteration}
-        self.history.rows = [*self.history.rows, row][-KEPT:]
+        row = {n: x for n, x in latest(trainer).items() if not n.startswith(unread)}
+        self.history.rows = [*self.history.rows, row | {"step": pl_module.iteration}][-KEPT:]
         self.diagnose(trainer, pl_module.iteration)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:

@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import pyarrow as pa
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from rich import get_console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.callbacks.metrics import perplexity, publish
-from lightning_rlhf.callbacks.progress import is_evaluation
+from lightning_rlhf.callbacks.progress import Stateful, is_evaluation
 from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
@@ -35,8 +35,6 @@ from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 if TYPE_CHECKING:
     import wandb
 
-COUNT = 4
-"""Responses that are kept of an iteration."""
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
 DECIMALS = 4
@@ -47,40 +45,40 @@ NAMED = 20
 """Number of rows of the data that the message at the end of a run names."""
 
 
+@dataclass(eq=False)
 class Samples(Callback):
-    """Shows the first `count` responses of every `every_n_iterations`-th batch.
+    """Shows the first `count` responses of every `every`-th batch.
 
     The console cuts prompts and responses to `characters`, None shows none there; loggers and
     `<run_dir>/samples/train.jsonl` get them whole.
     """
 
-    def __init__(
-        self, *, every_n_iterations: int, count: int, characters: int | None, run_dir: Path
-    ) -> None:
-        self._every_n_iterations = every_n_iterations
-        self._count = count
-        self._characters = characters
-        self._path = files.train_samples(run_dir)
-        self._wandb_table: wandb.Table | None = None
+    run_dir: Path
+    every: int
+    count: int = 4
+    characters: int | None = None
+    _wandb_table: wandb.Table | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        if trainer.is_global_zero and self._path.exists():
+        path = files.train_samples(self.run_dir)
+        if trainer.is_global_zero and path.exists():
             # A resumed run draws the samples of later iterations again; one cut off is none.
-            lines = files.read_samples(self._path)
+            lines = files.read_samples(path)
             kept = [f"{line}\n" for line, drawn in lines if drawn <= pl_module.iteration]
-            with storage.written_whole(self._path) as beside:
+            with storage.written_whole(path) as beside:
                 beside.write_bytes("".join(kept).encode())
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         iteration = pl_module.iteration
-        if not trainer.is_global_zero or iteration % self._every_n_iterations != 0:
+        if not trainer.is_global_zero or iteration % self.every != 0:
             return
-        experience = outputs[results.RESULT].experience.select(slice(0, self._count))
+        experience = outputs[results.RESULT].experience.select(slice(0, self.count))
         samples = training_samples(pl_module, experience)
-        if self._characters is not None:
-            get_console().print(console_table(samples, self._characters))
-        storage.make_folder(self._path.parent)
-        with storage.full_disk_told(self._path), self._path.open("a", encoding="utf-8") as file:
+        if self.characters is not None:
+            get_console().print(console_table(samples, self.characters))
+        path = files.train_samples(self.run_dir)
+        storage.make_folder(path.parent)
+        with storage.full_disk_told(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json_line(sample) + "\n" for sample in samples)
         for logger in trainer.loggers:
             if isinstance(logger, WandbLogger):
@@ -97,9 +95,10 @@ class Samples(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Flush the samples before the checkpoint that comes after them is written."""
-        if trainer.is_global_zero and self._path.exists():
-            storage.flush(self._path)
-            storage.flush_entry(self._path.parent)
+        path = files.train_samples(self.run_dir)
+        if trainer.is_global_zero and path.exists():
+            storage.flush(path)
+            storage.flush_entry(path.parent)
 
 
 def training_samples(module: Any, experience: records.Experience) -> list[files.Sample]:
@@ -113,29 +112,27 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
     for row, index in enumerate(experience.index.tolist()):
         real = experience.response_mask[row]
         response = experience.responses[row][real].tolist()
-        numbers = {"kl": experience.kl[row][real], "advantage": experience.advantages[row][real]}
-        samples.append({
+        per_token = {"text": [module.chat.show([token]) for token in response]}
+        for name, numbers in (("kl", experience.kl), ("advantage", experience.advantages)):
+            per_token[name] = [round(x, DECIMALS) for x in numbers[row][real].tolist()]
+        sample = {
             "iteration": module.iteration,
             "prompt": prompts[index]["prompt"],
             "response": module.chat.decode_response(response),
             "score": experience.score[row].item(),
             "kl": kl_sums[row],
             "ended": experience.ended[row].item(),
-            "per_token": {
-                "text": [module.chat.show([token]) for token in response],
-                **{n: [round(v, DECIMALS) for v in x.tolist()] for n, x in numbers.items()},
-            },
-        })  # fmt: skip
+            "per_token": per_token,
+        }
+        samples.append(sample)
     return samples
 
 
 def console_table(samples: Sequence[files.Sample], characters: int) -> Table:
     """Return the samples for reading; text longer than `characters` is cut."""
-    table = Table(title=f"samples of iteration {samples[0]['iteration']}", title_justify="left")
-    table.add_column("prompt", ratio=2)
-    table.add_column("response", ratio=3)
-    for name in ("score", "kl, nats", "ended"):
-        table.add_column(name, justify="right")
+    numbers = [Column(name, justify="right") for name in ("score", "kl, nats", "ended")]
+    table = Table(Column("prompt", ratio=2), Column("response", ratio=3), *numbers)
+    table.title, table.title_justify = f"samples of iteration {samples[0]['iteration']}", "left"
     for sample in samples:
         whole = (sample["prompt"], sample["response"])
         texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]
@@ -161,23 +158,24 @@ Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 """(prompt row, response, ended) -> parts of a verdict; None where a part does not apply."""
 
 
-class Evaluation(Callback):
+@dataclass(eq=False)
+class Evaluation(Stateful):
     """Judges each validation response, logs the means and writes the samples.
 
     Samples go to `<run_dir>/samples/eval_<iteration>.jsonl`. `first` and `last` hold the metrics
     of the first and the latest evaluation and survive a resume.
     """
 
-    def __init__(self, judge: Judge | None, run_dir: Path) -> None:
-        self.first: dict[str, float] | None = None
-        self.last: dict[str, float] | None = None
-        self._sft: Sequence[files.Sample] | None = None
-        self._judge = judge
-        self._run_dir = run_dir
+    kept: ClassVar[tuple[str, ...]] = ("first", "last")
+    judge: Judge | None
+    run_dir: Path
+    first: dict[str, float] | None = field(default=None, init=False)
+    last: dict[str, float] | None = field(default=None, init=False)
+    _sft: Sequence[files.Sample] | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """Delete the samples of later policies, which a resumed run evaluates again."""
-        for path in (self._run_dir / files.SAMPLES).glob("eval_*.jsonl"):
+        for path in (self.run_dir / files.SAMPLES).glob("eval_*.jsonl"):
             found = re.fullmatch("eval_([0-9]+)", path.stem)
             if found is not None and int(found[1]) > pl_module.iteration:
                 path.unlink()
@@ -189,7 +187,7 @@ class Evaluation(Callback):
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
         names = [term.name for term in pl_module.reward.terms]
-        self._samples += judged_samples(outputs, names, self._judge)
+        self._samples += judged_samples(outputs, names, self.judge)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
@@ -199,7 +197,7 @@ class Evaluation(Callback):
         # The policy of iteration 0 is the SFT model.
         if iteration == 0:
             self._sft = samples
-        elif self._sft is None and (path := files.eval_samples(self._run_dir, 0)).is_file():
+        elif self._sft is None and (path := files.eval_samples(self.run_dir, 0)).is_file():
             self._sft = [found for _, found in storage.json_lines(path)]  # of an earlier process
         indices = [sample["index"] for sample in samples]
         if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
@@ -207,13 +205,7 @@ class Evaluation(Callback):
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
-        files.write_samples(files.eval_samples(self._run_dir, iteration), samples)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"first": self.first, "last": self.last}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.first, self.last = state_dict["first"], state_dict["last"]
+        files.write_samples(files.eval_samples(self.run_dir, iteration), samples)
 
 
 def judged_samples(
@@ -226,21 +218,20 @@ def judged_samples(
     ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge).
     """
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
-    mask = rollout.response_mask
-    kl = torch.where(mask, rollout.logprobs - scores.ref_logprobs, 0.0).float().sum(dim=1)
+    mask, ref_logprobs = rollout.response_mask, scores.ref_logprobs
     columns = {
         "ended": rollout.ended,
         "tokens": mask.sum(dim=1),
         "score": scores.score.float(),
         "parts": scores.component_scores,
-        "kl": kl,
-        "ref_logprob": scores.ref_logprobs.float().sum(dim=1),
+        "kl": torch.where(mask, rollout.logprobs - ref_logprobs, 0.0).float().sum(dim=1),
+        "ref_logprob": ref_logprobs.float().sum(dim=1),
     }
-    cells = zip(*(column.tolist() for column in columns.values()), strict=True)
+    numbers = {name: column.tolist() for name, column in columns.items()}
     index, samples = rollout.index.tolist(), []
     for place, (row, response) in enumerate(zip(decoded.rows, decoded.responses, strict=True)):
         sample = {"index": index[place], "prompt": row["prompt"], "response": response}
-        sample |= dict(zip(columns, next(cells), strict=True))
+        sample |= {name: cells[place] for name, cells in numbers.items()}
         sample["parts"] = dict(zip(components, sample["parts"], strict=True))
         sample["judge"] = {} if judge is None else dict(judge(row, response, sample["ended"]))
         samples.append(sample)
@@ -318,6 +309,7 @@ def load_judge(source: str) -> Judge:
     return ask
 
 
+@dataclass(eq=False)
 class Recorder(Callback):
     """Writes iterations of PPO to `<run_dir>/rollouts/`: each, or only one that ends the run.
 
@@ -325,20 +317,20 @@ class Recorder(Callback):
     after its checkpoint, since it goes through those iterations again.
     """
 
-    def __init__(self, run_dir: Path, rows: Rows[Any], *, every: bool) -> None:
-        """Store the folder of the run and its prompts; every: True to write each iteration."""
-        self._run_dir = run_dir
-        self._rows = rows
-        self._every = every
+    run_dir: Path
+    rows: Rows[Any]
+    """Prompts of the run."""
+    every: bool
+    """True to write each iteration."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        for iteration in rollouts.recorded_iterations(self._run_dir):
+        for iteration in rollouts.recorded_iterations(self.run_dir):
             if iteration > pl_module.iteration:
-                rollouts.file_of(self._run_dir, iteration).unlink()
+                rollouts.file_of(self.run_dir, iteration).unlink()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        if self._every:
-            path = rollouts.file_of(self._run_dir, pl_module.iteration)
+        if self.every:
+            path = rollouts.file_of(self.run_dir, pl_module.iteration)
             rollouts.write_table(path, self.columns(pl_module))
 
     def columns(self, module: Any) -> dict[str, Any]:
@@ -363,15 +355,16 @@ class Recorder(Callback):
         # Advantages are whitened, so that one row that is not finite would spoil all of them.
         numbers = (experience.score[:, None], *(getattr(experience, name) for name in BY_ROW))
         bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
-        path = rollouts.file_of(self._run_dir, iteration)
+        path = rollouts.file_of(self.run_dir, iteration)
         told = (
-            f"Iteration {iteration} is in {path}, and `lightning-rlhf replay {self._run_dir} "
+            f"Iteration {iteration} is in {path}, and `lightning-rlhf replay {self.run_dir} "
             f"--iteration {iteration}` shows it"
         )
-        batch = rows_text(self._rows, self._rows.numbers, experience.index.tolist(), bad)
+        batch = rows_text(self.rows, self.rows.numbers, experience.index.tolist(), bad)
         keep_batch(exception, path, self.columns(pl_module), f"{told}; {batch}")
 
 
+@dataclass(eq=False)
 class KeepLastBatch(Callback):
     """Writes `<run_dir>/last_batch.parquet` when updates that are not finite end SFT, RM or DPO.
 
@@ -379,47 +372,46 @@ class KeepLastBatch(Callback):
     and its loss by itself. A resumed run deletes the file, since it trains on that batch again.
     """
 
-    def __init__(
-        self, run_dir: Path, rows: Rows[Any], tokenised: lengths.Tokenised[Any],
-        data: batches.StageData, chat: ChatFormat,
-    ) -> None:  # fmt: skip
-        """Store the sources; rows, tokenised, data: the training data as rows, tokens, batches."""
-        self._path = run_dir / rollouts.LAST_BATCH
-        self._rows = rows
-        self._numbers = tokenised.numbers
-        self._data = data
-        self._chat = chat
+    run_dir: Path
+    rows: Rows[Any]
+    """Training data as rows, and then as tokens and as batches."""
+    tokenised: lengths.Tokenised[Any]
+    data: batches.StageData
+    chat: ChatFormat
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._path.unlink(missing_ok=True)
+        (self.run_dir / rollouts.LAST_BATCH).unlink(missing_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         if not isinstance(exception, NotFiniteError):
             return
-        step = pl_module.iteration
-        positions = self._data.schedule.batch(step)
-        examples = [self._data.train[i] for i in positions]
-        columns: dict[str, Any] = {"number": [self._numbers[i] for i in positions]}
-        for name in (field.name for field in fields(examples[0])):
+        step, numbers = pl_module.iteration, self.tokenised.numbers
+        positions = self.data.schedule.batch(step)
+        examples = [self.data.train[i] for i in positions]
+        columns: dict[str, Any] = {"number": [numbers[i] for i in positions]}
+        for name in (one.name for one in fields(examples[0])):
             cells = [getattr(example, name) for example in examples]
             if isinstance(cells[0], float):  # the margin of a pair
                 columns[name] = pa.array(cells, pa.float64())
                 continue
             if name != "learned":  # positions in the prompt
-                columns[name] = pa.array(map(self._chat.show, cells), pa.string())
+                columns[name] = pa.array(map(self.chat.show, cells), pa.string())
             columns[f"{name}_tokens"] = pa.array(map(list, cells), pa.list_(pa.int64()))
         bad: list[int] = []
         try:
             with trainer.precision_plugin.forward_context():
-                batch = self._data.collate(examples).to(pl_module.device)
+                batch = self.data.collate(examples).to(pl_module.device)
                 losses: torch.Tensor = pl_module.row_losses(batch).float().cpu()
             columns["loss"] = losses.numpy()
             bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
         except Exception as failure:  # the batch itself is still written
             print_line(f"the batch that ended the run has no loss of each row: {failure}")
-        told = rows_text(self._rows, self._numbers, positions, bad)
-        told = f"The batch of step {step + 1} is in {self._path}; {told}"
-        keep_batch(exception, self._path, columns, told)
+        path, found = (
+            self.run_dir / rollouts.LAST_BATCH,
+            rows_text(self.rows, numbers, positions, bad),
+        )
+        told = f"The batch of step {step + 1} is in {path}; {found}"
+        keep_batch(exception, path, columns, told)
 
 
 def keep_batch(error: NotFiniteError, path: Path, columns: Mapping[str, Any], told: str) -> None:

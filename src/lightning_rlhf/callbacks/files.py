@@ -146,27 +146,25 @@ def link(source: Path, target: Path) -> None:
             shutil.copyfile(source, beside)
 
 
-def go_back(folder: Path, step: int) -> dict[str, str]:
+def go_back(folder: Path, step: int) -> list[str]:
     """Delete checkpoints later than `step`, from which the run resumes, and unfinished files.
 
-    An unreadable `best.ckpt` is deleted too.
-
-    Returns: file name -> reason, for the deleted files other than unfinished ones.
+    An unreadable `best.ckpt` is deleted too. Returns: names of the deleted checkpoints.
     """
-    best, later = folder / BEST, f"later than step {step}"
-    gone = {path: later for path in numbered(folder) if step_named(path) > step}
-    try:
-        best_step = step_of(best) if best.exists() else -1
-    except CheckpointError:
-        gone[best] = "unreadable"
-    else:
-        if best_step == step and not path_of(folder, step).exists():
-            link(best, path_of(folder, step))
+    best = folder / BEST
+    gone = [path for path in numbered(folder) if step_named(path) > step]
+    if best.exists():
+        try:
+            best_step = step_of(best)
+        except CheckpointError:
+            best_step = step + 1
         if best_step > step:
-            gone[best] = later
+            gone.append(best)
+        elif best_step == step and not path_of(folder, step).exists():
+            link(best, path_of(folder, step))
     for path in (*gone, *folder.glob(f"*{storage.UNFINISHED}")):
         path.unlink()
-    return {path.name: why for path, why in gone.items()}
+    return [path.name for path in gone]
 
 
 def step_of(path: Path) -> int:
@@ -254,27 +252,26 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
     if not os.path.lexists(path):
         return {}
     lines = storage.read_text(path).splitlines(keepends=True)
-    reader = csv.DictReader(line for line in lines if line.endswith("\n"))
+    names: list[str] = []
     rows: dict[int, dict[str, float]] = {}
-    names = reader.fieldnames or [STEP]
-    while True:
+    for number, line in enumerate((x for x in lines if x.endswith("\n")), start=1):
         try:
-            if names[0] != STEP or len({*names}) < len(names):
-                raise KeyError
-            if (cells := next(reader, None)) is None:
-                break
-            step = int(cells[STEP])
-            if step <= next(reversed(rows), -1):
-                raise ValueError
-            rows[step] = {name: float(x) for name, x in cells.items() if x != "" and name != STEP}
-        except (csv.Error, KeyError, TypeError, ValueError) as error:
-            number = reader.line_num + isinstance(error, csv.Error)  # which is not counted then
-            number = 1 if isinstance(error, KeyError) else number
-            raise storage.damaged_line(
-                path, number, f"found {lines[number - 1].rstrip()[:60]!r}; allowed: {STEP} and "
-                "names in line 1, then a step larger than those before it, and as many numbers or "
-                "empty cells as there are names",
-            ) from None  # fmt: skip
+            step, *cells = next(csv.reader([line]))
+            if number == 1:
+                names, is_valid = cells, step == STEP and len({step, *cells}) == 1 + len(cells)
+            else:
+                is_valid = int(step) > next(reversed(rows), -1)
+                pairs = zip(names, cells, strict=True)
+                rows[int(step)] = {name: float(cell) for name, cell in pairs if cell}
+        except (csv.Error, ValueError):
+            is_valid = False
+        if not is_valid:
+            allowed = (
+                f"{STEP} and names in line 1, then a step larger than those before it, and as many "
+                "numbers or empty cells as there are names"
+            )
+            reason = f"found {line.rstrip()[:60]!r}; allowed: {allowed}"
+            raise storage.damaged_line(path, number, reason)
     return rows
 
 

@@ -13,7 +13,6 @@ import secrets
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +26,7 @@ from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import flush, full_disk_told, written_whole
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from wandb.sdk.wandb_run import Run
 
 
@@ -160,33 +160,13 @@ class RunTensorBoard(TensorBoardLogger):
         flush(Path(self.log_dir))
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunIdentity:
-    """The description of a run that a dashboard shows besides its metrics."""
+def tags_of(stage: str, model: str, job: str | None) -> list[str]:
+    """Return the tags of a run: stage, model, job, and each value in the job's name.
 
-    name: str
-    """Display name: run/model/stage, or run/model/job/stage."""
-    run: str
-    """Name of the run."""
-    model: str
-    """Name of the model preset."""
-    job: str | None
-    """Name of the run's variant, which lists the varied values; None without variants. The jobs of
-    a run form a group."""
-    stage: str
-    """Name of the stage."""
-    config: Mapping[str, Any]
-    """Complete configuration, resolved."""
-
-    @property
-    def tags(self) -> list[str]:
-        """Return the tags of the run: stage, model, job, and each value in the job's name.
-
-        The name of a sweep's job is key=value,key=value; a list as value has commas as well.
-        """
-        varied = [self.job, *re.split(",(?=[^,=]+=)", self.job)] if self.job else []
-        tags = (self.stage, self.model, *filter(None, varied))
-        return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in tags))
+    The name of a sweep's job is key=value,key=value; a list as value has commas as well.
+    """
+    varied = [job, *re.split(",(?=[^,=]+=)", job)] if job else []
+    return list(dict.fromkeys(fitted(tag, TAG_CHARACTERS) for tag in (stage, model, *varied)))
 
 
 def fitted(text: str, longest: int) -> str:
@@ -195,11 +175,16 @@ def fitted(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[: longest - len(checksum)] + checksum
 
 
-def build_loggers(config: files.LoggerConfig, run_dir: Path, identity: RunIdentity) -> list[Logger]:
-    """Return MetricsFile, then the configured logger; both continue the files in `run_dir`."""
+def build_loggers(
+    config: files.LoggerConfig, run_dir: Path, about: Mapping[str, Any]
+) -> list[Logger]:
+    """Return MetricsFile, then the configured logger; both continue the files in `run_dir`.
+
+    about: arguments of wandb.init that describe the run: name, group, job_type, tags, config.
+    """
     loggers: list[Logger] = [MetricsFile(run_dir)]
     if isinstance(config, files.WandbConfig):
-        run = wandb_run(config, run_dir, identity)
+        run = wandb_run(config, run_dir, about)
         loggers.append(RunWandb(project=config.project, save_dir=run_dir, experiment=run))
     elif config.kind == "tensorboard":
         loggers.append(RunTensorBoard(run_dir))
@@ -226,6 +211,19 @@ def log_pictures(loggers: Sequence[Logger], pictures: Mapping[str, Path], step: 
                 logger.experiment.add_image(what, imread(path), step, dataformats="HWC")
 
 
+def log_histograms(loggers: Sequence[Logger], columns: Mapping[str, Tensor], step: int) -> None:
+    """Log the numbers of each component of the reward to loggers that draw histograms."""
+    for logger in loggers:
+        for name, numbers in columns.items():
+            if isinstance(logger, WandbLogger):
+                import wandb
+
+                histogram: Any = wandb.Histogram(numbers.tolist())
+                logger.log_metrics({f"histogram/reward/{name}": histogram}, step=step)
+            elif isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_histogram(f"histogram/reward/{name}", numbers, step)
+
+
 def log_table(
     loggers: Sequence[Logger], name: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]
 ) -> None:
@@ -238,26 +236,26 @@ def log_table(
             logger.log_metrics({name: table}, step=0)
 
 
-def wandb_run(config: files.WandbConfig, run_dir: Path, identity: RunIdentity) -> Run:
+def wandb_run(config: files.WandbConfig, run_dir: Path, about: Mapping[str, Any]) -> Run:
     """Return the run of W&B, online or offline; a resumed run continues the one of its folder."""
     import wandb
     from wandb.errors import AuthenticationError, CommError
 
-    group = config.group or os.getenv("WANDB_RUN_GROUP") or (identity.run if identity.job else None)
+    group = config.group or os.getenv("WANDB_RUN_GROUP") or about["group"]
     if not (run_dir / files.WANDB_ID).exists():
         with written_whole(run_dir / files.WANDB_ID) as beside:
             beside.write_text(secrets.token_hex(4))
+    names = {
+        "name": fitted(about["name"], NAME_CHARACTERS),
+        "group": None if group is None else fitted(group, NAME_CHARACTERS),
+        "tags": [*about["tags"], *config.tags],
+        "id": files.read_wandb_id(run_dir / files.WANDB_ID),
+    }
 
     def start(mode: Any) -> Run:
         return wandb.init(
             project=config.project,
             entity=config.entity,
-            name=fitted(identity.name, NAME_CHARACTERS),
-            group=None if group is None else fitted(group, NAME_CHARACTERS),
-            job_type=identity.stage,
-            tags=[*identity.tags, *config.tags],
-            config=dict(identity.config),
-            id=files.read_wandb_id(run_dir / files.WANDB_ID),
             dir=run_dir,
             mode=mode,
             resume="allow" if mode == "online" else None,
@@ -267,6 +265,7 @@ def wandb_run(config: files.WandbConfig, run_dir: Path, identity: RunIdentity) -
                 init_timeout=config.init_timeout_s,
                 finish_timeout=config.finish_timeout_s,
             ),
+            **{**about, **names},
         )
 
     mode, why = config.start_mode, "WANDB_API_KEY and netrc hold no key"

@@ -8,18 +8,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger, WandbLogger
 from torch import Tensor
 
 from lightning_rlhf.callbacks import compute
-from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard
-from lightning_rlhf.callbacks.progress import is_evaluation, latest, position
+from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
+from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
 from lightning_rlhf.core import results
 from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
@@ -48,12 +47,11 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
     groups_alike is the share of groups whose responses, `group_size` in a row, have the same score.
     """
     mask = experience.response_mask
-    errors = experience.returns - experience.old_values
-    per_token = {
-        "tokens": mask.float(), "kl": experience.kl, "rewards": experience.rewards,
-        "values": experience.old_values, "returns": experience.returns,
-        "returns^2": experience.returns**2, "errors": errors, "errors^2": errors**2,
-    }  # fmt: skip
+    values, returns = experience.old_values, experience.returns
+    errors = returns - values
+    per_token = {"tokens": mask.float(), "kl": experience.kl, "rewards": experience.rewards}
+    per_token |= {"values": values, "returns": returns, "returns^2": returns**2}
+    per_token |= {"errors": errors, "errors^2": errors**2}
     sums = [torch.where(mask, x.float(), 0.0).sum(dim=1) for x in per_token.values()]
     rows = torch.stack([experience.score.float(), experience.ended.float(), *sums], dim=1)
     score, ended, *of_tokens = rows.cpu().double().unbind(dim=1)
@@ -216,24 +214,20 @@ class FileRows(Callback):
                 logger.flush()
 
 
-class StepRows(FileRows):
+class StepRows(FileRows, Stateful):
     """Rows of metrics of steps, with the totals of what the run has computed, over all resumes.
 
     Sums of whole numbers are exact up to 2^53, so that a resumed run continues them exactly.
     """
 
+    kept: ClassVar[tuple[str, ...]] = ("compute",)
+
     def __init__(self) -> None:
-        self.totals: dict[str, float] = {}
+        self.compute: dict[str, float] = {}
         """Metric -> total so far, or the largest memory; empty before the first step."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         pl_module.logs_headline = False
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"compute": self.totals}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.totals = state_dict["compute"]
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, *_: Any) -> None:
         # The learning rate of the first parameter group, the policy's.
@@ -247,10 +241,10 @@ class StepRows(FileRows):
         memory: largest memory of the process, in bytes.
         """
         found = {compute.PREFIX + name: float(number) for name, number in more.items()}
-        before = self.totals or dict.fromkeys([*found, compute.PEAK], 0.0)
-        self.totals = {name: before[name] + number for name, number in found.items()}
-        self.totals[compute.PEAK] = max(before[compute.PEAK], float(memory))
-        return dict(self.totals)
+        totals = {name: self.compute.get(name, 0.0) + number for name, number in found.items()}
+        totals[compute.PEAK] = max(self.compute.get(compute.PEAK, 0.0), float(memory))
+        self.compute = totals
+        return totals
 
 
 class PPOMetrics(StepRows):
@@ -280,22 +274,8 @@ class PPOMetrics(StepRows):
         if len(terms) > 1:
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
             metrics |= {PART + name: part.mean().item() for name, part in columns.items()}
-            draw_histograms(trainer, pl_module, columns)
+            log_histograms(trainer.loggers, columns, position(trainer, pl_module))
         publish(trainer, pl_module, metrics)
-
-
-def draw_histograms(trainer: Trainer, pl_module: Any, columns: Mapping[str, Tensor]) -> None:
-    """Log the numbers of each component of the reward to loggers that draw histograms."""
-    step = position(trainer, pl_module)
-    for logger in trainer.loggers:
-        for name, numbers in columns.items():
-            if isinstance(logger, WandbLogger):
-                import wandb
-
-                histogram: Any = wandb.Histogram(numbers.tolist())
-                logger.log_metrics({f"histogram/reward/{name}": histogram}, step=step)
-            elif isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_histogram(f"histogram/reward/{name}", numbers, step)
 
 
 class StepMetrics(StepRows):
@@ -306,23 +286,16 @@ class StepMetrics(StepRows):
     a mean like the others. Validation metrics cover the whole validation set.
     """
 
+    kept = (*StepRows.kept, "training", "nonfinite", "logged_step")
+
     def __init__(self) -> None:
         super().__init__()
-        self._training: list[dict[str, Tensor]] = []
+        self.training: list[dict[str, Tensor]] = []
         """Sums of each batch that the next row covers; zeros where an update was not made."""
-        self._nonfinite = 0
+        self.nonfinite = 0
         """Updates that were not made since the last row."""
-        self._logged_step = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        training = [{name: x.cpu() for name, x in sums.items()} for sums in self._training]
-        counts = {"nonfinite": self._nonfinite, "logged_step": self._logged_step}
-        return super().state_dict() | counts | {"training": training}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._training, self._logged_step = state_dict["training"], state_dict["logged_step"]
-        self._nonfinite = state_dict["nonfinite"]
+        self.logged_step = 0
+        """Step of the last row."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any
@@ -332,23 +305,23 @@ class StepMetrics(StepRows):
         sums = step_sums(result)
         if not result.is_made:
             sums = {name: torch.zeros_like(x) for name, x in sums.items()}
-        self._training = [*self._training, sums][-every * trainer.accumulate_grad_batches :]
-        self._nonfinite += not result.is_made
+        self.training = [*self.training, sums][-every * trainer.accumulate_grad_batches :]
+        self.nonfinite += not result.is_made
         seconds = time.perf_counter() - self._started
         totals = compute.step_totals(pl_module, batch, seconds, trainer.world_size)
         computed = self.count(totals, compute.peak_memory(pl_module.device))
         step = position(trainer, pl_module)
         is_due = step % every == 0 or step == trainer.estimated_stepping_batches
-        if step == self._logged_step or not is_due:
+        if step == self.logged_step or not is_due:
             return
         metrics = {
-            **step_metrics(self._training, "update"),
+            **step_metrics(self.training, "update"),
             "update/lr": self._lr,
-            "update/nonfinite": float(self._nonfinite),
+            "update/nonfinite": float(self.nonfinite),
             "update/grad_norm": result.grad_norm.item(),
         }
         publish(trainer, pl_module, metrics | computed)
-        self._nonfinite, self._logged_step = 0, step
+        self.nonfinite, self.logged_step = 0, step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         self._validation: list[dict[str, Tensor]] = []
@@ -363,6 +336,7 @@ class StepMetrics(StepRows):
             publish(trainer, pl_module, step_metrics(self._validation, "eval"))
 
 
+@dataclass(eq=False)
 class SharedMetrics(Callback):
     """Gives every process the `trainer.callback_metrics` of the first, so that rules agree in all.
 
@@ -370,8 +344,7 @@ class SharedMetrics(Callback):
     `LightningModule.log` would take longer for all of them than a step of a small model.
     """
 
-    def __init__(self, replicas: Replicas) -> None:
-        self.replicas = replicas
+    replicas: Replicas
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         pl_module.logs_headline = False

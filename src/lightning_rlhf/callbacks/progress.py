@@ -7,9 +7,9 @@ prompt_rows) without its type, since modules and callbacks do not import each ot
 import math
 from collections.abc import Sequence
 from time import monotonic
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from rich import get_console
 from rich.progress import TextColumn
@@ -44,6 +44,18 @@ def is_evaluation(trainer: Trainer) -> bool:
 def latest(trainer: Trainer) -> dict[str, float]:
     """Return the latest value of every metric that a callback may monitor."""
     return {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+class Stateful(Callback):
+    """A callback whose attributes named in `kept` are in checkpoints, and restored from them."""
+
+    kept: ClassVar[tuple[str, ...]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.kept}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
 
 
 class Progress(ProgressBar):
@@ -102,9 +114,9 @@ class Progress(ProgressBar):
             print(f"{self._line()}  {shown}", flush=True)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
-        batches = trainer.num_sanity_val_batches if trainer.sanity_checking else (
-            trainer.num_val_batches
-        )  # fmt: skip
+        batches = trainer.num_val_batches
+        if trainer.sanity_checking:
+            batches = trainer.num_sanity_val_batches
         known = int(sum(batches)) if math.isfinite(sum(batches)) else None
         self._replace(Working(f"{self._stage} evaluation, batches", known), "eval")
 

@@ -2,7 +2,8 @@
 
 import math
 import signal
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -11,7 +12,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from lightning_rlhf.callbacks.progress import is_evaluation, latest, metric_text, trained
+from lightning_rlhf.callbacks import progress
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
 from lightning_rlhf.core.errors import counted, require
@@ -21,21 +22,8 @@ AVERAGE = "averaged_weights"
 """Checkpoint key of the average of each weight, by its name in `state_dict`."""
 
 
-class CheckMonitors(Callback):
-    """Callback that checks the metric of every EarlyStopping. Place it before them."""
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        logged = trainer.callback_metrics
-        for callback in trainer.early_stopping_callbacks:
-            if callback is not None and callback.strict:
-                key, allowed = (
-                    f"the monitor of {type(callback).__name__}",
-                    ", ".join(sorted(logged)),
-                )
-                require(callback.monitor in logged, key, callback.monitor, allowed or "none")
-
-
-class EarlyStop(Callback):
+@dataclass(eq=False)
+class EarlyStop(progress.Stateful):
     """Ends a run where an evaluation metric no longer gains, or where the KL is above a bound.
 
         value_i = +metric or -metric at evaluation i, so that the largest is the best
@@ -47,29 +35,20 @@ class EarlyStop(Callback):
     evaluation it is the checkpoint before it that remains, and the evaluation is repeated.
     """
 
-    def __init__(self, section: str, config: StopConfig, metric: tuple[str, Mode] | None) -> None:
-        """Set up the rules.
-
-        section: name of the stage, for the reason.
-        metric: name and direction of the metric that has to gain; None without `patience`.
-        """
-        self.section = section
-        self.config = config
-        self.metric = metric
-        self.best = -math.inf
-        """Value at the last gain, with the sign by which the largest is the best."""
-        self.best_step: int | None = None
-        """Step of the last gain."""
-        self.without = 0
-        """Number of evaluations since the last gain."""
-        self.reason: str | None = None
-        """Why the run ended; None while it has not."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: vars(self)[name] for name in ("best", "best_step", "without", "reason")}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
+    kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "without", "reason")
+    section: str
+    """Name of the stage, for the reason."""
+    config: StopConfig
+    metric: tuple[str, Mode] | None
+    """Name and direction of the metric that has to gain; None without `patience`."""
+    best: float = -math.inf
+    """Value at the last gain, with the sign by which the largest is the best."""
+    best_step: int | None = None
+    """Step of the last gain."""
+    without: int = 0
+    """Number of evaluations since the last gain."""
+    reason: str | None = None
+    """Why the run ended; None while it has not."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         """End a run at once that a rule has ended, and that is resumed to be handed over."""
@@ -79,31 +58,30 @@ class EarlyStop(Callback):
         largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
         if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
             limit = f"{self.section}.stop.max_kl={largest:g}"
-            self.end(trainer, f"{KL} is {metric_text(kl)} nats a response, above {limit}")
+            self.end(trainer, f"{KL} is {progress.metric_text(kl)} nats a response, above {limit}")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         is_over = self.config.patience is None or self.reason is not None
-        if is_over or self.metric is None or not is_evaluation(trainer):
+        if is_over or self.metric is None or not progress.is_evaluation(trainer):
             return
         name, mode = self.metric
-        metrics = latest(trainer)
+        metrics = progress.latest(trainer)
         require_metrics(f"{self.section}.stop.metric", [self.metric], metrics)
         if trainer.sanity_checking or trainer.state.fn != TrainerFn.FITTING:
             return
         value = signed(metrics[name], mode)
         if value > self.best + self.config.min_gain:
-            self.best, self.best_step, self.without = value, trained(trainer), 0
+            self.best, self.best_step, self.without = value, progress.trained(trainer), 0
             return
         self.without += 1
         if self.without == self.config.patience:
             since = ""
             if self.best_step is not None:
-                since = f" since {metric_text(SIGNS[mode] * self.best)} at step {self.best_step}"
-            self.end(
-                trainer,
-                f"{name} has not gained more than {self.config.min_gain:g}{since}, in "
-                f"{counted(self.without, 'evaluation')} ({self.section}.stop.patience)",
-            )
+                best = progress.metric_text(SIGNS[mode] * self.best)
+                since = f" since {best} at step {self.best_step}"
+            count = counted(self.without, "evaluation")
+            told = f"{name} has not gained more than {self.config.min_gain:g}{since}, in {count}"
+            self.end(trainer, f"{told} ({self.section}.stop.patience)")
 
     def end(self, trainer: Trainer, why: str) -> None:
         """End the run after this step."""

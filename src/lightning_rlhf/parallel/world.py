@@ -25,17 +25,10 @@ process that starts them, which prints the signals that it receives, and how the
 TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"
 SRUN = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
 """Environment variables of rank, size and local rank, set by torchrun and by Slurm's srun."""
-LAUNCH = {
-    "torchrun": (*TORCHRUN, "TORCHELASTIC_RUN_ID", "MASTER_PORT"),
-    "srun": (*SRUN, "SLURM_JOB_ID", "SLURM_STEP_ID"),
-}
-"""Launcher -> environment variables that differ between two processes, or two runs, of it."""
 PROCESS = "LIGHTNING_RLHF_PROCESS"
-"""Environment variable that a process of a run sets itself: its number and the values of LAUNCH."""
-INHERITED = (
-    *TORCHRUN, *SRUN, PROCESS, IN_LAUNCHER, "MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS",
-    "SLURM_NTASKS_PER_NODE",
-)  # fmt: skip
+"""Environment variable that a process of a run sets itself: its number."""
+JOB = ("MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+INHERITED = {*TORCHRUN, *SRUN, *JOB, PROCESS, IN_LAUNCHER}
 """Environment variables by which a process is known as one of a run, here or by Lightning."""
 
 
@@ -54,14 +47,8 @@ def leave_run(environment: MutableMapping[str, str] = os.environ) -> None:
 
     Whatever a process of a run starts, such as a command in a reward function, inherits them.
     """
-    if (launcher := world(environment).launcher) is None:
-        return
-    launch = " ".join(environment.get(name, "") for name in LAUNCH[launcher])
-    process, _, of = environment.get(PROCESS, "").partition(" ")
-    if of != launch or process == str(os.getpid()):
-        if of and of != launch:  # torchrun or srun, started by a process of another run
-            environment.pop(IN_LAUNCHER, None)
-        environment[PROCESS] = f"{os.getpid()} {launch}"
+    mine = str(os.getpid())
+    if world(environment).size == 1 or environment.setdefault(PROCESS, mine) == mine:
         return
     for name in [*environment]:
         if name in INHERITED or name.startswith("TORCHELASTIC_"):

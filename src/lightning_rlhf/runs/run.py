@@ -15,7 +15,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
-from lightning_rlhf.callbacks.loggers import RunIdentity, build_loggers
+from lightning_rlhf.callbacks.loggers import build_loggers, tags_of
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
@@ -132,15 +132,14 @@ class Run:
     def open_loggers(self) -> list[Logger]:
         """Return metrics.csv, the configured logger and the user's own, for a claimed folder."""
         settings = self.settings
-        identity = RunIdentity(
-            name=folders.run_name(settings),
-            run=settings.run,
-            model=settings.model.name,
-            job=settings.job,
-            stage=settings.stage,
-            config=settings.tree,
-        )
-        return build_loggers(settings.logger, self.folder, identity) + self.loggers
+        about = {
+            "name": folders.run_name(settings),
+            "group": settings.run if settings.job else None,
+            "job_type": settings.stage,
+            "tags": tags_of(settings.stage, settings.model.name, settings.job),
+            "config": settings.tree,
+        }
+        return build_loggers(settings.logger, self.folder, about) + self.loggers
 
     def rows(self, kind: formats.Kind) -> readers.TrainVal[Any]:
         """Return the rows of one kind of data, to train and to validate on."""

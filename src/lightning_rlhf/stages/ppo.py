@@ -96,16 +96,14 @@ class PPO(stage.Stage):
         )
         self.evaluation = evaluation.Evaluation(judge, run.folder)
         characters = 160 if settings.samples else None
+        history = diagnosis.History(config, run.folder, prompts_cut=train.too_long)
         callbacks = [
             PPOMetrics(),
-            diagnosis.Diagnosis(config, run.folder, prompts_cut=train.too_long, stage=self.name),
+            diagnosis.Diagnosis(history, self.name),
             self.evaluation,
-            evaluation.Samples(
-                every_n_iterations=config.samples_every, count=evaluation.COUNT,
-                characters=characters, run_dir=run.folder,
-            ),
+            evaluation.Samples(run.folder, config.samples_every, characters=characters),
             evaluation.Recorder(run.folder, rows.train, every=settings.record),
-        ]  # fmt: skip
+        ]
         return self.make_module(run, roles, reward, prompts, microbatch, ptx), data, callbacks
 
     def restore(self, run: Run) -> PPOModule:
