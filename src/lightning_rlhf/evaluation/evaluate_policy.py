@@ -63,10 +63,8 @@ class EvalPolicy(stage.Stage):
         policies.check_policies(run, sources, "eval_policy.policies")
         limit = settings.data.max_val_rows
         task = policies.Task(run, "val", limit, reads_demonstrations=True)
-        shown = (
-            f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
-            f"{count} sampled responses and a greedy one to each"
-        )
+        shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
+        shown += f"{count} sampled responses and a greedy one to each"
         print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
@@ -122,13 +120,11 @@ def evaluation_of(
     comparisons = comparison.compare_all(found, prompts, settings.seed)
     gain = comparisons[0]  # of the reward of the first policy's samples over the SFT model's
     metrics = {n: x for n, x in numbers[gain["policy"]]["sampled"].items() if x is not None}
-    for name, value, interval in (
-        ("eval/reward_gain", gain["difference"], gain["interval"]),
-        ("eval/win_rate", gain["win_rate"], gain["win_interval"]),
-    ):
-        metrics[name] = value
-        if interval is not None:
-            metrics[f"{name}_low"], metrics[f"{name}_high"] = interval
+    metrics |= {"eval/reward_gain": gain["difference"], "eval/win_rate": gain["win_rate"]}
+    intervals = {"eval/reward_gain": gain["interval"], "eval/win_rate": gain["win_interval"]}
+    for name, ends in intervals.items():
+        if ends is not None:
+            metrics[f"{name}_low"], metrics[f"{name}_high"] = ends
     return {
         "metrics": metrics,
         "prompts": prompts,
@@ -158,10 +154,10 @@ def log_evaluation(
     log_table(loggers, "evaluation", ("policy", "decoding", "number", "value"), numbers)
     compared = [list(one.values()) for one in content["comparisons"]]
     log_table(loggers, "comparisons", list(content["comparisons"][0]), compared)
-    texts = [
-        (row["prompt"], row["decoding"], *(one["response"] for one in row["responses"].values()))
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        said = (one["response"] for one in row["responses"].values())
+        texts.append((row["prompt"], row["decoding"], *said))
     log_table(loggers, "side_by_side", ("prompt", "decoding", *content["policies"]), texts)
 
 
@@ -256,10 +252,8 @@ class Rank(stage.Stage):
         print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
         ways = {"sampled": (config.temperature, count)}
         (answers,) = task.respond(sources, ways, {} if sources else ways)
-        samples = [
-            {**sample, "messages": task.rows[sample["index"]]["messages"]}
-            for sample in answers.samples["sampled"]
-        ]
+        said = answers.samples["sampled"]
+        samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in said]
         ranked, left_out = rank_samples(samples, config)
         if not ranked["demonstrations"]:
             raise DataError(
@@ -267,8 +261,9 @@ class Rank(stage.Stage):
                 f"rank.max_response_tokens is {config.max_response_tokens}"
             )
         metrics = rank_metrics(samples, ranked, left_out, count)
-        files = {kind: rows for kind, rows in (*ranked.items(), ("samples", samples))
-                 if kind != "accepted" or config.accept_above is not None}  # fmt: skip
+        files = {**ranked, "samples": samples}
+        if config.accept_above is None:
+            del files["accepted"]
         with leave_final(run, metrics) as (whole, _):
             for kind, rows in files.items():
                 lines = "".join(json_line(row) + "\n" for row in rows)
@@ -302,7 +297,7 @@ class Rank(stage.Stage):
                 "rank.accept_above leave out others",
                 "yellow",
             )
-        return run.folder / folders.FINAL
+        return final
 
 
 def rank_metrics(
@@ -325,6 +320,7 @@ def rank_metrics(
         "rank/left_out": float(left_out.total()),
     }
     for prefix, some in ((JUDGE, samples), (BEST_JUDGE, best)):
-        judged = [one for one in evaluation_metrics(some).items() if one[0].startswith(JUDGE)]
-        found |= {prefix + name.removeprefix(JUDGE): mean for name, mean in judged}
+        for name, mean in evaluation_metrics(some).items():
+            if name.startswith(JUDGE):
+                found[prefix + name.removeprefix(JUDGE)] = mean
     return found
