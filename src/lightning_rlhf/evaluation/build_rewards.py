@@ -10,9 +10,8 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import load_function
 from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
-from lightning_rlhf.models.config import REWARD, SFT
+from lightning_rlhf.models.config import REWARD, SFT, ModelConfig
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards import config as kinds
 from lightning_rlhf.rewards import weighted
@@ -162,47 +161,36 @@ def text_reward(
     Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
-    is_own, moments = final.manifest is not None, (0.0, 1.0)
-    if is_own:
+    moments, base, template_kwargs = (0.0, 1.0), None, dict[str, Any]()
+    if final.manifest is not None:
+        why = f"since {final.path} was written by stage=rm and brings its own"
+        for option in ("revision", "tokenizer", "chat_template", "label"):
+            value = getattr(config, option)
+            require(value is None, f"{key}.{option}", value, f"null, {why}")
         moments = reward_scale(final, config)
-        why = f"since {final.path} was written by stage=rm and"
-        own = ("revision", "tokenizer", "chat_template", "label")
-        rules = {x: (getattr(config, x) is None, f"null, {why} brings its own") for x in own}
-        is_random = final.require_manifest("rm").base == checkpoint.FROM_CONFIG
-        is_readable = config.quantization == "none" or not is_random
-        rules["quantization"] = is_readable, f"none, {why} stands on model.from_config"
+        trained, template_kwargs = folders.trained_as(final)
+        # Full fine-tuning keeps float32 weights whatever model.dtype says.
+        dtype = config.dtype or (trained.dtype if final.is_adapter else "float32")
+        given = ("quantization", "attn_implementation", "trust_remote_code")
+        changed = {option: getattr(config, option) for option in given} | {"dtype": dtype}
+        base = build(ModelConfig, vars(trained) | changed, key)
     else:
         why = f"since {config.name_or_path} was not trained by stage=rm, which"
-        is_raw = config.normalization != "stored"
-        rules = {
-            "normalization": (is_raw, f"none, running, {why} measures mean and deviation"),
-            "uncertainty_coef": (coef == 0, f"0, {why} has ensembles"),
-        }
-    for option, (holds, allowed) in rules.items():
-        require(holds, f"{key}.{option}", getattr(config, option), allowed)
-    if not is_own:
+        allowed = f"none, running, {why} measures mean and deviation"
+        require(config.normalization != "stored", f"{key}.normalization", "stored", allowed)
+        require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why} has ensembles")
         classifier.check_classifier(final.path, config, key)
 
     def load(*_: Any) -> weighted.TextReward:
         model: Any
-        if is_own:
-            trained, template_kwargs = folders.trained_as(final)
-            base = replace(
-                trained,
-                # Full fine-tuning keeps float32 weights whatever model.dtype says.
-                dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
-                quantization=config.quantization,
-                attn_implementation=config.attn_implementation,
-                trust_remote_code=config.trust_remote_code,
-            )
+        if base is None:
+            model = classifier.load_classifier(config, key, device)
+            module, role, trunk = model.model, "", model.model
+        else:
             module, role = build_roles.load_reward(final, base).to(device), REWARD
             build_roles.warn_of_one_head(module, role, coef, key)
             chat = ChatFormat(loading.load_tokenizer(base, final.path), template_kwargs)
             model, trunk = OwnModel(module, chat, device), module.causal_lm
-        else:
-            model = classifier.load_classifier(config, key, device)
-            module = trunk = model.model
-            role = ""
         limits = (classifier.positions(trunk.config), config.max_tokens)
         limit = min((n for n in limits if n is not None), default=None)
         batch_size = memory.MicrobatchSize(f"{key}.batch_size", config.batch_size)
@@ -353,22 +341,14 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
 
 
 def code_of(settings: stage.Settings) -> dict[str, str]:
-    """Return the hash of the file of each function of the reward, by component."""
+    """Return the hash of the code of each function of the reward that is in a file, by component.
+
+    That of a package is not read: its modules are not imported before the reward is.
+    """
     found = {}
     for name, config in settings.reward.items():
         if isinstance(config, kinds.FunctionConfig):
-            where = os.path.expanduser(config.path.rpartition(":")[0])
-            file = Path(where) if where.endswith(".py") else file_of_module(where)
-            code = file.read_bytes() if file is not None and file.is_file() else b""
+            file = Path(os.path.expanduser(config.path.rpartition(":")[0]))
+            code = file.read_bytes() if file.is_file() else b""
             found[name] = hashlib.sha256(code).hexdigest()
     return found
-
-
-def file_of_module(name: str) -> Path | None:
-    """Return the file of a module, of which no package is imported; None where there is none."""
-    parts, places, spec = name.split("."), None, None
-    for k in range(len(parts)):
-        if (spec := PathFinder.find_spec(".".join(parts[: k + 1]), places)) is None:
-            return None
-        places = spec.submodule_search_locations
-    return None if spec is None or spec.origin is None else Path(spec.origin)

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +155,11 @@ def measure_reward(
             for probe, own in zip(probes, tokens, strict=True)
         ]
         found = score([rows[probe.row] for probe in probes], texts)
-        results = measure_probes([
+        probed_pairs = [
             ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
             for probe, text, s in zip(probes, texts, found, strict=True)
-        ])  # fmt: skip
+        ]
+        results = measure_probes(probed_pairs)
     if not run.replicas.is_first:  # which has all scores, and bootstraps alone
         sys.exit()
     with Working("fitness: measuring"):
@@ -214,7 +216,7 @@ def sft_samples(
     check_sampling(run, roles, longest, response, "data", size)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
-    chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
+    chosen = [PromptTokens(prompts[i], i) for i in islice(cycle(order), count)]
     parts = (chosen[start : start + size] for start in range(0, count, size))
     batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
     shards = collector.shard(batches, replicas, divides=False)
@@ -283,11 +285,11 @@ def check_format(
     if not pairs:
         return "data.preferences has none"
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
-    high, low = (
+    found = [
         collector.score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
         for side in (chosen, rejected)
-    )
-    scores = high.tolist(), low.tolist()
+    ]
+    scores = [side.tolist() for side in found]
     doubts, problems = list[str](), list[str]()
     if isinstance(source, TextReward):
         tokens = source.encode(rows[0], chosen[0])["input_ids"]
@@ -330,36 +332,35 @@ class EvalReward(stage.Stage):
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"
             )
-        print_line(
-            ", ".join([f"{len(pairs)} held-out pairs", *note_on_few(len(pairs), to_validate=True)])
-        )
+        few = note_on_few(len(pairs), to_validate=True)
+        print_line(", ".join([f"{len(pairs)} held-out pairs", *few]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        reward = build_reward(
-            roles, memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
-        )
+        at_once = memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
+        reward = build_reward(roles, at_once)
         roles.to(run.device)
         check_formats(run, reward)
 
         rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
         texts = [prompt_row(pair.prompt) for pair in pairs]
         with Working("scoring SFT samples", config.samples) as working:
+            shown = working.track(rollouts, lambda one: len(one.tokens))
             decoded = (
-                collector.decode_responses(one.to(run.device), texts, run.chat) for one in rollouts
+                collector.decode_responses(one.to(run.device), texts, run.chat) for one in shown
             )
-            shown = working.track(decoded, lambda some: len(some.responses))
-            parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
+            parts = torch.cat([divided(reward, some, run.replicas) for some in decoded])
         moments = [shaping.NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
         def paid(decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
             """Return scores as PPO gets them at its start; running moments are of the samples."""
             return shaping.paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
 
+        sampled = shaping.paid_sum(parts, reward.terms, moments).cpu()
         report = measure_reward(
             run,
             paid,
             pairs,
-            (shaping.paid_sum(parts, reward.terms, moments).cpu(), rollouts),
+            (sampled, rollouts),
             logit_scale=logit_scale(run, reward, moments[0]),
             title=f"{folders.run_name(settings)}: {', '.join(settings.reward)}",
             problems=problems,
