@@ -113,7 +113,9 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
                 "read other text than it was trained on. Train it again from this SFT model, or "
                 f"let it read text: reward=model reward.name_or_path={final.path}"
             )
-        moments, coef = reward_scale(final, config), config.uncertainty_coef
+        coef = config.uncertainty_coef
+        if config.normalization == "stored":
+            moments = final.reward_moments()
 
     def load(roles: Roles, batch_size: memory.MicrobatchSize) -> weighted.LearnedReward:
         owner = roles
@@ -130,14 +132,6 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
         return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role)
 
     return load
-
-
-def reward_scale(final: checkpoint.Final, config: kinds.ComponentConfig) -> tuple[float, float]:
-    """Return the mean and standard deviation by which a component is standardised.
-
-    They are those that stage=rm measured where normalization is stored, else 0 and 1.
-    """
-    return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
 
 
 def reward_final(run: Run, name: str) -> checkpoint.Final:
@@ -167,7 +161,8 @@ def text_reward(
         for option in ("revision", "tokenizer", "chat_template", "label"):
             value = getattr(config, option)
             require(value is None, f"{key}.{option}", value, f"null, {why}")
-        moments = reward_scale(final, config)
+        if config.normalization == "stored":
+            moments = final.reward_moments()
         trained, template_kwargs = folders.trained_as(final)
         # Full fine-tuning keeps float32 weights whatever model.dtype says.
         dtype = config.dtype or (trained.dtype if final.is_adapter else "float32")
@@ -276,7 +271,8 @@ def build_critic(run: Run, roles: Roles) -> Critic:
     if settings.config.critic_init == "reward":
         name, component = critic_start(settings)
         reward = run.parents[folders.reward_role(settings, name)]
-        mean, std = reward_scale(reward, component)
+        is_raw = component.normalization == "none"
+        mean, std = (0.0, 1.0) if is_raw else reward.reward_moments()
         scale = mean, std / component.weight
     add = partial(build_roles.add_critic, roles, settings.model, settings.config.critic)
     with Working("loading the critic"):

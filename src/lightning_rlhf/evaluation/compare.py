@@ -114,16 +114,6 @@ def at_kl(run: Sequence[Point], kl: float) -> float:
     return math.nan
 
 
-def mean_curve(
-    curves: Sequence[Mapping[float, float]],
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return steps, mean, lowest and highest value over runs, at the steps that all runs have."""
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    rows = [[curve[step] for curve in curves] for step in steps]
-    lows, highs = list(map(min, rows)), list(map(max, rows))
-    return list(map(float, steps)), list(map(fmean, rows)), lows, highs
-
-
 @dataclass(frozen=True)
 class SeedGroup:
     """Runs that differ in their seed alone."""
@@ -193,15 +183,21 @@ class RunComparison:
             )
 
     def curves(self, metric: str) -> Plot:
-        """Return a plot of a metric with the mean over the seeds of each group."""
-        lines, areas = [], []
+        """Return a plot of a metric with the mean over the seeds of each group.
+
+        It has the steps that all runs of the group have.
+        """
+        lines, areas, dots = [], [], metric.startswith("eval/")
         for group, color in zip(self.groups, cycle(PALETTE), strict=False):
             measured = [dict(points(run.curves, metric)) for run in group.runs]
-            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
-            line, dots = list(zip(steps, mean, strict=True)), metric.startswith("eval/")
+            known = [curve for curve in measured if curve]
+            steps = sorted(set.intersection(*map(set, known))) if known else []
+            rows = [[curve[step] for curve in known] for step in steps]
+            line = list(zip(steps, map(fmean, rows), strict=True))
             if steps:
                 lines.append(Series(label=group.label, color=color, points=line, dots=dots))
             if steps and len(group.runs) > 1:
+                low, high = list(map(min, rows)), list(map(max, rows))
                 areas.append(Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high))
         return Plot(title=heading_of(metric), x_label=self.unit, unit="", series=lines, areas=areas)
 
@@ -312,10 +308,10 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
     values, by_values, by_names = list[dict[str, str]](), [], []
     for group, flat in zip(groups, map(folders.flatten, trees), strict=True):
         own = {key: flat.get(key, "not there") for key in keys}
-        texts = (x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
-                 for x in own.values())  # fmt: skip
-        values.append(dict(zip(keys, texts, strict=True)))
-        short = {key.rpartition(".")[2]: x for key, x in values[-1].items() if len(x) <= SHORT}
+        texts = {key: json.dumps(x, ensure_ascii=False) for key, x in own.items()}
+        texts |= {key: x for key, x in own.items() if isinstance(x, str)}
+        values.append(texts)
+        short = {key.rpartition(".")[2]: x for key, x in texts.items() if len(x) <= SHORT}
         by_values.append(", ".join(f"{key}={x}" for key, x in short.items()))
         # r/m/ppo of r/m/seed=1/ppo and r/m/seed=2/ppo
         parts = zip(*(run.name.split("/") for run in group), strict=False)

@@ -102,12 +102,8 @@ def find_policy(source: str, key: str) -> Source:
         advice = "a checkpoint is read with its run"
         tree, parents = (folders.read_config(file, advice) for file in files)
         lora, where = section(tree, "model", "lora")["lora"], f"{files[0]}: model.lora"
-        origin = Origin(
-            stage=stamp["stage"],
-            model=stamp["model"],
-            version=stamp["version"],
-            run=resume.run_id(run),
-        )
+        known = {name: stamp[name] for name in ("stage", "model", "version")}
+        origin = Origin(**known, run=resume.run_id(run))
         lora = validation.build(LoRASettings, lora, where)
         return Kept(path, origin, tree, lora, parents.get(SFT))
     final = checkpoint.find(source, key)
@@ -128,7 +124,6 @@ def short_names(sources: Sequence[str], taken: str | None = None) -> list[str]:
     A checkpoint is named by the folder of its run and its step, as `ppo step 5`; names that all
     runs have are left out.
     """
-
     parts = []
     for source in sources:
         text = str(PurePath(source)).removesuffix(f"/{folders.FINAL}")
@@ -171,8 +166,9 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
                 "chat template": (ours.chat_template, theirs.chat_template),
             }
         for what, (found, wanted) in facts.items():
-            require(found == wanted, key, str(policy.path), "policies trained from the same base "
-                    f"model; its {what} is {found!r:.80}, here it is {wanted!r:.80}")  # fmt: skip
+            allowed = "policies trained from the same base model; its "
+            allowed += f"{what} is {found!r:.80}, here it is {wanted!r:.80}"
+            require(found == wanted, key, str(policy.path), allowed)
         then = tree.get(stage) or {}
         notes = [
             f"with {stage}.{one} {then[one]!r}, is sampled with {settings.stage}.{one} {now[one]!r}"
