@@ -155,7 +155,8 @@ def text_reward(
     Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
-    moments, base, template_kwargs = (0.0, 1.0), None, dict[str, Any]()
+    moments, base = (0.0, 1.0), None
+    template_kwargs: Mapping[str, Any] = {}
     if final.manifest is not None:
         why = f"since {final.path} was written by stage=rm and brings its own"
         for option in ("revision", "tokenizer", "chat_template", "label"):

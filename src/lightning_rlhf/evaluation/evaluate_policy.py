@@ -62,7 +62,10 @@ class EvalPolicy(stage.Stage):
         sources = policies.find_policies(settings)
         policies.check_policies(run, sources, "eval_policy.policies")
         limit = settings.data.max_val_rows
-        task = policies.Task(run, "val", limit, reads_demonstrations=True)
+        task = policies.Task(run, "val", limit)
+        if settings.data.demonstrations.train is not None:
+            rows = run.rows("demonstrations").val
+            task.references = policies.fitting_tokens(run, rows, limit)
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
         print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
@@ -74,7 +77,7 @@ class EvalPolicy(stage.Stage):
             chosen = comparison.best_of(found[0].samples[name], n or 1, count)
             samples = {**found[0].samples, "sampled": chosen}
             found.append(comparison.PolicySamples(name=name, samples=samples, best_of=n))
-        content, rows = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
+        content, said = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
         with leave_final(run, content["metrics"]) as (whole, loggers):
             tables = comparison.evaluation_tables(content, is_brief=True)
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
@@ -82,10 +85,10 @@ class EvalPolicy(stage.Stage):
                     get_console().print(tables[name].console())
             if (lines := verdict_lines(task.verdicts)) is not None:
                 get_console().print(lines)
-            log_evaluation(loggers, content, rows)
+            log_evaluation(loggers, content, said)
             names = ", ".join((*sources, *best))
             title = f"{folders.run_name(settings)}: {names} and the SFT model"
-            comparison.write_evaluation(whole, title, content, rows, config.shown)
+            comparison.write_evaluation(whole, title, content, said, config.shown)
         print_line(f"{settings.stage} finished: {run.folder / folders.FINAL / comparison.PAGE}")
         return run.folder / folders.FINAL
 

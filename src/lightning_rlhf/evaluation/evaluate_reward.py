@@ -242,10 +242,12 @@ def check_formats(run: Run, reward: Reward) -> None:
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
             continue
         assert isinstance(source, LearnedReward | TextReward)
-        with Working(f"checking the format of reward {name}"):
-            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
-        if isinstance(result, str):
-            print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
+        try:
+            with Working(f"checking the format of reward {name}"):
+                result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+        except (DataError, HubError) as error:  # PPO does not need the pairs
+            told = f"no held-out pairs to check its format with: data.preferences: {error}"
+            print_line(f"reward {name}: {told}")
             continue
         fits = result.fits(config.format_tolerance)
         lines = result.lines(name, config.format_tolerance, shows_text=settings.debug)
@@ -260,8 +262,8 @@ def check_formats(run: Run, reward: Reward) -> None:
 
 def check_format(
     run: Run, name: str, source: LearnedReward | TextReward
-) -> format_check.FormatResult | str:
-    """Return the comparison for one reward model, or why there are no pairs.
+) -> format_check.FormatResult:
+    """Return the comparison for one reward model. Raises DataError or HubError without pairs.
 
     source: the reward model; it gives means of heads, as the recorded scores are.
     """
@@ -270,22 +272,18 @@ def check_format(
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:
-        try:
-            held_out = readers.draw_rows(
-                readers.load("preferences", data, seed).val, data.max_val_rows, seed
-            )
-        except (DataError, HubError) as error:  # PPO does not need the pairs
-            return f"data.preferences: {error}"
-        some = fitting_pairs(held_out, chat, data).rows[: format_check.COUNT]
+        val = readers.load("preferences", data, seed).val
+        fits = fitting_pairs(readers.draw_rows(val, data.max_val_rows, seed), chat, data)
+        some = fits.rows[: format_check.COUNT]
         pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in some]
     if not pairs:
-        return "data.preferences has none"
+        raise DataError("there is none")
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
-    found = [
+    high, low = (
         collector.score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
         for side in (chosen, rejected)
-    ]
-    scores = [side.tolist() for side in found]
+    )
+    scores = high.tolist(), low.tolist()
     doubts, problems = list[str](), list[str]()
     if isinstance(source, TextReward):
         tokens = source.encode(rows[0], chosen[0])["input_ids"]

@@ -188,9 +188,7 @@ class Task:
     references: Sequence[lengths.DemonstrationTokens] = ()
     """Held-out demonstrations; empty where the data have none, or they are not wanted."""
 
-    def __init__(
-        self, run: Run, part: str, limit: int | None, *, reads_demonstrations: bool = False
-    ) -> None:
+    def __init__(self, run: Run, part: str, limit: int | None) -> None:
         """Read the data, check the reward, and print the verdicts on it.
 
         part: prompts to respond to, train or val.
@@ -209,8 +207,6 @@ class Task:
         self.verdicts = build_rewards.verdicts_on(run, refuses=False)
         """Component of the reward -> verdict of its fitness report, where it has one."""
         self.prompts: Sequence[lengths.PromptTokens] = fitting_tokens(run, rows, limit)
-        if reads_demonstrations and settings.data.demonstrations.train is not None:
-            self.references = fitting_tokens(run, run.rows("demonstrations").val, limit)
 
     def respond(
         self, policies: Mapping[str, Source], ways: Ways, sft_ways: Ways

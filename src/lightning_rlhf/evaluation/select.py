@@ -187,16 +187,16 @@ def load_weights(
 def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:
     """Return the metrics after `step` whose names have the prefix; {} where there are none."""
     cells = files.read_rows(folder / METRICS).get(step, {})
-    return {name: float(cell) for name, cell in cells.items() if name.startswith(prefix)}
+    return {name: x for name, x in cells.items() if name.startswith(prefix)}
 
 
 def ending_of(
     folder: Path, goal: Goal, final: str, step: int, last: int, stopped: str | None
 ) -> Ending:
     """Return the end of a run, with the `goal` metrics at the chosen step and at the last one."""
-    metrics = {}
+    metrics, rows = {}, files.read_rows(folder / METRICS)
     for name, mode in goal:
-        found = (measured_at(folder, number).get(name) for number in (step, last))
+        found = (rows.get(number, {}).get(name) for number in (step, last))
         chosen, end = (x if x is not None and math.isfinite(x) else None for x in found)
         metrics[name] = Value(mode=mode, chosen=chosen, last=end)
     return Ending(final=final, step=step, last_step=last, metrics=metrics, stopped=stopped)
@@ -211,7 +211,7 @@ def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.Lightn
     rows, found = files.read_rows(folder / METRICS).values(), []
     remedy = checkpoints.divergence_advice(stage, 0)
     for metric, key in (("nonfinite", ""), ("skipped", "max_ratio"), ("stopped", "target_kl")):
-        counts = [float(row.get(f"update/{metric}", 0)) for row in rows]
+        counts = [row.get(f"update/{metric}", 0.0) for row in rows]
         if refused := int(sum(filter(math.isfinite, counts))):
             found.append(f"{refused} with a loss or gradient that is not finite")
             if key:
