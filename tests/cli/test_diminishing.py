@@ -27,7 +27,7 @@ def metrics(folder: Path, iterations: int, end: str = "\n") -> Path:
 
 def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> None:
     folder = metrics(tmp_path / "ppo", 11)
-    assert print_diminishing(folder, "run") is False
+    assert print_diminishing(folder, "run") == 11
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"]
     error = workplace.call("diminishing", str(tmp_path / "pppo")).error
     assert error == (

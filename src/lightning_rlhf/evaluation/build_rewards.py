@@ -223,7 +223,7 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     Prints the verdict of the model's fitness report, where it has one.
     overrides: `reward.KEY=VALUE`, keys of conf/reward/model.yaml that set how the model reads text.
     """
-    final = checkpoint.find(str(checkpoint.local_folder(source, "final", None)), "final")
+    final = checkpoint.find(source, "final")
     allowed = "reward.KEY=VALUE, of the keys that a server reads; the others, as "
     allowed += f"{', '.join(NOT_SERVED[2:])}, belong to the run that asks"
     for word in overrides:

@@ -379,15 +379,18 @@ def paired_stop(folder: Path) -> GoldStop | None:
     return find_gold_stop(gold, reward)
 
 
-def print_diminishing(folder: Path, title: str) -> bool:
+def print_diminishing(folder: Path, title: str) -> int:
     """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
 
-    Return False, with nothing written or printed, where a run has fewer than FEWEST_POINTS
-    iterations. Raises CheckpointError where the folder or its metrics.csv is damaged.
+    Nothing is written or printed where a run has fewer than FEWEST_POINTS iterations.
+    Raises CheckpointError where the folder or its metrics.csv is damaged.
+
+    Returns the number of iterations.
     """
     curves = read_metrics(folder)
-    if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
-        return False
+    iterations = len(curves.get(REWARD, ((), ()))[0])
+    if iterations < FEWEST_POINTS:
+        return iterations
     found = measure_returns(curves)
     conclusion = conclude(found, paired_stop(folder))
     with written_whole(folder / NUMBERS) as beside:
@@ -404,7 +407,7 @@ def print_diminishing(folder: Path, title: str) -> bool:
     heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
     draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
     repeat_conclusion(folder)
-    return True
+    return iterations
 
 
 def repeat_conclusion(folder: Path) -> None:
@@ -419,8 +422,8 @@ def repeat_conclusion(folder: Path) -> None:
 
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
-    if not print_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
-        count = len(read_metrics(folder).get(REWARD, ((), ()))[0])
+    count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
+    if count < FEWEST_POINTS:
         raise CheckpointError(
             f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo"
             f"{nearest_path(str(folder))}; allowed: a run of stage=ppo, as "

@@ -219,15 +219,19 @@ class Task:
         """
         run, drawn = self.run, {}
         for name, source in policies.items():
-            drawn[name] = self.draw(name, *self.load(source), ways)
+            roles, role = self.load(source)
+            parts = {way: self.sample(name, roles, role, *how) for way, how in ways.items()}
+            drawn[name] = parts, self.perplexity(roles, role)
+            del roles
             gc.collect()
             torch.cuda.empty_cache()
-        roles, _ = self.load(run.parents.get(SFT))
+        roles, role = self.load(run.parents.get(SFT))
         reward = self.build_reward(roles, self.batch)
         roles.to(run.device)
         evaluate_reward.check_formats(run, reward)
         if sft_ways:
-            drawn = {SFT: self.draw(SFT, roles, REFERENCE, sft_ways), **drawn}
+            parts = {way: self.sample(SFT, roles, role, *how) for way, how in sft_ways.items()}
+            drawn = {SFT: (parts, self.perplexity(roles, role)), **drawn}
         found = []
         for name, (parts, told) in drawn.items():
             samples = {way: self.scored(roles, reward, some) for way, some in parts.items()}
@@ -257,17 +261,6 @@ class Task:
         rows, response = config.batch_size, config.max_response_tokens
         evaluate_reward.check_sampling(run, roles, longest, response, key, rows)
         return roles.to(run.device), role
-
-    def draw(
-        self, name: str, roles: Roles, role: str, ways: Ways
-    ) -> tuple[dict[str, list[Part]], float | None]:
-        """Return the responses of a policy that this process samples, by way, and its perplexity.
-
-        name: name of the policy in messages; role: role that is the policy.
-        The perplexity is that of the demonstrations, None without any.
-        """
-        found = {way: self.sample(name, roles, role, *sampling) for way, sampling in ways.items()}
-        return found, perplexity(self.loss(roles, role)) if self.references else None
 
     @torch.no_grad()
     def sample(
@@ -321,13 +314,15 @@ class Task:
         return found
 
     @torch.no_grad()
-    def loss(self, roles: Roles, role: str) -> float:
-        """Return a role's mean loss over the response tokens of the demonstrations, in nats.
+    def perplexity(self, roles: Roles, role: str) -> float | None:
+        """Return the perplexity of the demonstrations under a role; None without any.
 
-        - sum over responses and their tokens of log p(token) / number of those tokens
+            exp(- sum over responses and their tokens of log p(token) / number of those tokens)
 
         Each process computes some batches of demonstrations.
         """
+        if not self.references:
+            return None
         run, size, found = self.run, self.run.settings.config.batch_size, []
         starts = torch.arange(0, len(self.references), size)[run.replicas.rows]
         for start in starts.tolist():
@@ -339,7 +334,7 @@ class Task:
                 logprobs, _ = self.batch.fitting(read)
             found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
         sums, tokens = zip(*run.replicas.merged(starts, found), strict=True)
-        return -sum(sums) / sum(tokens)
+        return perplexity(-sum(sums) / sum(tokens))
 
     def scored(self, roles: Roles, reward: Reward, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Return the `judged_samples` of the responses of all processes.

@@ -1,7 +1,6 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
-from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
@@ -23,8 +22,6 @@ from lightning_rlhf.modules.optim import check_parameters
 from lightning_rlhf.runs.folders import METRICS, Ending, Export, Value, read_ending, write_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
-
-Goal = Sequence[tuple[str, Mode]]
 
 
 def goal_of(settings: Settings, section: str = "best") -> Goal:
