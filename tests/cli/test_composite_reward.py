@@ -1,7 +1,5 @@
 """Several rewards at once: what is reported of each, what is reported of all, what PPO is paid."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """lightning-rlhf diminishing, and the line at the end of stage=ppo."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

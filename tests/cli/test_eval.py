@@ -1,7 +1,5 @@
 """stage=eval_reward: a report on a reward of whatever source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """stage=eval_policy: policies against each other and against the SFT model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The stages that do not train, in several processes: the files, scores and metrics of one."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Sequence

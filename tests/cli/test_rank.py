@@ -1,7 +1,5 @@
 """stage=rank: data from a policy's own responses, ranked by the reward."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean

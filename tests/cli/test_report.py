@@ -1,7 +1,5 @@
 """report.html after each stage, `lightning-rlhf report` and `lightning-rlhf compare`."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -140,25 +138,18 @@ def make_run(folder: Path, seed: int, kl_coef: float, rewards: list[float], **ot
     (folder / METRICS).write_text("\n".join(["step,eval/reward_mean,eval/kl", *rows, ""]))
 
 
-@pytest.fixture
-def sweep(workplace: Workplace) -> Workplace:
-    """Two coefficients, three seeds of one of them."""
-    for seed, last in ((0, 1.0), (1, 2.0), (2, 3.0)):
-        make_run(workplace.folder / f"s{seed}/mini/ppo", seed, 0.1, [0.0, last / 2, last])
-    make_run(workplace.folder / "other/mini/ppo", 0, 0.5, [0.0, 0.2, 0.6], note="<script>")
-    return workplace
-
-
-def test_runs_that_differ_in_seed_alone_are_one_group(sweep: Workplace) -> None:
+def test_runs_that_differ_in_seed_alone_are_one_group(workplace: Workplace) -> None:
     """Rewards 1, 2, 3: mean 2 and 2 ± 4.303 / sqrt(3) = 2.484; at KL 0.4, a fifth of it, 0.4."""
-    out = sweep.call("compare", "s0", "s1", "s2", "other", "--out", "c.html").succeeded.out
-    page = check((sweep.folder / "c.html").read_text())
-    assert "2.000 [-0.484, 4.484]" in page.text
-    assert "0.400 [-0.097, 0.897]" in page.text
-    assert "kl_coef=0.1" in page.text
-    assert "kl_coef=0.5, note=<script>" in page.text
+    place = workplace.folder
+    for seed, last in ((0, 1.0), (1, 2.0), (2, 3.0)):
+        make_run(place / f"s{seed}/mini/ppo", seed, 0.1, [0.0, last / 2, last])
+    make_run(place / "other/mini/ppo", 0, 0.5, [0.0, 0.2, 0.6], note="<script>")
+    out = workplace.call("compare", "s0", "s1", "s2", "other", "--out", "c.html").succeeded.out
+    page = check((place / "c.html").read_text())
+    for text in ("2.000 [-0.484, 4.484]", "0.400 [-0.097, 0.897]", "kl_coef=0.1",
+                 "kl_coef=0.5, note=<script>"):  # fmt: skip
+        assert text in page.text
     assert "0, 1, 2" in out
-    assert "2.000" in out
     assert "seed" not in page.text.split("What differs in configuration")[1].split("Runs")[0]
 
 
@@ -179,6 +170,4 @@ def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
     workplace.call("report", str(folder)).succeeded  # noqa: B018
     page = check((folder / "report.html").read_text())
     assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5." in page.text
-    assert "Sampled responses, paired" in page.text
     assert "<ppo> - sft" in page.text
-    assert "0.75" in page.text

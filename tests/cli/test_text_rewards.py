@@ -1,7 +1,5 @@
 """PPO paid by a reward model of another family: what it is told is what that model says."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal

@@ -1,7 +1,5 @@
 """A reward that its own fitness report advises against: refused, or told at every turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -31,14 +29,10 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A reward model that learned to like "yes yes yes", and 40 held-out pairs that do not."""
     place = make_workplace(tmp_path_factory.mktemp("unfit") / "work")
     good, bad = "Yes yes yes.", "No."
-    for name, count, (chosen, rejected) in (
-        ("preferences_train", 32, (good, bad)), ("preferences_val", 40, (bad, good)),
-    ):  # fmt: skip
-        pairs = [
-            {"prompt": f"{name} {i}?", "chosen": chosen, "rejected": rejected} for i in range(count)
-        ]
-        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
-        (place.folder / "data" / f"{name}.jsonl").write_text(lines)
+    for part, count, chosen, rejected in (("train", 32, good, bad), ("val", 40, bad, good)):
+        sides = {"chosen": chosen, "rejected": rejected}
+        pairs = [json.dumps({"prompt": f"{part} {i}?", **sides}) + "\n" for i in range(count)]
+        (place.folder / "data" / f"preferences_{part}.jsonl").write_text("".join(pairs))
     place.mini("stage=sft").succeeded  # noqa: B018
     place.mini("stage=rm", "rm.lr=1e-2", "data.max_val_rows=null").succeeded  # noqa: B018
     return place

@@ -1,7 +1,5 @@
 """Knees of curves whose knee is known, and the conclusion about a run."""
 
-from __future__ import annotations
-
 import csv
 from collections.abc import Callable
 from dataclasses import asdict

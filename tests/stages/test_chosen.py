@@ -1,7 +1,5 @@
 """Weights of a checkpoint in a module: whole, and one part of it."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any

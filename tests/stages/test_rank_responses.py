@@ -1,7 +1,5 @@
 """Training data from scored responses."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 
