@@ -98,6 +98,10 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     data = [one for one in flat.items() if one[0].startswith("data.")]
     others = [one for one in flat.items() if not one[0].startswith("data.")]
     tokens = token_samples(files.train_samples(folder))
+    versions: list[tuple[str, str]] = []
+    if run.manifest is not None:
+        parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
+        versions = [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]
     diagnosis = run_page.part("findings", found) or ("" if findings is None else NO_FINDING)
     returned = run_page.plots(frontiers, " ".join(run_page.clauses(note)))
     return run_page.StageReport(
@@ -116,7 +120,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
             ("", run_page.part("table", totals(run))),
             ("", run_page.part("folded", others, "Configuration")),
             ("", run_page.part("folded", data, "Data")),
-            ("", run_page.part("folded", origins(run), "Versions")),
+            ("", run_page.part("folded", versions, "Versions")),
         ],
     )
 
@@ -302,11 +306,3 @@ def token_samples(path: Path) -> list[dict[str, Any]]:
                 "names": ("token", "advantage", "KL, nats"),
             })  # fmt: skip
     return found
-
-
-def origins(run: measured.RunFiles) -> list[tuple[str, str]]:
-    """Return the versions of packages, and the models that a run started from."""
-    if run.manifest is None:
-        return []
-    parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
-    return [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]
