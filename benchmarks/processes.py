@@ -170,9 +170,10 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
         if stage == "rank":
             parts = task.sample("policy", roles, POLICY, 1.0, count)
         else:
-            ways = {"sampled": (1.0, count), "greedy": (GREEDY, 1)}
-            answers = [task.draw(role, roles, role, ways)[0] for role in (POLICY, REFERENCE)]
-            parts = [part for found in answers for some in found.values() for part in some]
+            parts = []
+            for role in (POLICY, REFERENCE):
+                for temperature, samples in ((1.0, count), (GREEDY, 1)):
+                    parts += task.sample(role, roles, role, temperature, samples)
         return task.scored(roles, reward, parts)
 
     return work

@@ -1,11 +1,8 @@
 """Several rewards at once: what is reported of each, what is reported of all, what PPO is paid."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,12 +15,18 @@ def threes(prompts, responses):
 WEIGHTS = {"liked": 1.0, "short": -0.5, "steady": 2.0, "noise": 0.25, "hum": -1.0}
 
 
-def several(place: Workplace) -> list[str]:
-    """A learned reward, a shipped function, one of a file and two random heads."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Path:
+    """A run of PPO that was paid by five components, without a leash or a price of length.
+
+    They are a learned reward, a shipped function, one of a file and two random heads.
+    """
+    place = Workplace(tmp_path_factory.mktemp("several") / "work")
+    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
     (place.folder / "rules.py").write_text(RULES)
     kinds = {"liked": "head", "short": "function", "steady": "function"}
     kinds |= {"noise": "random", "hum": "random"}
-    return [
+    words = [
         "reward=sum",
         *(f"+reward@reward.components.{name}={kind}" for name, kind in kinds.items()),
         *(f"reward.components.{name}.weight={weight}" for name, weight in WEIGHTS.items()),
@@ -33,32 +36,14 @@ def several(place: Workplace) -> list[str]:
         "reward.components.steady.clip=0.5",
         "reward.components.noise.normalization=running",
     ]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
-    """In which job=several was paid by five components, without a leash or a price of length."""
-    folder = tmp_path_factory.mktemp("several") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
     free = ("ppo.kl_coef=0", "ppo.missing_eos=none")
-    place.mini("stage=ppo", "job=several", *several(place), *free).succeeded  # noqa: B018
-    return place
-
-
-@pytest.fixture
-def folder(place: Workplace) -> Path:
+    place.mini("stage=ppo", "job=several", *words, *free).succeeded  # noqa: B018
     return place.outputs / "default" / "mini" / "several" / "ppo"
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """Of all evaluations."""
-    files = sorted((folder / "samples").glob("eval_*.jsonl"))
-    return [json.loads(line) for file in files for line in file.open()]
-
-
 def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) -> None:
-    found = samples(folder)
+    files = sorted((folder / "samples").glob("eval_*.jsonl"))
+    found = [json.loads(line) for file in files for line in file.open()]
     assert len(found) == 12  # four prompts before, in the middle and at the end
     for sample in found:
         assert list(sample["parts"]) == list(WEIGHTS)
@@ -97,11 +82,9 @@ def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) ->
     )
     # steady is 3, kept at 0.5, of weight 2. noise less its mean over all so far, which in the first
     # iteration is this batch's, has mean 0.
-    for name in ("rollout/shaped_return", "rollout/reward_paid"):
-        expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
-        assert float(first[name]) == pytest.approx(expected, abs=1e-5)
-    later = [row for row in rows(folder) if "reward_mean" in row]
-    for row in later:
+    expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
+    assert float(first["rollout/shaped_return"]) == pytest.approx(expected, abs=1e-5)
+    for row in (row for row in rows(folder) if "reward_mean" in row):
         paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
         assert paid == pytest.approx(shaped, abs=1e-5)
     assert abs(float(first["rollout/reward/noise"])) > 1e-3

@@ -1,7 +1,5 @@
 """stage=eval_reward: a report on a reward of whatever source."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,6 @@ from .others import own_scores
 RULES = """
 def length(prompts, responses):
     return [float(len(response)) for response in responses]
-
-
-def broken(prompts, responses):
-    wanted = [response.startswith("Three plus four is seven.") for response in responses]
-    return [float("nan") if hit else 1.0 for hit in wanted]
 
 
 def threes(prompts, responses):
@@ -36,57 +29,43 @@ def place(judged: Workplace) -> Workplace:
 
 def evaluate(place: Workplace, run: str, *overrides: str) -> tuple[str, dict[str, Any], str]:
     """The page, its numbers, and what the terminal shows."""
-    command = [
-        "stage=eval_reward",
-        f"run={run}",
-        "eval_reward.samples=8",
-        "eval_reward.batch_size=8",
-        *overrides,
-    ]
-    out = place.mini(*command, given(place)[0]).succeeded.out
+    sizes = ("eval_reward.samples=8", "eval_reward.batch_size=8")
+    command = ("stage=eval_reward", f"run={run}", *sizes, *overrides, given(place)[0])
+    out = " ".join(place.mini(*command).succeeded.out.split())
     final = place.stage("eval_reward", run) / "final"
     return (final / "report.md").read_text(), json.loads((final / "fitness.json").read_text()), out
 
 
-def judge(place: Workplace) -> Path:
-    return place.outputs / "other" / "other" / "rm" / "final"
+def held_out(place: Workplace) -> list[dict[str, Any]]:
+    lines = (place.folder / "data" / "preferences_val.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def sources(place: Workplace) -> dict[str, list[str]]:
-    return {
-        "head": [given(place)[1]],
-        "judge": ["reward=model", f"reward.name_or_path={judge(place)}"],
-        "function": ["reward=function", "reward.path=rules.py:length"],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["head", "function"])
-def test_every_kind_of_reward_gets_a_report(place: Workplace, kind: str) -> None:
-    page, numbers, out = evaluate(place, kind, *sources(place)[kind])
-    named = rf"{kind}/mini/eval\_reward: {kind}"
+def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
+    page, numbers, out = evaluate(place, "head", given(place)[1])
+    named = r"head/mini/eval\_reward: head"
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
     assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
-    assert "4 held-out pairs, too few to measure with" in " ".join(out.split())
-    report = check((place.stage("eval_reward", kind) / "report.html").read_text()).text
+    assert "4 held-out pairs, too few to measure with" in out
+    assert "held-out pairs read through PPO's path" in out
+    report = check((place.stage("eval_reward", "head") / "report.html").read_text()).text
     assert numbers["verdict"].rstrip(".") in report
     assert "nothing was evaluated" not in report.lower()
     assert "definitions, checks and pictures: final/report.md" in report
     assert "Fitness of a reward: not judged." in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
-    assert all((place.stage("eval_reward", kind) / "final" / name).is_file() for name in pictures)
-    assert ("held-out pairs read through PPO's path" in out) == (kind != "function")
+    assert all((place.stage("eval_reward", "head") / "final" / name).is_file() for name in pictures)
 
 
 def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:
-    command = ["reward.normalization=stored", "reward.dtype=float32", *sources(place)["judge"]]
-    _, numbers, _ = evaluate(place, "scores", *command)
-    lines = (place.folder / "data" / "preferences_val.jsonl").read_text().splitlines()
-    pairs = [json.loads(line) for line in lines]
+    judge: Path = place.outputs / "other" / "other" / "rm" / "final"
+    command = ["reward.normalization=stored", "reward.dtype=float32", "reward=model"]
+    _, numbers, _ = evaluate(place, "scores", *command, f"reward.name_or_path={judge}")
     chosen, rejected = (
-        own_scores(judge(place), [{"prompt": p["prompt"], "response": p[side]} for p in pairs])
+        own_scores(judge, [{"prompt": p["prompt"], "response": p[side]} for p in held_out(place)])
         for side in ("chosen", "rejected")
     )
     found = numbers["fitness"]
@@ -108,49 +87,30 @@ def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
         "reward.components.steady.path=rules.py:threes", "reward.components.steady.clip=1",
         "reward.components.steady.weight=0.5",
     )  # fmt: skip
-    assert page.startswith(
-        "# Is this reward fit to be maximised? sum/mini/eval\\_reward: long, steady\n"
-    )
+    assert "sum/mini/eval\\_reward: long, steady\n" in page
     found = numbers["fitness"]
     assert found["sampled"]["mean"] == pytest.approx(0.5, abs=1e-5)
     assert found["sampled"]["std"] == pytest.approx(2, rel=1e-5)
-    lines = (place.folder / "data" / "preferences_val.jsonl").read_text().splitlines()
-    chosen, rejected = (
-        sorted(len(json.loads(x)[s]) for x in lines) for s in ("chosen", "rejected")
-    )
+    lengths = {side: sorted(len(pair[side]) for pair in held_out(place))
+               for side in ("chosen", "rejected")}  # fmt: skip
     low, high = found["chosen"]["lowest"], found["chosen"]["highest"]
-    a = (high - low) / (chosen[-1] - chosen[0])
+    a = (high - low) / (lengths["chosen"][-1] - lengths["chosen"][0])
     assert a > 0
-    b = low - a * chosen[0]
-    for side, lengths in (("chosen", chosen), ("rejected", rejected)):
-        assert found[side]["mean"] == pytest.approx(a * sum(lengths) / 4 + b, abs=1e-4)
-        assert found[side]["lowest"] == pytest.approx(a * lengths[0] + b, abs=1e-4)
+    b = low - a * lengths["chosen"][0]
+    for side, own in lengths.items():
+        assert found[side]["mean"] == pytest.approx(a * sum(own) / 4 + b, abs=1e-4)
+        assert found[side]["lowest"] == pytest.approx(a * own[0] + b, abs=1e-4)
 
 
 def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
     """Right wherever the longer response was chosen, wrong elsewhere: a gap of 1."""
-    command = [*sources(place)["function"], "data.max_val_rows=null"]
+    command = ["reward=function", "reward.path=rules.py:length", "data.max_val_rows=null"]
     command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
     page, numbers, out = evaluate(place, "length", *command)
     assert "preference pairs to look at: " in out
-    assert f"{numbers['about_pairs']}\n" in out
+    assert numbers["about_pairs"] in out
     flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
     assert flags["length gap"]["value"] > 0.9
     assert "prefers the longer response" in flags["length gap"]["words"]
     assert "length gap" in numbers["verdict"]
     assert "| length gap | **flag** |" in page
-
-
-def test_what_is_no_number_stops_it_and_names_whose(place: Workplace) -> None:
-    """Among the held-out pairs is the response that `broken` breaks at."""
-    outcome = place.mini(
-        "stage=eval_reward", "run=broken", given(place)[0], "reward=sum",
-        "+reward@reward.components.good=random", "+reward@reward.components.bad=function",
-        "reward.components.bad.path=rules.py:broken",
-    )  # fmt: skip
-    assert outcome.status == 1, outcome.out
-    said, prompt = "'Three plus four is seven. Now go away.'", "'Work out three plus four.'"
-    assert outcome.error.startswith(
-        f"reward 'bad' gave nan for the response {said} to the prompt {prompt};"
-    )
-    assert not (place.stage("eval_reward", "broken") / "final").exists()

@@ -1,11 +1,8 @@
 """stage=eval_policy: policies against each other and against the SFT model."""
 
-from __future__ import annotations
-
 import json
 import math
 import re
-import shutil
 from collections import Counter
 from pathlib import Path
 from statistics import fmean
@@ -46,18 +43,6 @@ class Evaluated:
         return found
 
 
-def call(place: Workplace, *overrides: str, policies: str | None = None) -> Any:
-    ppo = place.stage("ppo")
-    policies = policies or (
-        f"{ppo}/final,{ppo}/checkpoints/000003.ckpt,{ppo}/checkpoints/000002.ckpt,"
-        f"{place.stage('sft')}/final"
-    )
-    return place.mini(
-        "stage=eval_policy", "run=evaluated", f"eval_policy.policies=[{policies}]",
-        "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3", *given(place), *overrides,
-    )  # fmt: skip
-
-
 FINAL, LAST, EARLIER, SAME = "ppo", "ppo step 3", "ppo step 2", "mini/sft"
 
 
@@ -65,27 +50,29 @@ FINAL, LAST, EARLIER, SAME = "ppo", "ppo step 3", "ppo step 2", "mini/sft"
 def evaluated(pipeline: Workplace) -> Evaluated:
     """The policy of PPO as `final/` and as two of its checkpoints, and the SFT model once more."""
     (pipeline.folder / "data" / "judge.py").write_text(JUDGE)
-    before = tree(pipeline.stage("ppo"))
-    outcome = call(
-        pipeline, "data.judge=data/judge.py:halves", "logger=wandb", "eval_policy.best_of=3"
-    ).succeeded
-    assert tree(pipeline.stage("ppo")) == before
-    return Evaluated(pipeline, outcome.out)
+    ppo = pipeline.stage("ppo")
+    before = tree(ppo)
+    policies = [f"{ppo}/{name}" for name in ("final", "checkpoints/000003.ckpt",
+                                             "checkpoints/000002.ckpt")]  # fmt: skip
+    policies.append(f"{pipeline.stage('sft')}/final")
+    outcome = pipeline.mini(
+        "stage=eval_policy", "run=evaluated", f"eval_policy.policies=[{','.join(policies)}]",
+        "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3", *given(pipeline),
+        "data.judge=data/judge.py:halves", "logger=wandb", "eval_policy.best_of=3",
+    )  # fmt: skip
+    assert tree(ppo) == before
+    return Evaluated(pipeline, outcome.succeeded.out)
 
 
-@pytest.mark.parametrize(
-    ("sources", "names"),
-    [
-        (["o/a/tiny/ppo/checkpoints/000005.ckpt"], ["ppo step 5"]),
+def test_short_names() -> None:
+    for sources, names in (
         (["o/a/tiny/ppo/checkpoints/best.ckpt", "o/a/tiny/ppo/final"], ["ppo best", "ppo"]),
         (
             ["o/a/ppo/checkpoints/000005.ckpt", "o/b/ppo/checkpoints/000005.ckpt"],
             ["a/ppo step 5", "b/ppo step 5"],
         ),
-    ],
-)
-def test_short_names(sources: list[str], names: list[str]) -> None:
-    assert short_names(sources) == names
+    ):
+        assert short_names(sources) == names
 
 
 def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: Evaluated) -> None:
@@ -95,17 +82,14 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     assert f"ppo, {LAST}, {EARLIER}, {SAME} and the SFT model on 4 held-out" in evaluated.out
     assert all(f" {policy} " in evaluated.out for policy in policies)
     assert "was trained with" not in evaluated.out
-    assert "| policy | greedy response | reward | judge |" in evaluated.page
-    assert "one to each, too few to measure with" in " ".join(evaluated.out.split())
-    page = check((evaluated.folder / "report.html").read_text())
-    assert f"{EARLIER} - {FINAL}" in page.text
-
-
-def test_every_prompt_gets_a_greedy_response_and_two_samples(evaluated: Evaluated) -> None:
     lines = (evaluated.place.folder / "data" / "prompts_val.jsonl").read_text().splitlines()
     prompts = [json.loads(line)["prompt"] for line in lines]
     found = Counter((x["prompt"], x["decoding"]) for x in evaluated.samples)
     assert found == {(p, d): n for p in prompts for d, n in (("sampled", 2), ("greedy", 1))}
+    assert "| policy | greedy response | reward | judge |" in evaluated.page
+    assert "one to each, too few to measure with" in " ".join(evaluated.out.split())
+    page = check((evaluated.folder / "report.html").read_text())
+    assert f"{EARLIER} - {FINAL}" in page.text
 
 
 def test_a_checkpoint_is_the_policy_of_its_step(evaluated: Evaluated) -> None:
@@ -180,10 +164,9 @@ def test_metrics_are_those_of_the_first_policy_against_sft(evaluated: Evaluated)
     assert float(row["eval/win_rate"]) == pytest.approx(metrics["eval/win_rate"])
 
 
-@pytest.mark.parametrize("policy", ["sft", FINAL])
-def test_perplexity_is_that_of_transformers(evaluated: Evaluated, policy: str) -> None:
+def test_perplexity_is_that_of_transformers(evaluated: Evaluated) -> None:
     """exp of the mean of AutoModelForCausalLM's own loss, with labels for the response."""
-    folder = evaluated.place.stage("sft" if policy == "sft" else "ppo") / "final"
+    folder = evaluated.place.stage("ppo") / "final"
     model, tokenizer = (
         kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
     )
@@ -201,7 +184,7 @@ def test_perplexity_is_that_of_transformers(evaluated: Evaluated, policy: str) -
         with torch.no_grad():
             loss = model(input_ids=torch.tensor([prompt + response]), labels=labels).loss
         nats, tokens = nats + float(loss) * len(response), tokens + len(response)
-    found = evaluated.numbers["policies"][policy]["sampled"]["eval/perplexity"]
+    found = evaluated.numbers["policies"][FINAL]["sampled"]["eval/perplexity"]
     assert found == pytest.approx(math.exp(nats / tokens), rel=1e-5)
 
 
@@ -220,61 +203,26 @@ def edited(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def damaged(place: Workplace, kind: str) -> list[str]:
-    """Overrides that name a policy which cannot be compared; what it takes is in the workplace."""
-    ppo = place.folder / kind / "ppo"
-    shutil.copytree(place.stage("ppo"), ppo, symlinks=True)
-    final, checkpoint = ppo / "final", ppo / "checkpoints" / "000003.ckpt"
-    match kind:
-        case "seed":
-            edited(final / "manifest.json", base_seed=7)
-        case "parent":
-            edited(ppo / "parents.json", sft="0123456789abcdef")
-            final = checkpoint
-    return [f"eval_policy.policies=[{final}]"]
-
-
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("policy", "message"),
     [
-        ("seed", "base model is 'from_config, seed 7', here it is 'from_config, seed 0'"),
+        ("ppo/final", "base model is 'from_config, seed 7', here it is 'from_config, seed 0'"),
         (
-            "parent",
+            "ppo/checkpoints/000003.ckpt",
             r"000003.ckpt.*its SFT model \(policy.checkpoint\) is '0123456789abcdef', here",
         ),
-    ],
-)
-def test_policies_and_prompts_that_do_not_fit(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, kind: str, message: str
-) -> None:
-    refuse(finished, monkeypatch, damaged(finished, kind), message)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("eval_policy.policies=[{mini}/rm/final]", "rm/final is a reward model or another"),
-        ("eval_policy.policies=[{mini}/sft/checkpoints/000006.ckpt]", "this is one of stage=sft"),
-        (
-            "run=alone reward.checkpoint={mini}/rm/final policy.checkpoint=base",
-            "compares policies, and .* has none",
-        ),
+        ("rm/final", "rm/final is a reward model or another"),
+        ("sft/checkpoints/000006.ckpt", "this is one of stage=sft"),
     ],
 )
 def test_what_is_no_policy_is_named_before_a_model_loads(
-    pipeline: Workplace, monkeypatch: pytest.MonkeyPatch, given: str, message: str
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, policy: str, message: str
 ) -> None:
-    mini = pipeline.stage("ppo").parent
-    refuse(pipeline, monkeypatch, given.format(mini=mini).split(), message)
-
-
-def refuse(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, overrides: list[str], message: str
-) -> None:
-    def loaded(*_: Any, **__: Any) -> None:
-        pytest.fail("a model is loaded")
-
-    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", loaded)
-    found = place.mini("stage=eval_policy", *overrides).error
-    assert re.search(message, found), found
-    assert not place.stage("eval_policy").exists()
+    ppo = finished.stage("ppo")
+    edited(ppo / "final" / "manifest.json", base_seed=7)
+    edited(ppo / "parents.json", sft="0123456789abcdef")
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", pytest.fail)
+    word = f"eval_policy.policies=[{ppo.parent / policy}]"
+    error = finished.mini("stage=eval_policy", word).error
+    assert re.search(message, error), error
+    assert not finished.stage("eval_policy").exists()

@@ -1,7 +1,5 @@
 """stage=rank: data from a policy's own responses, ranked by the reward."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from statistics import fmean
@@ -53,10 +51,8 @@ def test_rows_are_those_of_the_scores(ranked: Path) -> None:
     pairs = read(ranked / "preferences.jsonl")
     assert pairs
     assert all(p["margin"] == len(p["chosen"]) - len(p["rejected"]) > 0 for p in pairs)
-    accepted = read(ranked / "accepted.jsonl")
-    assert {a["response"] for a in accepted} == {
-        s["response"] for s in ended if s["score"] >= 10
-    }  # fmt: skip
+    accepted = {row["response"] for row in read(ranked / "accepted.jsonl")}
+    assert accepted == {s["response"] for s in ended if s["score"] >= 10}
 
 
 def test_numbers_and_provenance(ranked: Path, pipeline: Workplace) -> None:
@@ -76,23 +72,18 @@ def test_numbers_and_provenance(ranked: Path, pipeline: Workplace) -> None:
 
 def test_sft_and_rm_read_them(ranked: Path, pipeline: Workplace) -> None:
     for stage, kind in (("sft", "demonstrations"), ("rm", "preferences")):
-        outcome = pipeline.mini(
-            f"stage={stage}", "run=fed", f"data.{kind}.train={ranked}/{kind}.jsonl",
-            f"data.{kind}.val={ranked}/{kind}.jsonl", f"{stage}.epochs=1",
-            *([] if stage == "sft" else [sft_of(pipeline)]),
-        )  # fmt: skip
-        assert outcome.succeeded
+        words = [f"data.{kind}.{part}={ranked}/{kind}.jsonl" for part in ("train", "val")]
+        words += [] if stage == "sft" else [sft_of(pipeline)]
+        pipeline.mini(f"stage={stage}", "run=fed", f"{stage}.epochs=1", *words).succeeded  # noqa: B018
         assert (pipeline.stage(stage, "fed") / "final").is_dir()
 
 
-def test_the_sft_model_responds_by_default(pipeline: Workplace) -> None:
-    (pipeline.folder / "data" / "reward.py").write_text(REWARD)
-    outcome = pipeline.mini(
+def test_the_sft_model_responds_by_default(ranked: Path, pipeline: Workplace) -> None:
+    pipeline.mini(  # noqa: B018
         "stage=rank", "run=once", "reward=function", "reward.path=data/reward.py:longer",
         "rank.samples_per_prompt=2", "rank.prompts=val", "rank.stop_strings=[e,a,o]",
         sft_of(pipeline),
-    )  # fmt: skip
-    assert outcome.succeeded
+    ).succeeded  # fmt: skip
     final = pipeline.stage("rank", "once") / "final"
     assert all(abs(s["kl"]) < 1e-4 for s in read(final / "samples.jsonl"))
     assert not (final / "accepted.jsonl").exists()

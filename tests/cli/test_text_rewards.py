@@ -1,7 +1,5 @@
 """PPO paid by a reward model of another family: what it is told is what that model says."""
 
-from __future__ import annotations
-
 import csv
 import os
 import signal
@@ -57,30 +55,23 @@ def test_a_reward_model_of_another_vocabulary(judged: Workplace, kind: str) -> N
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("normalization=stored", "reward.normalization is 'stored'; allowed: none, running, since "
-         "classifier was not trained by stage=rm, which measures mean and deviation"),
-        ("label=1", "reward.label is 1; allowed: 0 to 0 or LABEL_0, the outputs of classifier"),
+        ("classifier reward.normalization=stored", "reward.normalization is 'stored'; allowed: "
+         "none, running, since classifier was not trained by stage=rm, which measures mean"),
+        ("classifier reward.label=1", "reward.label is 1; allowed: 0 to 0 or LABEL_0, the outputs"),
+        ("{judge} reward.label=0", "reward.label is 0; allowed: null, since"),
+        ("{judge} reward.quantization=nf4", "reward.quantization is 'nf4'; allowed: none, since"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit_a_classifier(judged: Workplace, option: str, message: str) -> None:
-    error = judged.mini(
-        "stage=ppo", "run=scale", f"policy.checkpoint={judged.stage('sft') / 'final'}",
-        "reward=model", "reward.name_or_path=classifier", "reward.max_tokens=256",
-        f"reward.{option}",
-    ).error  # fmt: skip
-    assert error == message
-
-
 def test_a_wrong_option_costs_no_sampling(
-    judged: Workplace, monkeypatch: pytest.MonkeyPatch
+    judged: Workplace, monkeypatch: pytest.MonkeyPatch, option: str, message: str
 ) -> None:
     monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
-    final = judged.stage("sft") / "final"
+    name, word = option.format(judge=judge(judged)).split()
     error = judged.mini(
-        "stage=eval_policy", "run=own", f"policy.checkpoint={final}", *of_judge(judged),
-        f"eval_policy.policies=[{final}]", "reward.label=0",
+        "stage=ppo", "run=wrong", f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        "reward=model", f"reward.name_or_path={name}", "reward.max_tokens=256", word,
     ).error  # fmt: skip
-    assert error.startswith("reward.label is 0; allowed: null, since")
+    assert error.startswith(message)
 
 
 def loaded(place: Workplace, **changes: float | None) -> TextReward:
@@ -91,12 +82,10 @@ def loaded(place: Workplace, **changes: float | None) -> TextReward:
     return text_reward(config, "reward", find(str(judge(place)), ""), torch.device("cpu"))()
 
 
-@pytest.mark.parametrize(("asked", "kept"), [(10**6, 512), (7, 7), (None, 512)])
-def test_no_more_is_read_than_there_are_positions(
-    judged: Workplace, asked: int | None, kept: int
-) -> None:
+def test_no_more_is_read_than_there_are_positions(judged: Workplace) -> None:
     """model=mini has 512."""
-    assert loaded(judged, max_tokens=asked).max_tokens == kept
+    for asked, kept in ((10**6, 512), (7, 7), (None, 512)):
+        assert loaded(judged, max_tokens=asked).max_tokens == kept
 
 
 def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
@@ -121,18 +110,13 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["classifier", "reward.weight=2"], "an option is 'reward.weight=2'; allowed: reward.KEY="),
-        (["classifier", "reward.normalization=running"], "reward.normalization is 'running'; "
-         "allowed: none, stored: "),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_served_is_said(
-    judged: Workplace, arguments: list[str], message: str
-) -> None:
-    assert judged.call("serve-reward", *arguments, "--port", "0").error.startswith(message)
+def test_what_cannot_be_served_is_said(judged: Workplace) -> None:
+    for word, message in (
+        ("reward.weight=2", "an option is 'reward.weight=2'; allowed: reward.KEY="),
+        ("reward.normalization=running", "reward.normalization is 'running'; allowed: none, "),
+    ):
+        error = judged.call("serve-reward", "classifier", word, "--port", "0").error
+        assert error.startswith(message)
 
 
 @pytest.mark.slow

@@ -1,17 +1,13 @@
 """A reward that its own fitness report advises against: refused, or told at every turn."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from lightning_rlhf.evaluation import build_rewards
+from lightning_rlhf.evaluation.build_rewards import text_scorer
 from lightning_rlhf.evaluation.run_report import stage_report
-from lightning_rlhf.models.checkpoint import MANIFEST, Verdict, find
+from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.runs.measured import read_run
 
 from .conftest import Workplace, given, make_workplace
@@ -24,12 +20,6 @@ UNFIT = {
 }
 
 
-def judged(place: Workplace, verdict: dict[str, Any]) -> None:
-    """Write a verdict into rm/final."""
-    file = place.stage("rm") / "final" / MANIFEST
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"verdicts": {"rm": verdict}}))
-
-
 def ppo(run: str, *overrides: str) -> list[str]:
     return ["stage=ppo", f"run={run}", "ppo.iterations=1", *overrides]
 
@@ -39,39 +29,20 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A reward model that learned to like "yes yes yes", and 40 held-out pairs that do not."""
     place = make_workplace(tmp_path_factory.mktemp("unfit") / "work")
     good, bad = "Yes yes yes.", "No."
-    for name, count, (chosen, rejected) in (
-        ("preferences_train", 32, (good, bad)), ("preferences_val", 40, (bad, good)),
-    ):  # fmt: skip
-        pairs = [
-            {"prompt": f"{name} {i}?", "chosen": chosen, "rejected": rejected} for i in range(count)
-        ]
-        lines = "".join(json.dumps(pair) + "\n" for pair in pairs)
-        (place.folder / "data" / f"{name}.jsonl").write_text(lines)
+    for part, count, chosen, rejected in (("train", 32, good, bad), ("val", 40, bad, good)):
+        sides = {"chosen": chosen, "rejected": rejected}
+        pairs = [json.dumps({"prompt": f"{part} {i}?", **sides}) + "\n" for i in range(count)]
+        (place.folder / "data" / f"preferences_{part}.jsonl").write_text("".join(pairs))
     place.mini("stage=sft").succeeded  # noqa: B018
     place.mini("stage=rm", "rm.lr=1e-2", "data.max_val_rows=null").succeeded  # noqa: B018
     return place
-
-
-def test_a_server_says_the_verdict(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    found = SimpleNamespace(path=tmp_path, manifest=None, verdict=Verdict(**UNFIT))
-    monkeypatch.setattr(build_rewards.checkpoint, "find", lambda *_: found)
-    monkeypatch.setattr(build_rewards, "text_reward", lambda *_: lambda: None)
-    build_rewards.text_scorer(str(tmp_path), [])
-    lines = [line for line in capsys.readouterr().out.splitlines() if "reward /" in line]
-    assert lines == [f"reward {tmp_path}: {UNFIT['words']} It is served all the same."]
 
 
 def test_an_unfit_reward_is_refused_before_a_model_loads(
     backwards: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """0 of the 40 pairs are ranked right, so that the interval lies at 0."""
-
-    def loads(*_: Any, **__: Any) -> None:
-        raise AssertionError("a model loads")
-
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", loads)
+    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
     final = backwards.stage("rm") / "final"
     written = find(str(final), "").require_manifest("rm").verdicts["rm"]
     assert written["is_unfit"] is True
@@ -97,11 +68,7 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
     manifest = find(str(backwards.stage("ppo", "warned") / "final"), "").require_manifest("ppo")
     assert manifest.verdicts["head"]["is_unfit"] is True
     assert manifest.verdicts["head"]["words"].startswith(NOT_FIT)
-    assert level_of(backwards.stage("ppo", "warned")) == "bad"
-
-
-def level_of(folder: Path) -> str:
-    return stage_report(read_run(folder)).verdict.level
+    assert stage_report(read_run(backwards.stage("ppo", "warned"))).verdict.level == "bad"
 
 
 def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: Workplace) -> None:
@@ -112,7 +79,7 @@ def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: W
     assert f"reward head: {NOT_FIT}" in out
     folder = backwards.stage("eval_policy", "measured")
     assert NOT_FIT in (folder / "report.html").read_text()
-    assert level_of(folder) == "bad"
+    assert stage_report(read_run(folder)).verdict.level == "bad"
 
 
 def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
@@ -133,13 +100,27 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
         assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
 
 
-def test_each_paid_component_is_asked_and_a_free_one_is_only_told(finished: Workplace) -> None:
-    judged(finished, UNFIT)
-    checkpoint = finished.stage("rm") / "final"
+@pytest.fixture
+def unfit(finished: Workplace) -> Path:
+    """rm/final with a verdict against it."""
+    file = finished.stage("rm") / "final" / MANIFEST
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"verdicts": {"rm": UNFIT}}))
+    return file.parent
+
+
+def test_a_server_says_the_verdict(unfit: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text_scorer(str(unfit), [])
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"{unfit}: {UNFIT['words']} It is served all the same." in said
+
+
+def test_each_paid_component_is_asked_and_a_free_one_is_only_told(
+    finished: Workplace, unfit: Path
+) -> None:
     parts = [
         "reward=sum", "+reward@reward.components.liked=head",
         "+reward@reward.components.dice=random", given(finished)[0],
-        f"reward.components.liked.checkpoint={checkpoint}",
+        f"reward.components.liked.checkpoint={unfit}",
     ]  # fmt: skip
     error = finished.mini(*ppo("sum", *parts)).error
     assert error.startswith("reward liked is unfit by its fitness report ")
@@ -149,11 +130,9 @@ def test_each_paid_component_is_asked_and_a_free_one_is_only_told(finished: Work
 
 
 def test_one_on_the_hub_is_asked_once_it_is_fetched(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+    finished: Workplace, unfit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged(finished, UNFIT)
-    folder = finished.stage("rm") / "final"
-    monkeypatch.setattr("lightning_rlhf.models.checkpoint.local_folder", lambda *_: folder)
+    monkeypatch.setattr("lightning_rlhf.models.checkpoint.local_folder", lambda *_: unfit)
     hub = ["reward=model", "reward.name_or_path=org/judge", given(finished)[0]]
     error = finished.mini(*ppo("hub", *hub)).error
     assert error.startswith("reward model is unfit by its fitness report ")

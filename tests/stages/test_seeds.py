@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from lightning_rlhf.evaluation.compare import at_kl, common_kls, mean_curve, over_seeds
+from lightning_rlhf.evaluation.compare import at_kl, common_kls, over_seeds
 
 
 def test_the_interval_of_three_seeds() -> None:
@@ -32,7 +32,3 @@ def test_common_kls_reach_as_far_as_every_run() -> None:
     runs = [[(0.0, 1.0), (2.0, 1.0)], [(0.0, 1.0), (5.0, 1.0), (4.0, 1.0)]]
     assert common_kls(runs) == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
     assert common_kls([[(0.0, 1.0)]]) == []
-
-
-def test_a_mean_curve_takes_the_steps_of_all_runs() -> None:
-    assert mean_curve([{1: 1.0, 2: 2.0}, {2: 4.0, 3: 9.0}]) == ([2.0], [3.0], [2.0], [4.0])

@@ -10,9 +10,8 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +30,7 @@ from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.user_code import load_function
 from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
-from lightning_rlhf.models.config import REWARD, SFT
+from lightning_rlhf.models.config import REWARD, SFT, ModelConfig
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards import config as kinds
 from lightning_rlhf.rewards import weighted
@@ -114,7 +113,9 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
                 "read other text than it was trained on. Train it again from this SFT model, or "
                 f"let it read text: reward=model reward.name_or_path={final.path}"
             )
-        moments, coef = reward_scale(final, config), config.uncertainty_coef
+        coef = config.uncertainty_coef
+        if config.normalization == "stored":
+            moments = final.reward_moments()
 
     def load(roles: Roles, batch_size: memory.MicrobatchSize) -> weighted.LearnedReward:
         owner = roles
@@ -133,20 +134,10 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
     return load
 
 
-def reward_scale(final: checkpoint.Final, config: kinds.ComponentConfig) -> tuple[float, float]:
-    """Return the mean and standard deviation by which a component is standardised.
-
-    They are those that stage=rm measured where normalization is stored, else 0 and 1.
-    """
-    return final.reward_moments() if config.normalization == "stored" else (0.0, 1.0)
-
-
 def reward_final(run: Run, name: str) -> checkpoint.Final:
     """Return the folder of a reward model, downloaded from the hub where it is not local."""
-    final, config = (
-        run.parents.get(folders.reward_role(run.settings, name)),
-        run.settings.reward[name],
-    )
+    final = run.parents.get(folders.reward_role(run.settings, name))
+    config = run.settings.reward[name]
     if final is None and isinstance(config, kinds.TextModelConfig):
         key = f"{stage.reward_key(run.settings, name)}.name_or_path"
         folder = checkpoint.local_folder(config.name_or_path, key, config.revision)
@@ -164,46 +155,40 @@ def text_reward(
     Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
-    moments = (0.0, 1.0)
-    if is_own := final.manifest is not None:
-        moments, why = reward_scale(final, config), f"{final.path} was written by stage=rm and"
+    moments, base = (0.0, 1.0), None
+    template_kwargs: Mapping[str, Any] = {}
+    if final.manifest is not None:
+        why = f"since {final.path} was written by stage=rm and brings its own"
         for option in ("revision", "tokenizer", "chat_template", "label"):
             value = getattr(config, option)
-            require(value is None, f"{key}.{option}", value, f"null, since {why} brings its own")
-        is_random = final.require_manifest("rm").base == checkpoint.FROM_CONFIG
-        require(config.quantization == "none" or not is_random, f"{key}.quantization",
-                config.quantization, f"none, since {why} stands on model.from_config")  # fmt: skip
+            require(value is None, f"{key}.{option}", value, f"null, {why}")
+        if config.normalization == "stored":
+            moments = final.reward_moments()
+        trained, template_kwargs = folders.trained_as(final)
+        # Full fine-tuning keeps float32 weights whatever model.dtype says.
+        dtype = config.dtype or (trained.dtype if final.is_adapter else "float32")
+        given = ("quantization", "attn_implementation", "trust_remote_code")
+        changed = {option: getattr(config, option) for option in given} | {"dtype": dtype}
+        base = build(ModelConfig, vars(trained) | changed, key)
     else:
-        why = f"since {config.name_or_path} was not trained by stage=rm"
-        require(config.normalization != "stored", f"{key}.normalization", "stored",
-                f"none, running, {why}, which measures mean and deviation")  # fmt: skip
-        require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why}, which has ensembles")
+        why = f"since {config.name_or_path} was not trained by stage=rm, which"
+        allowed = f"none, running, {why} measures mean and deviation"
+        require(config.normalization != "stored", f"{key}.normalization", "stored", allowed)
+        require(coef == 0, f"{key}.uncertainty_coef", coef, f"0, {why} has ensembles")
         classifier.check_classifier(final.path, config, key)
 
     def load(*_: Any) -> weighted.TextReward:
         model: Any
-        module: Any
-        if is_own:
-            trained, template_kwargs = folders.trained_as(final)
-            base = replace(
-                trained,
-                # Full fine-tuning keeps float32 weights whatever model.dtype says.
-                dtype=config.dtype or (trained.dtype if final.is_adapter else "float32"),
-                quantization=config.quantization,
-                attn_implementation=config.attn_implementation,
-                trust_remote_code=config.trust_remote_code,
-            )
+        if base is None:
+            model = classifier.load_classifier(config, key, device)
+            module, role, trunk = model.model, "", model.model
+        else:
             module, role = build_roles.load_reward(final, base).to(device), REWARD
             build_roles.warn_of_one_head(module, role, coef, key)
             chat = ChatFormat(loading.load_tokenizer(base, final.path), template_kwargs)
-            model, there = (
-                OwnModel(module, chat, device),
-                classifier.positions(module.causal_lm.config),
-            )
-        else:
-            model = classifier.load_classifier(config, key, device)
-            module, role, there = model.model, "", classifier.positions(model.model.config)
-        limit = min((n for n in (there, config.max_tokens) if n is not None), default=None)
+            model, trunk = OwnModel(module, chat, device), module.causal_lm
+        limits = (classifier.positions(trunk.config), config.max_tokens)
+        limit = min((n for n in limits if n is not None), default=None)
         batch_size = memory.MicrobatchSize(f"{key}.batch_size", config.batch_size)
         return weighted.TextReward(model, *moments, coef, batch_size, limit, key, module, role)
 
@@ -238,22 +223,22 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     Prints the verdict of the model's fitness report, where it has one.
     overrides: `reward.KEY=VALUE`, keys of conf/reward/model.yaml that set how the model reads text.
     """
-    final = checkpoint.find(str(checkpoint.local_folder(source, "final", None)), "final")
+    final = checkpoint.find(source, "final")
+    allowed = "reward.KEY=VALUE, of the keys that a server reads; the others, as "
+    allowed += f"{', '.join(NOT_SERVED[2:])}, belong to the run that asks"
     for word in overrides:
         key = re.match(r"reward\.(\w+)=", word)
-        require(key is not None and key[1] not in NOT_SERVED, "an option", word,
-                "reward.KEY=VALUE, of the keys that a server reads; the others, as "
-                f"{', '.join(NOT_SERVED[2:])}, belong to the run that asks")  # fmt: skip
+        require(key is not None and key[1] not in NOT_SERVED, "an option", word, allowed)
+    normalization = "stored" if final.manifest else "none"
     tree = OmegaConf.merge(
         {"reward": OmegaConf.load(CONF / "reward" / "model.yaml")},
-        {"reward": {"name_or_path": str(final.path)}},
-        {"reward": {"normalization": "stored" if final.manifest else "none"}},
+        {"reward": {"name_or_path": str(final.path), "normalization": normalization}},
         OmegaConf.from_dotlist(list(overrides)),
     )
     (config,) = read_reward(OmegaConf.to_container(tree.reward)).values()
     assert isinstance(config, kinds.TextModelConfig)
-    require(config.normalization != "running", "reward.normalization", "running",
-            "none, stored: to a server every request is the first")  # fmt: skip
+    allowed = "none, stored: to a server every request is the first"
+    require(config.normalization != "running", "reward.normalization", "running", allowed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     with Working("loading the reward model"):
         reward = text_reward(config, "reward", final, device)()
@@ -275,9 +260,9 @@ def critic_start(settings: stage.Settings) -> tuple[str, kinds.HeadConfig]:
     """
     heads = [(n, part) for n, part in settings.reward.items() if isinstance(part, kinds.HeadConfig)]
     fits = [head.normalization != "running" and head.weight != 0 for _, head in heads]
-    require(fits == [True], "ppo.critic_init", "reward", "zero, or a reward with one component of "
-            "kind head, whose normalization is none or stored and whose weight is not 0; there are "
-            f"{len(heads)} of that kind")  # fmt: skip
+    allowed = "zero, or a reward with one component of kind head, whose normalization is none or "
+    allowed += f"stored and whose weight is not 0; there are {len(heads)} of that kind"
+    require(fits == [True], "ppo.critic_init", "reward", allowed)
     return heads[0]
 
 
@@ -287,14 +272,13 @@ def build_critic(run: Run, roles: Roles) -> Critic:
     if settings.config.critic_init == "reward":
         name, component = critic_start(settings)
         reward = run.parents[folders.reward_role(settings, name)]
-        mean, std = reward_scale(reward, component)
+        is_raw = component.normalization == "none"
+        mean, std = (0.0, 1.0) if is_raw else reward.reward_moments()
         scale = mean, std / component.weight
+    add = partial(build_roles.add_critic, roles, settings.model, settings.config.critic)
     with Working("loading the critic"):
-        owner, role = build_roles.add_critic(
-            roles, settings.model, settings.config.critic, sft=run.parents.get(SFT), reward=reward,
-            scale=scale, seed=settings.seed,
-        )  # fmt: skip
-    return Critic(owner, role)
+        sft = run.parents.get(SFT)
+        return Critic(*add(sft=sft, reward=reward, scale=scale, seed=settings.seed))
 
 
 def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, checkpoint.Verdict]:
@@ -339,37 +323,29 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
 
     It is on this reward if the section and the code of its functions are the same.
     """
-    folder = folders.folder_of(settings, "eval_reward")
-    report, functions = folder / folders.FINAL / "fitness.json", folder / folders.FINAL / FUNCTIONS
-    if not report.is_file() or not functions.is_file():
+    final = folders.folder_of(settings, "eval_reward") / folders.FINAL
+    files = final / "fitness.json", final / FUNCTIONS
+    if not all(file.is_file() for file in files):
         return {}
-    then = folders.read_config(folder / folders.CONFIG, "delete it to go on").get("reward")
-    if folders.differing_keys({"reward": then}, {"reward": settings.tree["reward"]}, ()):
+    report, functions = map(checkpoint.json_object, files)
+    tree = folders.read_config(final.parent / folders.CONFIG, "delete it to go on")
+    then, now = ({"reward": one.get("reward")} for one in (tree, settings.tree))
+    is_this = not folders.differing_keys(then, now, ()) and functions == code_of(settings)
+    judgement = report.get("judgement") if is_this else None
+    if judgement is None:
         return {}
-    if checkpoint.json_object(functions) != code_of(settings):
-        return {}
-    if (judgement := checkpoint.json_object(report).get("judgement")) is None:
-        return {}
-    return {name: build(checkpoint.Verdict, judgement, f"{report}: judgement")}
+    return {name: build(checkpoint.Verdict, judgement, f"{files[0]}: judgement")}
 
 
 def code_of(settings: stage.Settings) -> dict[str, str]:
-    """Return the hash of the file of each function of the reward, by component."""
+    """Return the hash of the code of each function of the reward that is in a file, by component.
+
+    That of a package is not read: its modules are not imported before the reward is.
+    """
     found = {}
     for name, config in settings.reward.items():
         if isinstance(config, kinds.FunctionConfig):
-            where = os.path.expanduser(config.path.rpartition(":")[0])
-            file = Path(where) if where.endswith(".py") else file_of_module(where)
-            code = file.read_bytes() if file is not None and file.is_file() else b""
+            file = Path(os.path.expanduser(config.path.rpartition(":")[0]))
+            code = file.read_bytes() if file.is_file() else b""
             found[name] = hashlib.sha256(code).hexdigest()
     return found
-
-
-def file_of_module(name: str) -> Path | None:
-    """Return the file of a module, of which no package is imported; None where there is none."""
-    parts, places, spec = name.split("."), None, None
-    for k in range(len(parts)):
-        if (spec := PathFinder.find_spec(".".join(parts[: k + 1]), places)) is None:
-            return None
-        places = spec.submodule_search_locations
-    return None if spec is None or spec.origin is None else Path(spec.origin)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle, pairwise
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import Any
 
 from rich.table import Table as RichTable
 from scipy.special import stdtrit
@@ -18,16 +19,10 @@ from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report import estimates, run_page, tables
 from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
-from lightning_rlhf.runs.folders import (
-    CONFIG,
-    METRICS,
-    differing_keys,
-    flatten,
-    read_config,
-    volatile,
-)
+from lightning_rlhf.runs import folders
+from lightning_rlhf.runs.folders import CONFIG, differing_keys
 from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json, read_run
-from lightning_rlhf.runs.stage import STAGES, find_stage
+from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
 STEPS = "steps.json"
 """Name of the file that lists the folders of a recipe's steps."""
@@ -70,12 +65,11 @@ def keep_recipe(
 
     promises: None keeps those that are there.
     """
-    names = [path.relative_to(folder).as_posix() for path in runs]
-    rows = None if promises is None else list(map(vars, promises))
-    for name, content in ((STEPS, names), (PROMISES, rows)):
-        if content is not None:
-            with written_whole(folder / name) as beside:
-                beside.write_text(json.dumps(content, indent=2) + "\n")
+    kept: dict[str, Any] = {STEPS: [path.relative_to(folder).as_posix() for path in runs]}
+    kept |= {} if promises is None else {PROMISES: list(map(vars, promises))}
+    for name, content in kept.items():
+        with written_whole(folder / name) as beside:
+            beside.write_text(json.dumps(content, indent=2) + "\n")
 
 
 def over_seeds(values: Sequence[float]) -> str:
@@ -120,16 +114,6 @@ def at_kl(run: Sequence[Point], kl: float) -> float:
     return math.nan
 
 
-def mean_curve(
-    curves: Sequence[Mapping[float, float]],
-) -> tuple[list[float], list[float], list[float], list[float]]:
-    """Return steps, mean, lowest and highest value over runs, at the steps that all runs have."""
-    steps = sorted(set.intersection(*map(set, curves))) if curves else []
-    rows = [[curve[step] for curve in curves] for step in steps]
-    lows, highs = list(map(min, rows)), list(map(max, rows))
-    return list(map(float, steps)), list(map(fmean, rows)), lows, highs
-
-
 @dataclass(frozen=True)
 class SeedGroup:
     """Runs that differ in their seed alone."""
@@ -156,31 +140,24 @@ class RunComparison:
 
     def results(self) -> tables.Table:
         """Return a row for each group, with the means over its seeds."""
+        rows = []
+        for group in self.groups:
+            measured = [[x.metrics[m] for x in group.runs if m in x.metrics] for m in self.metrics]
+            seeds = ", ".join(str(run.tree.get(SEED)) for run in group.runs)
+            rows.append([group.label, seeds, *map(over_seeds, measured)])
+        columns = ["runs", "seed", *map(heading_of, self.metrics)]
         note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
-        has_seeds = any(len(group.runs) > 1 for group in self.groups)
-        return tables.Table(
-            title="Results",
-            columns=["runs", "seed", *map(heading_of, self.metrics)],
-            rows=[
-                [group.label, ", ".join(str(run.tree.get(SEED)) for run in group.runs),
-                 *(over_seeds([run.metrics[m] for run in group.runs if m in run.metrics])
-                   for m in self.metrics)]
-                for group in self.groups
-            ],
-            note=note if has_seeds else "",
-        )  # fmt: skip
+        note *= any(len(group.runs) > 1 for group in self.groups)
+        return tables.Table(title="Results", columns=columns, rows=rows, note=note)
 
     def differences(self) -> tables.Table:
         """Return the keys in which the groups differ, with a column for each group."""
-        keys = list(dict.fromkeys(key for group in self.groups for key in group.values))
+        values = [group.values for group in self.groups]  # all with the same keys
         return tables.Table(
             title="What differs in configuration",
             columns=["key", *(group.label for group in self.groups)],
-            rows=[
-                [key, *(group.values.get(key, tables.ABSENT) for group in self.groups)]
-                for key in keys
-            ],
-            note="" if keys else "Nothing but the seed.",
+            rows=[[key, *(own[key] for own in values)] for key in values[0]],
+            note="" if values[0] else "Nothing but the seed.",
         )
 
     def frontiers(self) -> Iterator[tables.Table]:
@@ -206,15 +183,21 @@ class RunComparison:
             )
 
     def curves(self, metric: str) -> Plot:
-        """Return a plot of a metric with the mean over the seeds of each group."""
-        lines, areas = [], []
+        """Return a plot of a metric with the mean over the seeds of each group.
+
+        It has the steps that all runs of the group have.
+        """
+        lines, areas, dots = [], [], metric.startswith("eval/")
         for group, color in zip(self.groups, cycle(PALETTE), strict=False):
             measured = [dict(points(run.curves, metric)) for run in group.runs]
-            steps, mean, low, high = mean_curve([curve for curve in measured if curve])
-            line, dots = list(zip(steps, mean, strict=True)), metric.startswith("eval/")
+            known = [curve for curve in measured if curve]
+            steps = sorted(set.intersection(*map(set, known))) if known else []
+            rows = [[curve[step] for curve in known] for step in steps]
+            line = list(zip(steps, map(fmean, rows), strict=True))
             if steps:
                 lines.append(Series(label=group.label, color=color, points=line, dots=dots))
             if steps and len(group.runs) > 1:
+                low, high = list(map(min, rows)), list(map(max, rows))
                 areas.append(Area(label="", color=color, opacity=0.18, x=steps, low=low, high=high))
         return Plot(title=heading_of(metric), x_label=self.unit, unit="", series=lines, areas=areas)
 
@@ -233,16 +216,15 @@ class RunComparison:
         curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
         note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
         frontiers = [table.html(wide) for table in self.frontiers()]
-        series = [
-            Series(label=group.label if run is group.runs[0] else "", color=color, dots=True,
-                   points=joined(run.curves, HELD_OUT_KL, HELD_OUT))
-            for group, color in zip(self.groups, cycle(PALETTE), strict=False)
-            for run in group.runs
-        ]  # fmt: skip
-        by_kl = Plot(title="Reward against KL on held-out prompts", unit="score", series=series,
-                     x_label="KL to the reference, nats a response")  # fmt: skip
-        names = [f"{group.label}: {run.name}, seed {run.tree.get(SEED)}"
-                 for group in self.groups for run in group.runs]  # fmt: skip
+        series, names = [], []
+        for group, color in zip(self.groups, cycle(PALETTE), strict=False):
+            for run in group.runs:
+                label = group.label if run is group.runs[0] else ""
+                line = joined(run.curves, HELD_OUT_KL, HELD_OUT)
+                series.append(Series(label=label, color=color, points=line, dots=True))
+                names.append(f"{group.label}: {run.name}, seed {run.tree.get(SEED)}")
+        heading, axis = "Reward against KL on held-out prompts", "KL to the reference, nats a "
+        by_kl = Plot(title=heading, x_label=f"{axis}response", unit="score", series=series)
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
@@ -256,32 +238,32 @@ class RunComparison:
         run_page.write_page(path, title, [run_page.StageReport(sections=sections)])
 
 
-def compare_runs(folders: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:
+def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> RunComparison:
     """Return the comparison of all runs of one stage in and below the folders.
 
     stage: name of the stage; None for that of all runs, or for ppo if there are several.
     fewest: smallest number of runs, 1 or 2.
     Raises ConfigError where fewer runs are found, and CheckpointError for a damaged one.
     """
-    found = [path for folder in folders for path in runs_in(folder)]
-    stages = {path: str(read_config(path / CONFIG, "leave it out").get("stage")) for path in found}
-    names = sorted(set(stages.values()))
+    found = dict.fromkeys(path for place in places for path in runs_in(place))
+    trees = [folders.read_config(path / CONFIG, "leave it out") for path in found]
+    stages = [str(tree.get("stage")) for tree in trees]
+    names = sorted(set(stages))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
-    runs = [read_run(path) for path in dict.fromkeys(found) if stages[path] == chosen]
+    runs = [read_run(path) for path, name in zip(found, stages, strict=True) if name == chosen]
     if len(runs) < fewest:
         others = [name for name in names if name != chosen]
         there = f"; it has runs of stage={', '.join(others)} too, which --stage=NAME chooses"
         raise ConfigError(
-            f"{', '.join(map(str, folders))} has {counted(len(runs), 'run')} of stage={chosen}; "
+            f"{', '.join(map(str, places))} has {counted(len(runs), 'run')} of stage={chosen}; "
             "allowed: 2 or more to compare, as outputs/one/tiny/ppo outputs/two/tiny/ppo, or a "
             f"folder above them{there * bool(others)}"
         )
     definition = find_stage(chosen)
-    summary, headlines, unit = ((), (), "step") if definition is None else (
-        definition.summary, definition.headlines, definition.unit)  # fmt: skip
+    known, unit = (Stage, "step") if definition is None else (type(definition), definition.unit)
     measured = {name for run in runs for name in (*run.curves, *run.metrics)}
-    first = [name for name in dict.fromkeys([*summary, GOLD]) if name in measured]
-    plotted = [name for name in dict.fromkeys([*first, *headlines]) if name in measured]
+    first = [name for name in dict.fromkeys([*known.summary, GOLD]) if name in measured]
+    plotted = [name for name in dict.fromkeys([*first, *known.headlines]) if name in measured]
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
     return RunComparison(chosen, unit, grouped(runs), first or evaluated, plotted or evaluated)
 
@@ -294,7 +276,7 @@ def runs_in(folder: Path) -> list[Path]:
     found = sorted(
         path.parent  # a folder of a model has a config.json as well
         for path in folder.rglob(CONFIG)
-        if path.parent == folder or (path.parent / METRICS).is_file()
+        if path.parent == folder or (path.parent / folders.METRICS).is_file()
     )
     if not found:
         raise CheckpointError(
@@ -311,7 +293,7 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
     that do not change a run's results, or that its stage does not read, are left out.
     """
     stages = [run.definition for run in runs if run.definition is not None]
-    ignored = {SEED, *(key for one in stages for key in (*volatile(one), *one.unread))}
+    ignored = {SEED, *(key for one in stages for key in (*folders.volatile(one), *one.unread))}
     groups: list[list[RunFiles]] = []
     for run in runs:
         for group in groups:
@@ -323,21 +305,18 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
             groups.append([run])
     trees = [group[0].tree for group in groups]
     keys = sorted({key for tree in trees[1:] for key in differing_keys(tree, trees[0], ignored)})
-    values = [
-        {key: x if isinstance(x, str) else json.dumps(x, ensure_ascii=False)
-         for key in keys for x in (flat.get(key, "not there"),)}
-        for flat in map(flatten, trees)
-    ]  # fmt: skip
-    short = ({key.rpartition(".")[2]: x for key, x in found.items() if len(x) <= SHORT}
-             for found in values)  # fmt: skip
-    names = [[run.name.split("/") for run in group] for group in groups]
-    for labels in (
-        [", ".join(f"{key}={x}" for key, x in found.items()) for found in short],
+    values, by_values, by_names = list[dict[str, str]](), [], []
+    for group, flat in zip(groups, map(folders.flatten, trees), strict=True):
+        own = {key: flat.get(key, "not there") for key in keys}
+        texts = {key: json.dumps(x, ensure_ascii=False) for key, x in own.items()}
+        texts |= {key: x for key, x in own.items() if isinstance(x, str)}
+        values.append(texts)
+        short = {key.rpartition(".")[2]: x for key, x in texts.items() if len(x) <= SHORT}
+        by_values.append(", ".join(f"{key}={x}" for key, x in short.items()))
         # r/m/ppo of r/m/seed=1/ppo and r/m/seed=2/ppo
-        ["/".join(parts[0] for parts in zip(*one, strict=False) if len({*parts}) == 1)
-         for one in names],
-        [group[0].name for group in groups],
-    ):  # fmt: skip
+        parts = zip(*(run.name.split("/") for run in group), strict=False)
+        by_names.append("/".join(part[0] for part in parts if len({*part}) == 1))
+    for labels in (by_values, by_names, [group[0].name for group in groups]):
         if len({*labels}) == len(labels) and all(labels):
             break
     return list(map(SeedGroup, labels, groups, values))

@@ -6,7 +6,7 @@ run with a judge is that of its gold scores.
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
+from numpy.typing import ArrayLike
 from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
 from scipy.signal import lfilter
 
@@ -22,13 +23,13 @@ from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import FLOPS, GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import json_lines, read_text, written_whole
+from lightning_rlhf.io.storage import json_lines, written_whole
 from lightning_rlhf.io.user_code import nearest_path
-from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Plot, Series, frontier_plots
+from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Series, frontier_plots
 from lightning_rlhf.report.estimates import Interval, mean_interval, single
 from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.runs.folders import METRICS
-from lightning_rlhf.runs.measured import by_prompt, damage_named, read_metrics
+from lightning_rlhf.runs.measured import by_prompt, damage_named, optional_json, read_metrics
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 ITERATIONS = "iterations"
@@ -87,27 +88,28 @@ class Frontier:
     fit: Fit | None
     """Best fit; None without a gain, or with too few points."""
 
+    def at(self, shares: ArrayLike) -> Float[ndarray, " S"]:
+        """Return the x at shares of its range; inf beyond the run."""
+        return self.x[0] + np.asarray(shares) * (self.x[-1] - self.x[0])
+
     @property
     def knee(self) -> Point | None:
         """Return the knee as measured iterations; None without a fit. Ends round outwards."""
         if self.fit is None:
             return None
-        low, high, knee = map(self.at, (*self.fit.interval, self.fit.knee))
-        last, until = (None if x is None else int(self.after[self.x >= min(x, self.x[-1])][0])
-                       for x in (knee, high))  # fmt: skip
-        start = len(self.x) if low is None else int((self.x <= low).sum())
-        return Point(last, (int(self.after[max(start - 1, 0)]), until))
-
-    def at(self, share: float) -> float | None:
-        """Return the x at a share of its range; None beyond the run."""
-        return float(self.x[0] + share * (self.x[-1] - self.x[0])) if share <= 1 else None
+        knee, low, high = self.at([self.fit.knee, *self.fit.interval])
+        after = [*self.after.tolist(), None]  # the last one is beyond the run
+        last, until = (after[place] for place in np.searchsorted(self.x, [knee, high]))
+        start = int(np.searchsorted(self.x, low, side="right")) - 1
+        return Point(last, (after[max(start, 0)], until))
 
     def as_json(self) -> dict[str, Any]:
         """Return the knee as iterations, and as x in its unit."""
-        found = None if self.fit is None or self.knee is None else {
-            **asdict(self.knee), "at": self.at(self.fit.knee),
-            "at_interval": list(map(self.at, self.fit.interval)),
-        }  # fmt: skip
+        found = None
+        if self.fit is not None and self.knee is not None:
+            places = self.at([self.fit.knee, *self.fit.interval])
+            at, *ends = (float(x) if np.isfinite(x) else None for x in places)
+            found = {**asdict(self.knee), "at": at, "at_interval": ends}
         return {"metric": self.metric, "unit": self.unit, "points": len(self.y), "knee": found}
 
 
@@ -115,29 +117,20 @@ class Frontier:
 class GoldStop:
     """Earliest evaluation whose gold score is as good as that of the best one and of the end."""
 
-    step: int
-    """Iteration of the evaluation at which to stop; 0 is the SFT model."""
-    first: int
-    """Earliest evaluation whose gold score is not below the best one's beyond the noise."""
-    last: int
-    """Latest such evaluation."""
+    stop: Point
+    """Iteration of the evaluation at which to stop; 0 is the SFT model. The interval holds the
+    evaluations whose gold score is not below the best one's beyond the noise."""
     best: int
-    end: int
     evaluations: int
     prompts: int
     gold: float
-    """Mean gold score over prompts at `step`."""
+    """Mean gold score over prompts at `stop`."""
     gold_at_best: float
     gold_at_end: float
     reward_rise: float
-    """Reward at the end less the one at `step`, mean over the same prompts."""
+    """Reward at the end less the one at `stop`, mean over the same prompts."""
     reward_interval: Interval
     """95% interval of `reward_rise`."""
-
-    @property
-    def point(self) -> Point:
-        """Return the stop, with the evaluations that cannot be told from the best as interval."""
-        return Point(self.step, (self.first, None if self.last == self.end else self.last))
 
     @property
     def diverges(self) -> bool:
@@ -146,12 +139,12 @@ class GoldStop:
 
     def __str__(self) -> str:
         words = (
-            f"stop at iteration {self.point} by the gold score: {self.gold:z.3g}, the earliest of "
+            f"stop at iteration {self.stop} by the gold score: {self.gold:z.3g}, the earliest of "
             f"{self.evaluations} evaluations on {counted(self.prompts, 'prompt')} that is not below"
             f" the highest ({self.gold_at_best:z.3g} at {self.best}) beyond the noise, nor below "
             f"the end ({self.gold_at_end:z.3g})"
         )
-        rise = f"from {self.point} on the reward rose by {self.reward_rise:.2g}"
+        rise = f"from {self.stop} on the reward rose by {self.reward_rise:.2g}"
         return f"{words}; {rise} and the gold score did not" if self.diverges else words
 
 
@@ -173,10 +166,10 @@ def measure_returns(curves: Curves) -> Frontiers:
     never falls, so that noise in it does not flatten the reward. Values that are not finite are
     left out; of a step that is there twice the later one counts.
     """
-    reward, kl, gold = _points(curves, REWARD, 1), _points(curves, KL, 1), _points(curves, GOLD, 0)
-    steps, flops = _points(curves, FLOPS, 0)
+    (reward, rewards), (kl, kls) = _points(curves, REWARD, 1), _points(curves, KL, 1)
+    (gold, golds), (steps, flops) = _points(curves, GOLD, 0), _points(curves, FLOPS, 0)
     # Compute that was not measured from the first iteration on is no measure of the run.
-    is_measured = len(steps) > 0 and set(reward[0]) - {0} <= set(steps)
+    is_measured = len(steps) > 0 and set(reward) - {0} <= set(steps)
 
     def against_compute(metric: str, after: ndarray, y: ndarray) -> Frontier:
         x = after.astype(float)
@@ -184,13 +177,14 @@ def measure_returns(curves: Curves) -> Frontiers:
             x = np.interp(after, [0, *steps], np.maximum.accumulate([0.0, *flops]))
         return Frontier(metric, FLOPS if is_measured else ITERATIONS, after, x, y, fit(x, y))
 
-    after, in_reward, in_kl = np.intersect1d(reward[0], kl[0], return_indices=True)
-    by_kl = None
-    if len(after):
-        x, y = isotonic_regression(kl[1][in_kl]).x, reward[1][in_reward]
-        by_kl = Frontier(REWARD, KL, after, x, y, fit(x, y))
-    by_gold = against_compute(GOLD, *gold) if len(gold[0]) else None
-    return Frontiers(against_compute(REWARD, *reward), by_kl, by_gold)
+    both, in_reward, in_kl = np.intersect1d(reward, kl, return_indices=True)
+    x, y = kls[in_kl], rewards[in_reward]
+    x = isotonic_regression(x).x if len(x) else x
+    return Frontiers(
+        reward=against_compute(REWARD, reward, rewards),
+        by_kl=Frontier(REWARD, KL, both, x, y, fit(x, y)) if len(x) else None,
+        gold=against_compute(GOLD, gold, golds) if len(gold) else None,
+    )
 
 
 def conclude(found: Frontiers, gold_stop: GoldStop | None = None) -> dict[str, Any]:
@@ -209,21 +203,22 @@ def conclude(found: Frontiers, gold_stop: GoldStop | None = None) -> dict[str, A
         words += f"iteration {knee.interval[0]} is unlikely)"
     else:
         words = f"after iteration {knee} {more} less than {bought}"
-    point = knee if gold_stop is None else gold_stop.point
-    if point is not None and point.iteration is None:
-        point = Point(int(found.reward.after[-1]) + 1, point.interval)
-    stop = None if point is None else asdict(point)
-    metric = decisive.metric if gold_stop is None else GOLD
-    curves = [curve for curve in (found.reward, found.by_kl, found.gold) if curve is not None]
+    metric, stop = decisive.metric, None if knee is None else asdict(knee)
+    if gold_stop is not None:
+        words, metric, stop = f"{words}; {gold_stop}", GOLD, asdict(gold_stop.stop)
+    if stop is not None and stop["iteration"] is None:
+        stop["iteration"] = int(found.reward.after[-1]) + 1
     return {
-        "sentence": words if gold_stop is None else f"{words}; {gold_stop}",
+        "sentence": words,
         "unit_of_compute": found.reward.unit,
-        "share_of_compute": AHEAD, "share_of_gain": GAIN, "level": LEVEL,
+        "share_of_compute": AHEAD,
+        "share_of_gain": GAIN,
+        "level": LEVEL,
         "stop": None if stop is None else {"metric": metric, **stop},
         "gold_stop": None if gold_stop is None else asdict(gold_stop),
         "divergence": stop if gold_stop is not None and gold_stop.diverges else None,
-        "curves": [curve.as_json() for curve in curves],
-    }  # fmt: skip
+        "curves": [curve.as_json() for curve in found if curve is not None],
+    }
 
 
 def saturating(
@@ -276,7 +271,7 @@ def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
 
 
 def _best(
-    u: Float[ndarray, " N"], y: Float[ndarray, " N"], starts: Iterable[float] = _STARTS
+    u: Float[ndarray, " N"], y: Float[ndarray, " N"], starts: Sequence[float] = _STARTS
 ) -> tuple[float, tuple[float, float, float]]:
     """Return the mean square that the best fit leaves, and its parameters."""
     found = [(float(np.var(y)), (float(y.mean()), 0.0, 0.0))]
@@ -349,12 +344,10 @@ def find_gold_stop(
     within = np.flatnonzero(high >= 0)
     stop = int(within[means[within] >= means[-1]][0])
     rise = (reward[steps[-1]] - reward[steps[stop]])[known]
+    last = None if within[-1] == len(steps) - 1 else steps[within[-1]]
     return GoldStop(
-        step=steps[stop],
-        first=steps[within[0]],
-        last=steps[within[-1]],
+        stop=Point(steps[stop], (steps[within[0]], last)),
         best=steps[best],
-        end=steps[-1],
         evaluations=len(steps),
         prompts=int(known.sum()),
         gold=float(means[stop]),
@@ -386,38 +379,35 @@ def paired_stop(folder: Path) -> GoldStop | None:
     return find_gold_stop(gold, reward)
 
 
-def pictured(found: Frontiers, conclusion: Mapping[str, Any], curves: Curves) -> list[Plot]:
-    """Return the plots of the frontiers, with the fits over compute."""
-    *others, by_compute = frontier_plots(curves, conclusion)
-    fits = []
-    for curve, color in ((found.reward, PURPLE), (found.gold, PALETTE[4])):
-        if curve is not None and curve.fit is not None:
-            u = np.linspace(0.0, 1.0, 400)
-            x, y = curve.x[0] + u * (curve.x[-1] - curve.x[0]), saturating(u, *curve.fit.curve)
-            label, line = f"fit of {NAMES[curve.metric]}", list(zip(x, y, strict=True))
-            fits.append(Series(label=label, color=color, points=line))
-    return [*others, replace(by_compute, series=[*by_compute.series, *fits])]
-
-
-def print_diminishing(folder: Path, title: str) -> bool:
+def print_diminishing(folder: Path, title: str) -> int:
     """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
 
-    Return False, with nothing written or printed, where a run has fewer than FEWEST_POINTS
-    iterations. Raises CheckpointError where the folder or its metrics.csv is damaged.
+    Nothing is written or printed where a run has fewer than FEWEST_POINTS iterations.
+    Raises CheckpointError where the folder or its metrics.csv is damaged.
+
+    Returns the number of iterations.
     """
     curves = read_metrics(folder)
-    if len(curves.get(REWARD, ((), ()))[0]) < FEWEST_POINTS:
-        return False
+    iterations = len(curves.get(REWARD, ((), ()))[0])
+    if iterations < FEWEST_POINTS:
+        return iterations
     found = measure_returns(curves)
     conclusion = conclude(found, paired_stop(folder))
     with written_whole(folder / NUMBERS) as beside:
         text = json.dumps(conclusion, indent=1, allow_nan=False)
         beside.write_text(f"{text}\n", encoding="utf-8")
+    *others, by_compute = frontier_plots(curves, conclusion)
+    series = [*by_compute.series]
+    for curve, color in ((found.reward, PURPLE), (found.gold, PALETTE[4])):
+        if curve is not None and curve.fit is not None:
+            u = np.linspace(0.0, 1.0, 400)
+            line = list(zip(curve.at(u), saturating(u, *curve.fit.curve), strict=True))
+            series.append(Series(label=f"fit of {NAMES[curve.metric]}", color=color, points=line))
     sentence = conclusion["sentence"]
     heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
-    draw_plots(folder / PICTURE, heading, pictured(found, conclusion, curves))
+    draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
     repeat_conclusion(folder)
-    return True
+    return iterations
 
 
 def repeat_conclusion(folder: Path) -> None:
@@ -425,20 +415,17 @@ def repeat_conclusion(folder: Path) -> None:
 
     Raises CheckpointError where the file is damaged.
     """
-    if (file := folder / NUMBERS).is_file():
-        with damage_named(file):
-            sentence = json.loads(read_text(file))["sentence"]
-        print_line(f"diminishing returns: {sentence} ({folder / PICTURE})")
+    with damage_named(folder / NUMBERS) as file:
+        if (found := optional_json(file)) is not None:
+            print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
-    allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist{nearest_path(str(folder))}; {allowed}")
-    if not print_diminishing(folder, "/".join(folder.resolve().parts[-4:])):
-        count = len(read_metrics(folder).get(REWARD, ((), ()))[0])
+    count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
+    if count < FEWEST_POINTS:
         raise CheckpointError(
-            f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo; {allowed}, with "
-            f"{FEWEST_POINTS} or more"
+            f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo"
+            f"{nearest_path(str(folder))}; allowed: a run of stage=ppo, as "
+            f"outputs/<run>/<model>/ppo, with {FEWEST_POINTS} or more"
         )

@@ -62,11 +62,12 @@ class EvalPolicy(stage.Stage):
         sources = policies.find_policies(settings)
         policies.check_policies(run, sources, "eval_policy.policies")
         limit = settings.data.max_val_rows
-        task = policies.Task(run, "val", limit, reads_demonstrations=True)
-        shown = (
-            f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
-            f"{count} sampled responses and a greedy one to each"
-        )
+        task = policies.Task(run, "val", limit)
+        if settings.data.demonstrations.train is not None:
+            rows = run.rows("demonstrations").val
+            task.references = policies.fitting_tokens(run, rows, limit)
+        shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
+        shown += f"{count} sampled responses and a greedy one to each"
         print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
@@ -76,7 +77,7 @@ class EvalPolicy(stage.Stage):
             chosen = comparison.best_of(found[0].samples[name], n or 1, count)
             samples = {**found[0].samples, "sampled": chosen}
             found.append(comparison.PolicySamples(name=name, samples=samples, best_of=n))
-        content, rows = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
+        content, said = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
         with leave_final(run, content["metrics"]) as (whole, loggers):
             tables = comparison.evaluation_tables(content, is_brief=True)
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
@@ -84,10 +85,10 @@ class EvalPolicy(stage.Stage):
                     get_console().print(tables[name].console())
             if (lines := verdict_lines(task.verdicts)) is not None:
                 get_console().print(lines)
-            log_evaluation(loggers, content, rows)
+            log_evaluation(loggers, content, said)
             names = ", ".join((*sources, *best))
             title = f"{folders.run_name(settings)}: {names} and the SFT model"
-            comparison.write_evaluation(whole, title, content, rows, config.shown)
+            comparison.write_evaluation(whole, title, content, said, config.shown)
         print_line(f"{settings.stage} finished: {run.folder / folders.FINAL / comparison.PAGE}")
         return run.folder / folders.FINAL
 
@@ -122,13 +123,11 @@ def evaluation_of(
     comparisons = comparison.compare_all(found, prompts, settings.seed)
     gain = comparisons[0]  # of the reward of the first policy's samples over the SFT model's
     metrics = {n: x for n, x in numbers[gain["policy"]]["sampled"].items() if x is not None}
-    for name, value, interval in (
-        ("eval/reward_gain", gain["difference"], gain["interval"]),
-        ("eval/win_rate", gain["win_rate"], gain["win_interval"]),
-    ):
-        metrics[name] = value
-        if interval is not None:
-            metrics[f"{name}_low"], metrics[f"{name}_high"] = interval
+    metrics |= {"eval/reward_gain": gain["difference"], "eval/win_rate": gain["win_rate"]}
+    intervals = {"eval/reward_gain": gain["interval"], "eval/win_rate": gain["win_interval"]}
+    for name, ends in intervals.items():
+        if ends is not None:
+            metrics[f"{name}_low"], metrics[f"{name}_high"] = ends
     return {
         "metrics": metrics,
         "prompts": prompts,
@@ -158,10 +157,10 @@ def log_evaluation(
     log_table(loggers, "evaluation", ("policy", "decoding", "number", "value"), numbers)
     compared = [list(one.values()) for one in content["comparisons"]]
     log_table(loggers, "comparisons", list(content["comparisons"][0]), compared)
-    texts = [
-        (row["prompt"], row["decoding"], *(one["response"] for one in row["responses"].values()))
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        said = (one["response"] for one in row["responses"].values())
+        texts.append((row["prompt"], row["decoding"], *said))
     log_table(loggers, "side_by_side", ("prompt", "decoding", *content["policies"]), texts)
 
 
@@ -256,10 +255,8 @@ class Rank(stage.Stage):
         print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
         ways = {"sampled": (config.temperature, count)}
         (answers,) = task.respond(sources, ways, {} if sources else ways)
-        samples = [
-            {**sample, "messages": task.rows[sample["index"]]["messages"]}
-            for sample in answers.samples["sampled"]
-        ]
+        said = answers.samples["sampled"]
+        samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in said]
         ranked, left_out = rank_samples(samples, config)
         if not ranked["demonstrations"]:
             raise DataError(
@@ -267,8 +264,9 @@ class Rank(stage.Stage):
                 f"rank.max_response_tokens is {config.max_response_tokens}"
             )
         metrics = rank_metrics(samples, ranked, left_out, count)
-        files = {kind: rows for kind, rows in (*ranked.items(), ("samples", samples))
-                 if kind != "accepted" or config.accept_above is not None}  # fmt: skip
+        files = {**ranked, "samples": samples}
+        if config.accept_above is None:
+            del files["accepted"]
         with leave_final(run, metrics) as (whole, _):
             for kind, rows in files.items():
                 lines = "".join(json_line(row) + "\n" for row in rows)
@@ -302,7 +300,7 @@ class Rank(stage.Stage):
                 "rank.accept_above leave out others",
                 "yellow",
             )
-        return run.folder / folders.FINAL
+        return final
 
 
 def rank_metrics(
@@ -325,6 +323,7 @@ def rank_metrics(
         "rank/left_out": float(left_out.total()),
     }
     for prefix, some in ((JUDGE, samples), (BEST_JUDGE, best)):
-        judged = [one for one in evaluation_metrics(some).items() if one[0].startswith(JUDGE)]
-        found |= {prefix + name.removeprefix(JUDGE): mean for name, mean in judged}
+        for name, mean in evaluation_metrics(some).items():
+            if name.startswith(JUDGE):
+                found[prefix + name.removeprefix(JUDGE)] = mean
     return found

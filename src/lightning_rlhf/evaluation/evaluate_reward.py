@@ -5,6 +5,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -18,22 +20,20 @@ from lightning_rlhf.core import masking, memory, records, shaping
 from lightning_rlhf.core.config import EvalConfig, RMConfig
 from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.metrics import check_names
-from lightning_rlhf.data import readers
-from lightning_rlhf.data.batches import collate_prompts
+from lightning_rlhf.data import batches, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.data.problems import find_problems
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
-from lightning_rlhf.evaluation.build_rewards import FUNCTIONS, code_of, prepare_reward
+from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.build_roles import check_positions, check_room
+from lightning_rlhf.models import build_roles
 from lightning_rlhf.models.checkpoint import PAGE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
-from lightning_rlhf.report.fitness import ScoredPair, ScoredProbe, measure_fitness, measure_probes
+from lightning_rlhf.report import fitness
 from lightning_rlhf.report.fitness_page import FitnessReport
 from lightning_rlhf.rewards import format_check
 from lightning_rlhf.rewards.config import LearnedConfig
@@ -121,17 +121,13 @@ def measure_reward(
     about: further fields of the report.
     """
     chat, longest = run.chat, run.settings.data.max_response_tokens
-
-    def score(rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float]:
-        found = collector.score_texts(source, about["title"], rows, texts, chat, run.device)
-        return [float(one) for one in found]
-
+    score = partial(collector.score_texts, source, about["title"], chat=chat, device=run.device)
     with Working(f"fitness: scoring {len(pairs):,} held-out pairs"):
         prompts = [prompt_row(pair.prompt) for pair in pairs]
-        chosen = score(prompts, [pair.chosen for pair in pairs])
-        rejected = score(prompts, [pair.rejected for pair in pairs])
+        chosen = score(prompts, [pair.chosen for pair in pairs]).tolist()
+        rejected = score(prompts, [pair.rejected for pair in pairs]).tolist()
         scored = [
-            ScoredPair(
+            fitness.ScoredPair(
                 prompt=row["prompt"],
                 chosen=pair.chosen,
                 rejected=pair.rejected,
@@ -144,28 +140,30 @@ def measure_reward(
             for row, pair, high, low in zip(prompts, pairs, chosen, rejected, strict=True)
         ]
     with Working("fitness: scoring probes"):
-        first = {row["prompt"]: i for i, row in reversed(list(enumerate(prompts)))}
+        first = {one.prompt: i for i, one in reversed(list(enumerate(scored)))}
         probed = sorted(first.values())[:PROBED]
-        rows, good = [prompts[i] for i in probed], [pairs[i].chosen for i in probed]
-        probes = format_check.make_probes(rows, good)
-        tokens = [chat.response_tokens(probe.response) for probe in probes]
-        texts = [  # a policy's responses are not longer
-            probe.response if len(own) <= longest else chat.show(own[: longest - 1])
-            for probe, own in zip(probes, tokens, strict=True)
+        good = [pairs[i].chosen for i in probed]
+        probes = format_check.make_probes([prompts[i] for i in probed], good)
+        texts = []
+        for probe in probes:
+            tokens = chat.response_tokens(probe.response)
+            is_whole = len(tokens) <= longest  # a policy's responses are not longer
+            texts.append(probe.response if is_whole else chat.show(tokens[: longest - 1]))
+        own = [probed[probe.row] for probe in probes]
+        leads = score([prompts[i] for i in own], texts).tolist()
+        scored_probes = [
+            fitness.ScoredProbe(kind=probe.kind, response=text, score=x, pair=scored[i])
+            for probe, text, x, i in zip(probes, texts, leads, own, strict=True)
         ]
-        found = score([rows[probe.row] for probe in probes], texts)
-        results = measure_probes([
-            ScoredProbe(kind=probe.kind, response=text, score=s, pair=scored[probed[probe.row]])
-            for probe, text, s in zip(probes, texts, found, strict=True)
-        ])  # fmt: skip
+        results = fitness.measure_probes(scored_probes)
     if not run.replicas.is_first:  # which has all scores, and bootstraps alone
         sys.exit()
     with Working("fitness: measuring"):
-        lengths = [n for some in samples[1] for n in some.response_mask.sum(dim=1).tolist()]
-        sampled = list(zip(samples[0].tolist(), lengths, strict=True))
+        tokens = [n for some in samples[1] for n in some.response_mask.sum(dim=1).tolist()]
+        sampled = list(zip(samples[0].tolist(), tokens, strict=True))
         seed = run.settings.seed
-        fitness = measure_fitness(scored, sampled, logit_scale=logit_scale, seed=seed)
-    return FitnessReport(fitness=fitness, probes=results, **about)
+        found = fitness.measure_fitness(scored, sampled, logit_scale=logit_scale, seed=seed)
+    return FitnessReport(fitness=found, probes=results, **about)
 
 
 def write_fitness(
@@ -189,8 +187,8 @@ def check_sampling(
     what = f"the longest prompt ({longest} tokens) with {key} ({response})"
     lower = f"lower {key} or data.max_prompt_tokens, to {{limit}} together"
     # All limits of the data are seldom reached; their texts are looked at when they are there.
-    check_positions(roles, longest + response, what, lower, warns=section != "data")
-    check_room(roles, rows, longest, response, key, run.device)
+    build_roles.check_positions(roles, longest + response, what, lower, warns=section != "data")
+    build_roles.check_room(roles, rows, longest, response, key, run.device)
 
 
 def sft_samples(
@@ -214,10 +212,10 @@ def sft_samples(
     check_sampling(run, roles, longest, response, "data", size)
     generator = torch.Generator().manual_seed(settings.seed)
     order = torch.randperm(len(prompts), generator=generator).tolist()
-    chosen = [PromptTokens(prompts[i], i) for i in (order[i % len(order)] for i in range(count))]
+    chosen = [lengths.PromptTokens(prompts[i], i) for i in islice(cycle(order), count)]
     parts = (chosen[start : start + size] for start in range(0, count, size))
-    batches = ((collate_prompts(part, chat.pad_token_id), 1) for part in parts)
-    shards = collector.shard(batches, replicas, divides=False)
+    asked = ((batches.collate_prompts(part, chat.pad_token_id), 1) for part in parts)
+    shards = collector.shard(asked, replicas, divides=False)
     params = SamplingParams(
         max_response_tokens=response,
         temperature=config.temperature,
@@ -229,7 +227,7 @@ def sft_samples(
         samples = collector.sample_reference(roles, tracked, params, generator, replicas)
     longest = max(int(rollout.mask.sum(dim=1).max()) for rollout in samples)
     what = f"the longest of {count} responses of the SFT model, with its prompt,"
-    check_positions(roles, longest, what)
+    build_roles.check_positions(roles, longest, what)
     return samples
 
 
@@ -244,10 +242,12 @@ def check_formats(run: Run, reward: Reward) -> None:
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
             continue
         assert isinstance(source, LearnedReward | TextReward)
-        with Working(f"checking the format of reward {name}"):
-            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
-        if isinstance(result, str):
-            print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
+        try:
+            with Working(f"checking the format of reward {name}"):
+                result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+        except (DataError, HubError) as error:  # PPO does not need the pairs
+            told = f"no held-out pairs to check its format with: data.preferences: {error}"
+            print_line(f"reward {name}: {told}")
             continue
         fits = result.fits(config.format_tolerance)
         lines = result.lines(name, config.format_tolerance, shows_text=settings.debug)
@@ -262,8 +262,8 @@ def check_formats(run: Run, reward: Reward) -> None:
 
 def check_format(
     run: Run, name: str, source: LearnedReward | TextReward
-) -> format_check.FormatResult | str:
-    """Return the comparison for one reward model, or why there are no pairs.
+) -> format_check.FormatResult:
+    """Return the comparison for one reward model. Raises DataError or HubError without pairs.
 
     source: the reward model; it gives means of heads, as the recorded scores are.
     """
@@ -272,16 +272,12 @@ def check_format(
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:
-        try:
-            held_out = readers.draw_rows(
-                readers.load("preferences", data, seed).val, data.max_val_rows, seed
-            )
-        except (DataError, HubError) as error:  # PPO does not need the pairs
-            return f"data.preferences: {error}"
-        some = fitting_pairs(held_out, chat, data).rows[: format_check.COUNT]
+        val = readers.load("preferences", data, seed).val
+        fits = fitting_pairs(readers.draw_rows(val, data.max_val_rows, seed), chat, data)
+        some = fits.rows[: format_check.COUNT]
         pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in some]
     if not pairs:
-        return "data.preferences has none"
+        raise DataError("there is none")
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
     high, low = (
         collector.score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean
@@ -316,8 +312,8 @@ class EvalReward(stage.Stage):
     def measure(self, run: Run) -> Path:
         settings, data = run.settings, run.settings.data
         config: EvalConfig = settings.config
-        build_reward = prepare_reward(run, {"prompt", "messages"})
-        code = code_of(settings)  # before the files of the functions can change
+        build_reward = build_rewards.prepare_reward(run, {"prompt", "messages"})
+        code = build_rewards.code_of(settings)  # before the files of the functions can change
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
@@ -330,36 +326,35 @@ class EvalReward(stage.Stage):
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"
             )
-        print_line(
-            ", ".join([f"{len(pairs)} held-out pairs", *note_on_few(len(pairs), to_validate=True)])
-        )
+        few = note_on_few(len(pairs), to_validate=True)
+        print_line(", ".join([f"{len(pairs)} held-out pairs", *few]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
-        reward = build_reward(
-            roles, memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
-        )
+        at_once = memory.MicrobatchSize(f"{self.name}.batch_size", config.batch_size)
+        reward = build_reward(roles, at_once)
         roles.to(run.device)
         check_formats(run, reward)
 
         rollouts = sft_samples(run, roles, prompts, config.samples, config, run.replicas)
         texts = [prompt_row(pair.prompt) for pair in pairs]
         with Working("scoring SFT samples", config.samples) as working:
+            shown = working.track(rollouts, lambda one: len(one.tokens))
             decoded = (
-                collector.decode_responses(one.to(run.device), texts, run.chat) for one in rollouts
+                collector.decode_responses(one.to(run.device), texts, run.chat) for one in shown
             )
-            shown = working.track(decoded, lambda some: len(some.responses))
-            parts = torch.cat([divided(reward, some, run.replicas) for some in shown])
+            parts = torch.cat([divided(reward, some, run.replicas) for some in decoded])
         moments = [shaping.NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 
         def paid(decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
             """Return scores as PPO gets them at its start; running moments are of the samples."""
             return shaping.paid_sum(divided(reward, decoded, run.replicas), reward.terms, moments)
 
+        sampled = shaping.paid_sum(parts, reward.terms, moments).cpu()
         report = measure_reward(
             run,
             paid,
             pairs,
-            (shaping.paid_sum(parts, reward.terms, moments).cpu(), rollouts),
+            (sampled, rollouts),
             logit_scale=logit_scale(run, reward, moments[0]),
             title=f"{folders.run_name(settings)}: {', '.join(settings.reward)}",
             problems=problems,
@@ -369,6 +364,6 @@ class EvalReward(stage.Stage):
         )
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
-            (whole / FUNCTIONS).write_text(json.dumps(code) + "\n")
+            (whole / build_rewards.FUNCTIONS).write_text(json.dumps(code) + "\n")
         print_line(f"{self.name} finished: {run.folder / folders.FINAL / PAGE}")
         return run.folder / folders.FINAL

@@ -4,12 +4,13 @@ A policy is a `final/` folder, a model of the hub or a checkpoint of a run.
 """
 
 import gc
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jaxtyping import Int
@@ -23,8 +24,7 @@ from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingErr
 from lightning_rlhf.data import lengths, readers
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.evaluation.build_rewards import prepare_reward, verdicts_on
-from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
+from lightning_rlhf.evaluation import build_rewards, evaluate_reward
 from lightning_rlhf.evaluation.select import load_weights
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models import build_roles, checkpoint
@@ -32,19 +32,9 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout import collector, native
+from lightning_rlhf.rollout import collector, native, score
 from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
-from lightning_rlhf.rollout.score import annotate, predict, score
-from lightning_rlhf.runs import resume
-from lightning_rlhf.runs.folders import (
-    CHECKPOINTS,
-    CONFIG,
-    FINAL,
-    PARENTS,
-    earlier,
-    folder_of,
-    read_config,
-)
+from lightning_rlhf.runs import folders, resume
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
 
@@ -86,12 +76,12 @@ def find_policies(settings: Settings) -> dict[str, Source]:
     if config.policies is not None:
         sources = [find_policy(source, "eval_policy.policies") for source in config.policies]
         return dict(zip(short_names(config.policies, SFT), sources, strict=True))
-    finals = {name: earlier(settings, name) for name in TRAINED}
+    finals = {name: folders.earlier(settings, name) for name in TRAINED}
     found: dict[str, Source] = {name: x for name, x in finals.items() if x is not None}
     if not found:
-        folders = " or ".join(str(folder_of(settings, name)) for name in finals)
+        places = " or ".join(str(folders.folder_of(settings, name)) for name in TRAINED)
         raise CheckpointError(
-            f"stage={settings.stage} compares policies, and the run has none in {folders}. Run "
+            f"stage={settings.stage} compares policies, and the run has none in {places}. Run "
             f"{TRAINERS} first, or give eval_policy.policies=[FOLDER_OR_HUB_ID,...]"
         )
     return found
@@ -106,19 +96,16 @@ def find_policy(source: str, key: str) -> Source:
     path = Path(source).expanduser().resolve()
     if path.suffix == SUFFIX:
         run, stamp = path.parent.parent, read_stamp(path)
-        require(stamp["stage"] not in (SFT, "rm"), key, source,
-                f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of "
-                f"stage={stamp['stage']}")  # fmt: skip
-        tree, parents = (
-            read_config(run / name, "a checkpoint is read with its run")
-            for name in (CONFIG, PARENTS)
-        )
-        lora, where = section(tree, "model", "lora")["lora"], f"{run / CONFIG}: model.lora"
-        found = {name: stamp[name] for name in ("stage", "model", "version")}
-        origin = Origin(**found, run=resume.run_id(run))
-        return Kept(
-            path, origin, tree, validation.build(LoRASettings, lora, where), parents.get(SFT)
-        )
+        allowed = f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of stage="
+        require(stamp["stage"] not in (SFT, "rm"), key, source, allowed + stamp["stage"])
+        files = (run / folders.CONFIG, run / folders.PARENTS)
+        advice = "a checkpoint is read with its run"
+        tree, parents = (folders.read_config(file, advice) for file in files)
+        lora, where = section(tree, "model", "lora")["lora"], f"{files[0]}: model.lora"
+        known = {name: stamp[name] for name in ("stage", "model", "version")}
+        origin = Origin(**known, run=resume.run_id(run))
+        lora = validation.build(LoRASettings, lora, where)
+        return Kept(path, origin, tree, lora, parents.get(SFT))
     final = checkpoint.find(source, key)
     file = final.path / "config.json"
     kinds = checkpoint.json_object(file).get("architectures") if file.is_file() else None
@@ -137,23 +124,18 @@ def short_names(sources: Sequence[str], taken: str | None = None) -> list[str]:
     A checkpoint is named by the folder of its run and its step, as `ppo step 5`; names that all
     runs have are left out.
     """
-
-    def parts_of(path: PurePath) -> tuple[str, ...]:
-        if path.suffix != SUFFIX:
-            return path.parts[:-1] if path.name == FINAL else path.parts
-        *above, name = path.with_suffix("").parts
-        if len(above) < 2 or above[-1] != CHECKPOINTS:
-            return (*above, name)
-        return (*above[:-2], f"{above[-2]} " + (f"step {int(name)}" if name.isdecimal() else name))
-
-    parts = [parts_of(PurePath(source)) for source in sources]
-
-    def ends(own: Sequence[str]) -> Iterator[str]:
-        for end in (own[-depth:] for depth in range(1, len(own) + 1)):
-            if end != (taken,) and sum(other[-len(end) :] == end for other in parts) == 1:
-                yield "/".join(end)
-
-    return [next(ends(own), source) for source, own in zip(sources, parts, strict=True)]
+    parts = []
+    for source in sources:
+        text = str(PurePath(source)).removesuffix(f"/{folders.FINAL}")
+        text = re.sub(rf"/{folders.CHECKPOINTS}/0*(\d+)\{SUFFIX}$", r" step \1", text)
+        text = re.sub(rf"/{folders.CHECKPOINTS}/(\w+)\{SUFFIX}$", r" \1", text)
+        parts.append(PurePath(text).parts)
+    names = []
+    for source, own in zip(sources, parts, strict=True):
+        ends = (own[-depth:] for depth in range(1, len(own) + 1))
+        single = (end for end in ends if sum(other[-len(end) :] == end for other in parts) == 1)
+        names.append("/".join(next((end for end in single if end != (taken,)), (source,))))
+    return names
 
 
 def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
@@ -184,8 +166,9 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
                 "chat template": (ours.chat_template, theirs.chat_template),
             }
         for what, (found, wanted) in facts.items():
-            require(found == wanted, key, str(policy.path), "policies trained from the same base "
-                    f"model; its {what} is {found!r:.80}, here it is {wanted!r:.80}")  # fmt: skip
+            allowed = "policies trained from the same base model; its "
+            allowed += f"{what} is {found!r:.80}, here it is {wanted!r:.80}"
+            require(found == wanted, key, str(policy.path), allowed)
         then = tree.get(stage) or {}
         notes = [
             f"with {stage}.{one} {then[one]!r}, is sampled with {settings.stage}.{one} {now[one]!r}"
@@ -202,34 +185,28 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
 class Task:
     """The prompts, the reward and the judge, which are the same for every policy."""
 
-    def __init__(
-        self,
-        run: Run,
-        part: Literal["train", "val"],
-        limit: int | None,
-        *,
-        reads_demonstrations: bool = False,
-    ) -> None:
+    references: Sequence[lengths.DemonstrationTokens] = ()
+    """Held-out demonstrations; empty where the data have none, or they are not wanted."""
+
+    def __init__(self, run: Run, part: str, limit: int | None) -> None:
         """Read the data, check the reward, and print the verdicts on it.
 
-        part: prompts to respond to; limit: largest number of them, drawn with the seed.
+        part: prompts to respond to, train or val.
+        limit: largest number of them, drawn with the seed.
         """
         settings, config = run.settings, run.settings.config
         self.run = run
         self.judge = load_judge(settings.data.judge) if settings.data.judge else None
         self.batch = memory.MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
         """Number of responses that the models read at a time."""
-        self.references: Sequence[lengths.DemonstrationTokens] = ()
-        """Held-out demonstrations; empty where the data have none, or they are not wanted."""
         rows = getattr(run.rows("prompts"), part)
         self.rows: Sequence[dict[str, Any]] = [row.columns for row in rows.rows]
         """Rows of the data that the prompts index."""
-        self.build_reward = prepare_reward(run, {name for row in self.rows for name in row})
-        self.verdicts = verdicts_on(run, refuses=False)
+        columns = {name for row in self.rows for name in row}
+        self.build_reward = build_rewards.prepare_reward(run, columns)
+        self.verdicts = build_rewards.verdicts_on(run, refuses=False)
         """Component of the reward -> verdict of its fitness report, where it has one."""
         self.prompts: Sequence[lengths.PromptTokens] = fitting_tokens(run, rows, limit)
-        if reads_demonstrations and settings.data.demonstrations.train is not None:
-            self.references = fitting_tokens(run, run.rows("demonstrations").val, limit)
 
     def respond(
         self, policies: Mapping[str, Source], ways: Ways, sft_ways: Ways
@@ -242,15 +219,19 @@ class Task:
         """
         run, drawn = self.run, {}
         for name, source in policies.items():
-            drawn[name] = self.draw(name, *self.load(source), ways)
+            roles, role = self.load(source)
+            parts = {way: self.sample(name, roles, role, *how) for way, how in ways.items()}
+            drawn[name] = parts, self.perplexity(roles, role)
+            del roles
             gc.collect()
             torch.cuda.empty_cache()
-        roles, _ = self.load(run.parents.get(SFT))
+        roles, role = self.load(run.parents.get(SFT))
         reward = self.build_reward(roles, self.batch)
         roles.to(run.device)
-        check_formats(run, reward)
+        evaluate_reward.check_formats(run, reward)
         if sft_ways:
-            drawn = {SFT: self.draw(SFT, roles, REFERENCE, sft_ways), **drawn}
+            parts = {way: self.sample(SFT, roles, role, *how) for way, how in sft_ways.items()}
+            drawn = {SFT: (parts, self.perplexity(roles, role)), **drawn}
         found = []
         for name, (parts, told) in drawn.items():
             samples = {way: self.scored(roles, reward, some) for way, some in parts.items()}
@@ -277,19 +258,9 @@ class Task:
                 load_weights(roles, policy.path, policy.origin, prefix="roles.")
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
-        check_sampling(run, roles, longest, config.max_response_tokens, key, config.batch_size)
+        rows, response = config.batch_size, config.max_response_tokens
+        evaluate_reward.check_sampling(run, roles, longest, response, key, rows)
         return roles.to(run.device), role
-
-    def draw(
-        self, name: str, roles: Roles, role: str, ways: Ways
-    ) -> tuple[dict[str, list[Part]], float | None]:
-        """Return the responses of a policy that this process samples, by way, and its perplexity.
-
-        name: name of the policy in messages; role: role that is the policy.
-        The perplexity is that of the demonstrations, None without any.
-        """
-        found = {way: self.sample(name, roles, role, *sampling) for way, sampling in ways.items()}
-        return found, perplexity(self.loss(roles, role)) if self.references else None
 
     @torch.no_grad()
     def sample(
@@ -303,36 +274,31 @@ class Task:
         Raises LogitsError where it cannot be sampled from; TrainingError where the memory runs out.
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
-        kind = native.NativeSampler if roles.caches else HFSampler
         most, size = config.batch_size, max(1, config.batch_size // count)
-        batches = collector.shard(
-            (
-                (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
-                for start in range(0, len(self.prompts), size)
-                for n in (min(most, count - made) for made in range(0, count, most))
-            ),
-            run.replicas,
-            divides=roles.caches,
-        )
+        batches = [
+            (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
+            for start in range(0, len(self.prompts), size)
+            for n in (min(most, count - made) for made in range(0, count, most))
+        ]
+        shards = collector.shard(batches, run.replicas, divides=roles.caches)
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
             temperature=temperature,
             end_token_ids=run.chat.end_token_ids,
             stop=run.chat.stop_at(config.stop_strings),
         )
-        sampler: native.NativeSampler | HFSampler = kind(roles, params)
-        drawn = collector.sample_local(
-            sampler, batches, torch.Generator().manual_seed(run.settings.seed)
-        )
-        total = sum(len(batch.numbers) for batch in batches)
+        sampler = (native.NativeSampler if roles.caches else HFSampler)(roles, params)
+        generator = torch.Generator().manual_seed(run.settings.seed)
+        drawn = collector.sample_local(sampler, shards, generator)
+        total = sum(len(shard.numbers) for shard in shards)
         try:
             with roles.use_role(role), Working(f"sampling from {name}", total) as work:
                 for numbers, sampled in work.track(drawn, lambda part: len(part[1])):
-                    rollout = annotate(
+                    rollout = score.annotate(
                         sampled,
                         roles,
                         None,
-                        is_exact=sampler.is_exact and temperature == config.temperature,
+                        is_exact=temperature == config.temperature,
                         temperature=config.temperature,
                         policy_rows=self.batch,
                         batch_size=config.batch_size,
@@ -348,24 +314,27 @@ class Task:
         return found
 
     @torch.no_grad()
-    def loss(self, roles: Roles, role: str) -> float:
-        """Return a role's mean loss over the response tokens of the demonstrations, in nats.
+    def perplexity(self, roles: Roles, role: str) -> float | None:
+        """Return the perplexity of the demonstrations under a role; None without any.
 
-        - sum over responses and their tokens of log p(token) / number of those tokens
+            exp(- sum over responses and their tokens of log p(token) / number of those tokens)
 
         Each process computes some batches of demonstrations.
         """
+        if not self.references:
+            return None
         run, size, found = self.run, self.run.settings.config.batch_size, []
         starts = torch.arange(0, len(self.references), size)[run.replicas.rows]
         for start in starts.tolist():
             some = self.references[start : start + size]
             texts = [e.prompt for e in some], [e.response for e in some]
             batch = collector.as_responses(*texts, run.chat.pad_token_id).to(run.device)
+            read = partial(score.predict, batch, roles, None, 1.0)
             with roles.use_role(role):
-                logprobs, _ = self.batch.fitting(partial(predict, batch, roles, None, 1.0))
+                logprobs, _ = self.batch.fitting(read)
             found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
         sums, tokens = zip(*run.replicas.merged(starts, found), strict=True)
-        return -sum(sums) / sum(tokens)
+        return perplexity(-sum(sums) / sum(tokens))
 
     def scored(self, roles: Roles, reward: Reward, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Return the `judged_samples` of the responses of all processes.
@@ -377,17 +346,15 @@ class Task:
         with Working("scoring the responses", len(numbers)) as working:
             for _, rollout in working.track(parts, lambda part: len(part[1])):
                 decoded = collector.decode_responses(rollout.to(run.device), self.rows, run.chat)
-                scores = score(
+                scores = score.score(
                     roles,
                     decoded,
                     reward,
                     temperature=run.settings.config.temperature,
                     batch_size=self.batch.rows,
                     over_vocabulary=False,
-                )
-                result = results.EvaluationResult(
-                    rollout=rollout, decoded=decoded, scores=scores.to("cpu")
-                )
+                ).to("cpu")
+                result = results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
                 found += judged_samples(result, names, self.judge)
             return run.replicas.merged(numbers, found)
 

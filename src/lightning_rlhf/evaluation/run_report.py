@@ -75,8 +75,9 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     with measured.damage_named(folder / "diagnosis.json") as path:
         findings = measured.optional_json(path)
         found = [{key: str(one[key]) for key in FINDING} for one in findings or ()]
-    policies = policy_evaluated(folder / FINAL)
-    evaluated = policies or evaluations(run)
+    evaluated, tables = policies_evaluated(folder / FINAL)
+    is_of_policies = bool(evaluated)
+    evaluated = evaluated or evaluations(run)
     verdict = run_page.conclude(
         evaluated,
         (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
@@ -86,18 +87,23 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         diverges=diverges,
         rewards=reward_verdicts(run),
     )
-    tables = policy_tables(folder / FINAL)
-    if not policies:
-        tables += [run_page.evaluated_table(evaluated)] if evaluated else []
+    if evaluated and not is_of_policies:
+        tables = [run_page.evaluated_table(evaluated)]
     tables += fitness_tables(run)
-    tables += [] if policies else single_numbers(run, evaluated)
+    tables += [] if is_of_policies else single_numbers(run, evaluated)
     seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
-    total = sum(seconds.values()) or 1.0
+    phases = [(phase, s, s / (sum(seconds.values()) or 1.0)) for phase, s in seconds.items()]
     fan = [FAN_PANEL.plot(curves, unit)] if FAN_PANEL.metrics <= curves.keys() else []
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
-    others, data = ([one for one in flat.items() if one[0].startswith("data.") is is_data]
-                    for is_data in (False, True))  # fmt: skip
+    data = [one for one in flat.items() if one[0].startswith("data.")]
+    others = [one for one in flat.items() if not one[0].startswith("data.")]
     tokens = token_samples(files.train_samples(folder))
+    versions: list[tuple[str, str]] = []
+    if run.manifest is not None:
+        parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
+        versions = [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]
+    diagnosis = run_page.part("findings", found) or ("" if findings is None else NO_FINDING)
+    returned = run_page.plots(frontiers, " ".join(run_page.clauses(note)))
     return run_page.StageReport(
         name=run.name,
         title=run.title,
@@ -105,21 +111,18 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         sections=[
             ("Curves", run_page.plots(curve_plots(curves, panels, unit))),
             ("Distribution of the reward", run_page.plots(fan)),
-            ("Frontiers and the point of diminishing returns",
-             run_page.plots(frontiers, " ".join(run_page.clauses(note)))),
+            ("Frontiers and the point of diminishing returns", returned),
             *(("", table.html()) for table in tables),
             ("Held-out prompts, side by side", run_page.part("pairs", pairs(folder))),
             ("Training samples, token by token", run_page.token_part(tokens, str(number))),
-            ("Diagnosis",
-             run_page.part("findings", found) or ("" if findings is None else NO_FINDING)),
-            ("Time",
-             run_page.part("time", [(phase, s, s / total) for phase, s in seconds.items()])),
+            ("Diagnosis", diagnosis),
+            ("Time", run_page.part("time", phases)),
             ("", run_page.part("table", totals(run))),
             ("", run_page.part("folded", others, "Configuration")),
             ("", run_page.part("folded", data, "Data")),
-            ("", run_page.part("folded", origins(run), "Versions")),
+            ("", run_page.part("folded", versions, "Versions")),
         ],
-    )  # fmt: skip
+    )
 
 
 def fitness_tables(run: measured.RunFiles) -> list[Table]:
@@ -133,9 +136,9 @@ def fitness_tables(run: measured.RunFiles) -> list[Table]:
     if "accuracy" in found and low is not None:
         found["accuracy"] += f" [{low}, {high}]"
     note = f"All numbers with their definitions, checks and pictures: {FINAL}/{FITNESS_PAGE}"
-    table = Table(title="Fitness of the reward", columns=["", "value [95%]"],
-                  rows=list(map(list, found.items())), note=note)  # fmt: skip
-    return [table] if found else []
+    columns, rows = ["", "value [95%]"], list(map(list, found.items()))
+    table = Table(title="Fitness of the reward", columns=columns, rows=rows, note=note)
+    return [table] if rows else []
 
 
 def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> str:
@@ -144,29 +147,29 @@ def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> 
     if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
         return ""
     shown = {one.metric for one in evaluated}
+    names = [name for name in stage.summary if name in run.curves.keys() - shown]
     return "; ".join(
-        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}" for name in stage.summary
-        if name in run.curves and name not in shown and not name.startswith(FITNESS)
-    )  # fmt: skip
+        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}"
+        for name in names
+        if not name.startswith(FITNESS)
+    )
 
 
 def single_numbers(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> list[Table]:
     """Return the metrics that were measured once, and are shown nowhere else, as a table."""
-    shown = {one.metric for one in evaluated}
+    shown, elsewhere = {one.metric for one in evaluated}, (FITNESS, "time/", "compute/")
     rows = [
         [name, plain_number(values[0]), DEFINITIONS[name].unit if name in DEFINITIONS else ""]
         for name, (_, values) in run.curves.items()
-        if len(values) == 1 and name not in shown
-        and not name.startswith((FITNESS, "time/", "compute/"))
-    ]  # fmt: skip
+        if len(values) == 1 and name not in shown and not name.startswith(elsewhere)
+    ]
     return [Table(title="Numbers", columns=["metric", "value", "unit"], rows=rows)] if rows else []
 
 
 def totals(run: measured.RunFiles) -> list[tuple[str, str]]:
     """Return the totals of compute of a run, with their units."""
-    found = [(name, amount(values[-1], DEFINITIONS[name].unit))
-             for name, (_, values) in run.curves.items()
-             if name.startswith("compute/") and name in DEFINITIONS]  # fmt: skip
+    names = [name for name in run.curves if name.startswith("compute/") and name in DEFINITIONS]
+    found = [(name, amount(run.curves[name][1][-1], DEFINITIONS[name].unit)) for name in names]
     if run.manifest is not None and "time/stage_s" in run.manifest.metrics:
         found.append(("the whole stage", run_page.duration(run.manifest.metrics["time/stage_s"])))
     return found
@@ -203,56 +206,47 @@ def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
     final = run.folder / FINAL
     with measured.damage_named(final / fitness_page.NUMBERS):
         own = fitness_page.read_judgement(final)
-    found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
+    found: dict[str, Judgement] = {} if own is None else {run.stage: own}
     if run.manifest is not None:
-        found |= run.manifest.verdicts
+        found |= {name: Judgement(**fields) for name, fields in run.manifest.verdicts.items()}
     elif run.definition is not None:
-        with measured.damage_named(numbers := final / run.definition.numbers):
-            told = (measured.optional_json(numbers) or {}).get("verdicts", {})
-            found |= {name: vars(Judgement(**fields)) for name, fields in told.items()}
+        with measured.damage_named(final / run.definition.numbers) as path:
+            told = (measured.optional_json(path) or {}).get("verdicts", {})
+            found |= {name: Judgement(**fields) for name, fields in told.items()}
     _, count = run.curves.get(f"{FITNESS}pairs", ((), (0,)))
     is_measured = count[-1] >= fitness_page.MIN_COUNT and measured.LOWEST in run.curves
-    good: run_page.Level = "good" if is_measured else "unknown"
-    flat = flatten(run.tree)
-    verdicts = []
-    for name, judged in ((name, Judgement(**fields)) for name, fields in found.items()):
-        level: run_page.Level = "bad" if judged.is_unfit else "doubtful" if judged.reasons else good
+    flat, verdicts = flatten(run.tree), []
+    for name, judged in found.items():
+        level: run_page.Level = "good" if is_measured else "unknown"
+        if judged.is_unfit or judged.reasons:
+            level = "bad" if judged.is_unfit else "doubtful"
+        if flat.get(f"reward.components.{name}.weight", flat.get("reward.weight")) == 0:
+            level = "unknown"
         of = "" if name == run.stage else f"reward {name}: "
-        weight = flat.get(f"reward.components.{name}.weight", flat.get("reward.weight"))
-        verdicts.append(
-            run_page.Verdict(level if weight != 0 else "unknown", f"{of}{judged.words}")
-        )
+        verdicts.append(run_page.Verdict(level, f"{of}{judged.words}"))
     return verdicts
 
 
-def policy_tables(final: Path) -> list[Table]:
-    """Return the tables of evaluation.json in `final/`; none without the file."""
-    with measured.damage_named(final / comparison.NUMBERS) as path:
-        found = measured.optional_json(path)
-        tables = {} if found is None else comparison.evaluation_tables(found)
-    return [table for table in tables.values() if table.rows]
+def policies_evaluated(final: Path) -> tuple[list[run_page.Evaluated], list[Table]]:
+    """Return the reward of the first policy, with its gain over the SFT model, and its KL; tables.
 
-
-def policy_evaluated(final: Path) -> list[run_page.Evaluated]:
-    """Return the metrics of the first policy, with its gain over the SFT model.
-
-    They are those of evaluation.json in `final/`; [] without the file.
+    They are those of evaluation.json in `final/`; none without the file.
     """
     with measured.damage_named(final / comparison.NUMBERS) as path:
         if (found := measured.optional_json(path)) is None:
-            return []
+            return [], []
+        tables = [table for table in comparison.evaluation_tables(found).values() if table.rows]
         metrics: dict[str, float] = found["metrics"]
-        value, gain = metrics[HELD_OUT], metrics.get("eval/reward_gain")
+        value, gain = metrics[HELD_OUT], metrics["eval/reward_gain"]
         low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
-        reward = run_page.Evaluated(
-            metric=HELD_OUT,
-            value=value,
-            before=None if gain is None else value - gain,
-            gain=gain,
-            gain_interval=None if low is None or high is None else (low, high),
-        )
+        ends = None if low is None or high is None else (low, high)
         known = [HELD_OUT_KL] if HELD_OUT_KL in metrics else []
-        return [reward, *(run_page.Evaluated(metric=name, value=metrics[name]) for name in known)]
+        return [
+            run_page.Evaluated(
+                metric=HELD_OUT, value=value, before=value - gain, gain=gain, gain_interval=ends
+            ),
+            *(run_page.Evaluated(metric=name, value=metrics[name]) for name in known),
+        ], tables
 
 
 def pairs(folder: Path) -> list[Pair]:
@@ -264,34 +258,29 @@ def pairs(folder: Path) -> list[Pair]:
     """
     found = measured.evaluation_files(folder)
     if found is not None and found[0] != found[1]:
-        return [pair_of(before["prompt"], "first", before, "last", after)
-                for before, after in paired_samples(*found, PAIRS)]  # fmt: skip
+        samples = paired_samples(*found, PAIRS)
+        return [pair_of(a["prompt"], ("first", a), ("last", b)) for a, b in samples]
     final, shown = folder / FINAL, folder / files.SAMPLES / files.HELD_OUT
     path = final / comparison.SAMPLES
     if (final / comparison.NUMBERS).is_file() and path.is_file():
         with measured.damage_named(path):
             rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:PAIRS]
-            responses = [list(row["responses"].items())[:2] for row in rows]
-            return [pair_of(row["prompt"], *before, *after)
-                    for row, (before, after) in zip(rows, responses, strict=True)]  # fmt: skip
+            return [pair_of(row["prompt"], *list(row["responses"].items())[:2]) for row in rows]
     kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
     with measured.damage_named(shown):
-        return [
-            {"prompt": row["prompt"], "before": row["demonstration"], "after": row["response"],
-             **kinds}
-            for _, row in (json_lines(shown) if shown.is_file() else ())
-        ]  # fmt: skip
+        rows = [row for _, row in json_lines(shown)] if shown.is_file() else []
+        names = {"prompt": "prompt", "before": "demonstration", "after": "response"}
+        return [{key: row[name] for key, name in names.items()} | kinds for row in rows]
 
 
 def pair_of(
-    prompt: str, name: str, before: Mapping[str, Any], other: str, after: Mapping[str, Any]
+    prompt: str, before: tuple[str, Mapping[str, Any]], after: tuple[str, Mapping[str, Any]]
 ) -> Pair:
-    """Return two samples of a prompt beside each other, with their scores and names."""
-    return {
-        "prompt": prompt, "before": before["response"], "after": after["response"],
-        "before_numbers": f"{name}: {score_text(before)}",
-        "after_numbers": f"{other}: {score_text(after)}",
-    }  # fmt: skip
+    """Return two samples of a prompt beside each other, with their names and scores."""
+    found = {"prompt": prompt}
+    for side, (name, sample) in {"before": before, "after": after}.items():
+        found |= {side: sample["response"], f"{side}_numbers": f"{name}: {score_text(sample)}"}
+    return found
 
 
 def token_samples(path: Path) -> list[dict[str, Any]]:
@@ -305,24 +294,15 @@ def token_samples(path: Path) -> list[dict[str, Any]]:
         for sample in samples:
             if sample["iteration"] != samples[-1]["iteration"] or "per_token" not in sample:
                 continue
-            numbers = sample["per_token"]
-            text = [str(token) for token in numbers["text"][:MOST_TOKENS]]
-            kl, advantage = (
-                [float(x) for x in numbers[key][:MOST_TOKENS]] for key in ("kl", "advantage")
-            )
+            numbers = {key: of[:MOST_TOKENS] for key, of in sample["per_token"].items()}
+            text = list(map(str, numbers["text"]))
+            kl, advantage = ([float(x) for x in numbers[key]] for key in ("kl", "advantage"))
             cells = (map(repr, text), map(with_sign, advantage), (f"{x:+z.4f}" for x in kl))
+            heading = f"iteration {sample['iteration']}: score {sample['score']:+z.2f}, KL "
+            heading += f"{sample['kl']:+z.2f} nats, {'ended' if sample['ended'] else 'cut off'}"
             found.append({
-                "heading": f"iteration {sample['iteration']}: score {sample['score']:+z.2f}, "
-                f"KL {sample['kl']:+z.2f} nats, {'ended' if sample['ended'] else 'cut off'}",
-                "prompt": str(sample["prompt"]), "text": text, "advantage": advantage, "kl": kl,
-                "names": ("token", "advantage", "KL, nats"), "rows": list(zip(*cells, strict=True)),
+                "heading": heading, "prompt": str(sample["prompt"]), "text": text,
+                "advantage": advantage, "kl": kl, "rows": list(zip(*cells, strict=True)),
+                "names": ("token", "advantage", "KL, nats"),
             })  # fmt: skip
     return found
-
-
-def origins(run: measured.RunFiles) -> list[tuple[str, str]]:
-    """Return the versions of packages, and the models that a run started from."""
-    if run.manifest is None:
-        return []
-    parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
-    return [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]

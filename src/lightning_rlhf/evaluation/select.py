@@ -1,10 +1,8 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import lightning as L
 import torch
@@ -16,7 +14,7 @@ from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
-from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
+from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.roles import trainable_names
@@ -25,13 +23,11 @@ from lightning_rlhf.runs.folders import METRICS, Ending, Export, Value, read_end
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
 
-Goal = Sequence[tuple[str, Mode]]
 
-
-def goal_of(settings: Settings, section: Literal["best", "stop"] = "best") -> Goal:
+def goal_of(settings: Settings, section: str = "best") -> Goal:
     """Return the metrics that tell which evaluation is the best: those of `best`, or the stage's.
 
-    section: "stop" for the metric that has to gain, which is by default the same.
+    section: best, or stop for the metric that has to gain, which is by default the same.
     Empty where none is named. Raises ConfigError as `metric_of`.
     """
     named = settings.config.stop if section == "stop" else settings.config.best
@@ -51,24 +47,22 @@ def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tup
     has_judge = stage.reads_judge and settings.data.judge is not None
     # The components of a reward that is a sum have metrics of their own.
     parts = [EVAL_PART + part for part in settings.reward] if len(settings.reward) > 1 else []
-    measured = {
-        name: found.better
-        for pattern, found in DEFINITIONS.items()
-        if stage.name in found.stages
-        and pattern.startswith("eval/")
-        and (has_judge or not pattern.startswith(JUDGE))
-        for name in (parts if pattern.startswith(EVAL_PART) else [pattern])
-    }
-    known = measured | dict(stage.goal)
+    known: dict[str, Mode | None] = {}
+    for pattern, found in DEFINITIONS.items():
+        is_asked = has_judge or not pattern.startswith(JUDGE)
+        if stage.name in found.stages and pattern.startswith("eval/") and is_asked:
+            names = parts if pattern.startswith(EVAL_PART) else [pattern]
+            known |= dict.fromkeys(names, found.better)
+    is_open = not known and name.startswith("eval/")  # a stage with metrics of its own
+    known |= dict(stage.goal)
     pattern = next((x for x in known if "<" in x and name.startswith(x.partition("<")[0])), name)
-    is_open = not measured and name.startswith("eval/")  # a stage with metrics of its own
     # A constant is of no use; a component's direction is the user's to say.
     offered = [name for name, better in known.items() if better or name in parts]
     require(pattern in known or is_open, f"{key}.metric", name, ", ".join(offered))
-    found = mode or known.get(pattern)
-    if found is None:
+    direction = mode or known.get(pattern)
+    if direction is None:
         raise ConfigError(f"{key}.mode is None; allowed for {name}: min, max")
-    return name, found
+    return name, direction
 
 
 def check_final(settings: Settings, steps: int | None) -> None:
@@ -78,11 +72,10 @@ def check_final(settings: Settings, steps: int | None) -> None:
     """
     config: StageConfig = settings.config
     stage, step, stop = settings.stage, config.final, config.stop
-    wanted: Mapping[Literal["best", "stop"], tuple[object, str]] = {
-        "best": (step == "best", f"{stage}.final is 'best'"),
-        "stop": (stop.patience, f"{stage}.stop.patience is {stop.patience}"),
-    }
-    for section, (is_wanted, found) in wanted.items():
+    for section, is_wanted, found in (
+        ("best", step == "best", f"{stage}.final is 'best'"),
+        ("stop", stop.patience is not None, f"{stage}.stop.patience is {stop.patience}"),
+    ):
         if not goal_of(settings, section) and is_wanted:
             raise ConfigError(
                 f"{found}, and stage={stage} names no metric of its evaluations (Stage.goal); "
@@ -91,14 +84,13 @@ def check_final(settings: Settings, steps: int | None) -> None:
     if not isinstance(step, int):
         return
     if stop.patience is not None or (isinstance(stop, PPOStopConfig) and stop.max_kl is not None):
-        raise ConfigError(
-            f"{stage}.final is {step}; allowed where a rule may end the run: last, best"
-        )
+        allowed = "allowed where a rule may end the run: last, best"
+        raise ConfigError(f"{stage}.final is {step}; {allowed}")
     if steps is not None:
         every = config.validation_interval(steps)
         is_evaluated = step <= steps and (step % every == 0 or step == steps)
-        require(is_evaluated, f"{stage}.final", step, "last, best, or a step at which the run "
-                f"evaluates: a multiple of {every} up to {steps}, or {steps}")  # fmt: skip
+        allowed = "last, best, or a step at which the run evaluates: a multiple of "
+        require(is_evaluated, f"{stage}.final", step, f"{allowed}{every} up to {steps}, or {steps}")
 
 
 def choose(
@@ -124,8 +116,8 @@ def choose(
     if stopped is not None:
         by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
         print_line(f"a {by} ended the run after step {last} of {steps}{why}")
-    require(step <= last, f"{saver.origin.stage}.final", step,
-            f"last, best, since the run was ended after step {last}")  # fmt: skip
+    allowed = f"last, best, since the run was ended after step {last}"
+    require(step <= last, f"{saver.origin.stage}.final", step, allowed)
     ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
     if step != last:
         path = files.path_of(saver.folder, step)
@@ -192,20 +184,18 @@ def load_weights(
 def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:
     """Return the metrics after `step` whose names have the prefix; {} where there are none."""
     cells = files.read_rows(folder / METRICS).get(step, {})
-    return {name: float(cell) for name, cell in cells.items() if name.startswith(prefix)}
+    return {name: x for name, x in cells.items() if name.startswith(prefix)}
 
 
 def ending_of(
     folder: Path, goal: Goal, final: str, step: int, last: int, stopped: str | None
 ) -> Ending:
     """Return the end of a run, with the `goal` metrics at the chosen step and at the last one."""
-    chosen, end = (
-        {name: x for name, x in measured_at(folder, number).items() if math.isfinite(x)}
-        for number in (step, last)
-    )
-    metrics = {
-        name: Value(mode=mode, chosen=chosen.get(name), last=end.get(name)) for name, mode in goal
-    }
+    metrics, rows = {}, files.read_rows(folder / METRICS)
+    for name, mode in goal:
+        found = (rows.get(number, {}).get(name) for number in (step, last))
+        chosen, end = (x if x is not None and math.isfinite(x) else None for x in found)
+        metrics[name] = Value(mode=mode, chosen=chosen, last=end)
     return Ending(final=final, step=step, last_step=last, metrics=metrics, stopped=stopped)
 
 
@@ -218,7 +208,7 @@ def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.Lightn
     rows, found = files.read_rows(folder / METRICS).values(), []
     remedy = checkpoints.divergence_advice(stage, 0)
     for metric, key in (("nonfinite", ""), ("skipped", "max_ratio"), ("stopped", "target_kl")):
-        counts = [float(row.get(f"update/{metric}", 0)) for row in rows]
+        counts = [row.get(f"update/{metric}", 0.0) for row in rows]
         if refused := int(sum(filter(math.isfinite, counts))):
             found.append(f"{refused} with a loss or gradient that is not finite")
             if key:
