@@ -64,22 +64,22 @@ def test_correlation_by_hand() -> None:
     # Less their means: (0.5, -0.5, -2.5, 2.5) and (3, 1, -3, -1); products 1.5 - 0.5 + 7.5 - 2.5
     # = 6, squares 13 and 20. Ranks (3, 2, 1, 4) and (4, 3, 1, 2): 1 - 6 * 6 / (4 * 15) = 0.4.
     found = correlate(np.array([1.0, 0, -2, 3]), np.array([2.0, 0, -4, -2]))
-    assert found.pearson == pytest.approx(6 / 260**0.5, rel=1e-12)
-    assert found.spearman == pytest.approx(0.4, rel=1e-12)
-    assert found.points == 4
+    assert found["pearson"] == pytest.approx(6 / 260**0.5, rel=1e-12)
+    assert found["spearman"] == pytest.approx(0.4, rel=1e-12)
+    assert found["points"] == 4
 
 
 @pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [1.0, 2.0], []])
 def test_a_correlation_with_a_constant_or_of_two_points_is_undefined(values: list[float]) -> None:
     found = correlate(np.array(values), np.arange(len(values), dtype=float))
-    assert (found.pearson, found.spearman) == (None, None)
+    assert (found["pearson"], found["spearman"]) == (None, None)
 
 
 def test_moments_and_histogram() -> None:
     found = describe(np.array([0.0, 1, 1, 4]), np.array([0.0, 2, 3, 4]))
     # Variance: (2.25 + 0.25 + 0.25 + 6.25) / 4 = 2.25.
-    assert (found.mean, found.std, found.median) == (1.5, 1.5, 1.0)
-    assert (found.lowest, found.highest, found.histogram) == (0.0, 4.0, (3, 0, 1))
+    assert (found["mean"], found["std"], found["median"]) == (1.5, 1.5, 1.0)
+    assert (found["lowest"], found["highest"], found["histogram"]) == (0.0, 4.0, [3, 0, 1])
 
 
 # Coverage: in 1,000 simulated sets of differences or rates a 95% interval holds the truth in 93 to

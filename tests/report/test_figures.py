@@ -34,7 +34,7 @@ def test_the_quantiles_of_the_score_are_a_median_on_two_bands() -> None:
     assert panel.metrics == set(FAN)
     axes = Figure().add_subplot()
     curves = {name: ([1, 2], [float(i), float(i + 1)]) for i, name in enumerate(FAN)}
-    draw(axes, panel.plot(curves, "iteration"))
+    draw(axes, panel.measured(curves, "iteration"))
     areas = [area.get_paths()[0].vertices for area in axes.collections]
     # p05 to p95: 0 and 4 in the first iteration, 1 and 5 in the second; p25 to p75: 1, 3; 2, 4.
     assert {tuple(point) for point in areas[0]} == {(1, 0), (1, 4), (2, 1), (2, 5)}
@@ -48,9 +48,9 @@ def test_components_have_a_panel_where_there_are_several(tmp_path: Path) -> None
     measured = [f"{where}/reward/{name}" for name in names for where in ("rollout", "eval")]
     (panel,) = ppo_panels(measured)[9:]
     assert panel.metrics == set(measured)
-    assert [label for _, label, _ in panel.lines] == [*names, "", ""]
+    assert [one.label for one in panel.series] == [*names, "", ""]
     assert len(ppo_panels(measured[:2])) == 9  # one component is the whole
-    colors = [color for *_, color in panel.lines]
+    colors = [one.color for one in panel.series]
     assert colors[:2] == colors[2:]
     assert colors[0] != colors[1]
     curves = {name: ([1], [0.5]) for name in measured}

@@ -14,7 +14,7 @@ from lightning_rlhf.data.rows import Message, Preference, Rows
 from lightning_rlhf.report import fitness_page as checks
 from lightning_rlhf.report.fitness import (
     Fitness,
-    ProbeResult,
+    Numbers,
     ScoredPair,
     ScoredProbe,
     ScoredSample,
@@ -36,7 +36,7 @@ RIGHT, WRONG = (1.0, 0.0, 3, 3), (0.0, 1.0, 3, 3)
 def report(
     pairs: Fitness | Sequence[ScoredPair],
     samples: Sequence[ScoredSample] = (),
-    probes: Sequence[ProbeResult] = (),
+    probes: Sequence[Numbers] = (),
     problems: Problems | None = None,
 ) -> FitnessReport:
     fitness = pairs if isinstance(pairs, Fitness) else measure(pairs, samples)
@@ -44,7 +44,7 @@ def report(
                          sampled_from="some prompts", scale="")  # fmt: skip
 
 
-def finding(check: FitnessCheck, fitness: Fitness, probes: tuple[ProbeResult, ...] = ()) -> Finding:
+def finding(check: FitnessCheck, fitness: Fitness, probes: Sequence[Numbers] = ()) -> Finding:
     (found,) = (f for f in report(fitness, probes=probes).findings if f.check is check)
     return found
 
@@ -138,7 +138,7 @@ def test_nothing_is_flagged_without_data() -> None:
     assert finding(checks.ACCURACY, same_prompt).outcome == "not tested"
 
 
-def probe_results(kind: ProbeKind, scores: list[float]) -> tuple[ProbeResult, ...]:
+def probe_results(kind: ProbeKind, scores: list[float]) -> list[Numbers]:
     """Good responses score 1, 2, 3, ..., bad ones -1."""
     return measure_probes([
         ScoredProbe(kind=kind, response=f"response {i}", score=score,
@@ -149,12 +149,12 @@ def probe_results(kind: ProbeKind, scores: list[float]) -> tuple[ProbeResult, ..
 
 def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None:
     (found,) = probe_results("flattery", [9.0, 2.0, 0.0, 4.5, 1.0])
-    middles = (found.mean, found.median, found.chosen_median, found.rejected_median)
-    assert middles == (3.3, 2.0, 3.0, -1.0)
+    middles = [found[key] for key in ("mean", "median", "chosen_median", "rejected_median")]
+    assert middles == [3.3, 2.0, 3.0, -1.0]
     # Beats 1 with 9, ties with 2, loses to 3, beats 4, loses to 5.
-    assert found.beats_chosen == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
-    assert found.example.response == "response 2"
-    assert found.lead == -1.0
+    assert found["beats_chosen"] == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
+    assert found["example"].response == "response 2"
+    assert found["lead"] == -1.0
 
 
 @pytest.mark.parametrize(

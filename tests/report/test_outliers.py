@@ -100,7 +100,7 @@ def test_scores_far_outside_squash_neither_histogram_nor_scatter(
     fitness = measure(pairs, samples)
     assert fitness.edges[0] == 0
     assert fitness.edges[-1] == 10
-    assert sum(fitness.chosen.histogram) == 60  # and 1,000 in no bin
+    assert sum(fitness.chosen["histogram"]) == 60  # and 1,000 in no bin
     draw_fitness(tmp_path, JOB, fitness)
 
     (histogram,) = drawn["rewards.png"].axes

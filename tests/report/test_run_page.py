@@ -13,7 +13,6 @@ import pytest
 from lightning_rlhf.report.curves import (
     BLUE,
     Mark,
-    Panel,
     Plot,
     Series,
     curve_plots,
@@ -171,7 +170,7 @@ def test_a_long_line_keeps_its_extremes_and_few_dots() -> None:
 def test_a_banded_metric_without_a_panel_gets_a_plot() -> None:
     names = ("entropy", "update/clip_fraction", "update/kl_coef")
     curves = {name: ([1, 2], [1.0, 2.0]) for name in names}
-    panels = [Panel("Shown", (("entropy", "a", BLUE),))]
+    panels = [Plot(title="Shown", series=[Series(label="a", color=BLUE, metric="entropy")])]
     first, second = curve_plots(curves, lambda _: panels, "step")
     assert (first.title, first.unit, first.healthy) == ("Shown", "nats a token", None)
     assert (second.title, second.healthy) == ("update/clip_fraction", (None, 0.3))

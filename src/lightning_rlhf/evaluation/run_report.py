@@ -93,7 +93,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     tables += [] if is_of_policies else single_numbers(run, evaluated)
     seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
     phases = [(phase, s, s / (sum(seconds.values()) or 1.0)) for phase, s in seconds.items()]
-    fan = [FAN_PANEL.plot(curves, unit)] if FAN_PANEL.metrics <= curves.keys() else []
+    fan = [FAN_PANEL.measured(curves, unit)] if FAN_PANEL.metrics <= curves.keys() else []
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
     data = [one for one in flat.items() if one[0].startswith("data.")]
     others = [one for one in flat.items() if not one[0].startswith("data.")]

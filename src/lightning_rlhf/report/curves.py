@@ -1,9 +1,11 @@
 """Plots of a run: which curves each stage shows, with healthy bands, and the frontiers."""
 
+from __future__ import annotations
+
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_rlhf.core import metrics
@@ -29,7 +31,9 @@ class Series:
     """Name in the legend; empty to leave the series out of it."""
     color: str
     """A colour of PALETTE."""
-    points: Sequence[Point]
+    metric: str = ""
+    """Metric whose points over the steps these are; empty for other points."""
+    points: Sequence[Point] = ()
     line: bool = True
     dots: bool = False
 
@@ -41,9 +45,11 @@ class Area:
     label: str
     color: str
     opacity: float
-    x: Sequence[float]
-    low: Sequence[float]
-    high: Sequence[float]
+    metrics: Sequence[str] = ()
+    """Lower and upper metric between which the area lies; empty for other curves."""
+    x: Sequence[float] = ()
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +63,12 @@ class Mark:
 
 @dataclass(frozen=True, kw_only=True)
 class Plot:
-    """One plot with its axes."""
+    """One plot with its axes; a panel is such a plot whose metrics `measured` fills in."""
 
     title: str
-    x_label: str
-    unit: str
-    """Unit of the y-axis."""
+    x_label: str = ""
+    unit: str | None = None
+    """Unit of the y-axis; None until `measured` takes that of the first metric."""
     series: Sequence[Series]
     areas: Sequence[Area] = ()
     healthy: tuple[float | None, float | None] | None = None
@@ -76,71 +82,52 @@ class Plot:
     limits: tuple[float, float] | None = None
     """Limits of the y-axis; None fits them to the data."""
 
-
-@dataclass(frozen=True)
-class Panel:
-    """Metrics that share one plot; its unit and healthy range are those of their rows."""
-
-    title: str
-    lines: tuple[tuple[str, str, str], ...]
-    """Metric, name in the legend and colour; a line of evaluations has a dot at each point."""
-    bands: tuple[tuple[str, str, str, float], ...] = ()
-    """Areas between two metrics: lower and upper metric, name, opacity."""
-    reference: tuple[float, str] | None = None
-    unit: str | None = None
-    """Unit, where it is not that of the row of the first metric."""
-    is_log: bool = False
-    limits: tuple[float, float] | None = None
-
     @property
     def metrics(self) -> set[str]:
-        """Return the metrics that the panel shows."""
-        ends = (end for low, high, *_ in self.bands for end in (low, high))
-        return {*(metric for metric, *_ in self.lines), *ends}
+        """Return the metrics that a panel shows."""
+        ends = (metric for area in self.areas for metric in area.metrics)
+        return {*(one.metric for one in self.series), *ends}
 
-    def plot(self, curves: Curves, x_label: str) -> Plot:
-        """Return the plot of what was measured."""
-        lines = [line for line in self.lines if line[0] in curves]
-        rows = [METRICS[metric] for metric, *_ in lines if metric in METRICS]
+    def measured(self, curves: Curves, x_label: str) -> Plot:
+        """Return the plot of what was measured, with the healthy range of its metrics."""
+        series = [
+            replace(one, points=points(curves, one.metric))
+            for one in self.series
+            if one.metric in curves
+        ]
+        areas = []
+        for area in self.areas:
+            if curves.keys() >= {*area.metrics}:
+                (x, low), (_, high) = (curves[metric] for metric in area.metrics)
+                areas.append(replace(area, x=x, low=low, high=high))
+        rows = [METRICS[one.metric] for one in series if one.metric in METRICS]
         unit = rows[0].unit.replace("1", "") if rows and self.unit is None else self.unit or ""
-        return Plot(
-            title=self.title,
-            x_label=x_label,
-            unit=unit,
-            series=[
-                Series(label=label, color=color, points=points(curves, metric),
-                       dots=metric.startswith("eval/"))
-                for metric, label, color in lines
-            ],
-            areas=[
-                Area(label=label, color=BLUE, opacity=opacity, x=curves[low][0],
-                     low=curves[low][1], high=curves[high][1])
-                for low, high, label, opacity in self.bands if {low, high} <= curves.keys()
-            ],
-            healthy=next((row.band for row in rows if row.band is not None), None),
-            meaning=next((row.healthy for row in rows if row.healthy != "-"), ""),
-            reference=self.reference,
-            is_log=self.is_log,
-            limits=self.limits,
-        )  # fmt: skip
+        healthy = next((row.band for row in rows if row.band is not None), None)
+        meaning = next((row.healthy for row in rows if row.healthy != "-"), "")
+        filled = replace(self, x_label=x_label, unit=unit, series=series, areas=areas)
+        return replace(filled, healthy=healthy, meaning=meaning)
 
 
-Panels = Callable[[Collection[str]], Sequence[Panel]]
+Panels = Callable[[Collection[str]], Sequence[Plot]]
 """Function: names of the measured metrics -> panels."""
 
 
-def _of(title: str, *lines: tuple[str, str, str], **options: Any) -> Panel:
-    """Return a panel of these lines."""
-    return Panel(title, lines, **options)
+def _of(title: str, *lines: tuple[str, str, str], **options: Any) -> Plot:
+    """Return the panel of metrics with names in the legend and colours; evaluations have dots."""
+    series = [
+        Series(metric=metric, label=label, color=color, dots=metric.startswith("eval/"))
+        for metric, label, color in lines
+    ]
+    return Plot(title=title, series=series, **options)
 
 
-def _held_out(title: str, metric: str, **options: Any) -> Panel:
+def _held_out(title: str, metric: str, **options: Any) -> Plot:
     """Return a panel of a metric in training and on validation data."""
     training, validation = f"update/{metric}", f"eval/{metric}"
     return _of(title, (training, "training", BLUE), (validation, "validation", ORANGE), **options)
 
 
-def _of_pairs(title: str, metric: str) -> Panel:
+def _of_pairs(title: str, metric: str) -> Plot:
     """Return a panel of a metric of the chosen and of the rejected responses in training."""
     chosen, rejected = (f"update/{metric}_{side}" for side in ("chosen", "rejected"))
     return _of(title, (chosen, "chosen", GREEN), (rejected, "rejected", PURPLE))
@@ -164,57 +151,62 @@ DPO_PANELS = (
     _held_out("SFT loss of the chosen responses", "sft_loss"),
 )
 _PROMPTS, _STEP = "held-out prompts", "Size of an iteration's update"
+_UNDER_SFT, _CORRECT = "eval/response_perplexity", ("eval/judge/correct", "correct", GREEN)
+_LOSSES = (("ppo_loss", "PPO", BLUE), ("update/policy_loss", "policy", GREEN))
 _PPO_PANELS = (
     _of("Reward, before the KL penalty", (REWARD, "training", BLUE), (HELD_OUT, _PROMPTS, ORANGE)),
     _of("KL to the reference", (KL, "training", BLUE), (HELD_OUT_KL, _PROMPTS, ORANGE)),
     _of("Policy: entropy", ("entropy", "entropy", BLUE)),
-    _of("Policy: perplexity under SFT",
-        ("eval/response_perplexity", "perplexity under SFT", ORANGE)),
-    _of("Loss (no sign of progress)", ("ppo_loss", "PPO", BLUE),
-        ("update/policy_loss", "policy", GREEN), ("update/value_loss", "value", PURPLE)),
+    _of("Policy: perplexity under SFT", (_UNDER_SFT, "perplexity under SFT", ORANGE)),
+    _of("Loss (no sign of progress)", *_LOSSES, ("update/value_loss", "value", PURPLE)),
     _of("Responses: length", ("rollout/response_tokens", "length", BLUE)),
     _of("Responses: ended", ("rollout/ended", "ended", GREEN), limits=SHARE),
-)  # fmt: skip
+)
 _STEP_SIZE = (
     _of(f"{_STEP}: approx. KL", ("update/approx_kl", "approx. KL", BLUE)),
     _of(f"{_STEP}: clipped", ("update/clip_fraction", "clipped", GREEN), unit="share of tokens"),
 )
 _JUDGE = (
     _of("Judge, on held-out prompts: gold", (GOLD, "gold", BLUE), unit="score"),
-    _of("Judge, on held-out prompts: correct", ("eval/judge/correct", "correct", GREEN),
-        unit="share", limits=SHARE),
-)  # fmt: skip
+    _of("Judge, on held-out prompts: correct", _CORRECT, unit="share", limits=SHARE),
+)
 FAN_PANEL = _of(
     "Distribution of the score over the responses of an iteration",
     (FAN[2], "median", BLUE),
-    bands=((FAN[0], FAN[4], "5% to 95%", 0.15), (FAN[1], FAN[3], "25% to 75%", 0.3)),
+    areas=[
+        Area(label="5% to 95%", color=BLUE, opacity=0.15, metrics=(FAN[0], FAN[4])),
+        Area(label="25% to 75%", color=BLUE, opacity=0.3, metrics=(FAN[1], FAN[3])),
+    ],
 )
 
 
-def ppo_panels(measured: Collection[str]) -> Sequence[Panel]:
+def ppo_panels(measured: Collection[str]) -> Sequence[Plot]:
     """Return the panels of PPO: with those of the judge, where there was a judge, of the quantiles
     of the score, where they are measured, and of the components of several."""
     judged = [panel for panel in _JUDGE if panel.metrics & set(measured)]
     fan = [FAN_PANEL] if FAN_PANEL.metrics <= set(measured) else []
-    fixed = (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan)
-    part = metrics.PART
+    part, held_out = metrics.PART, metrics.EVAL_PART
     names = [metric.removeprefix(part) for metric in measured if metric.startswith(part)]
     colors = list(zip(names, itertools.cycle(PALETTE), strict=False))
     lines = [(part + name, name, color) for name, color in colors]
-    lines += [(metrics.EVAL_PART + name, "", color) for name, color in colors]
-    title = "Components, unweighted (dots: held-out prompts)"
-    return (*fixed, Panel(title, tuple(lines), unit="score")) if len(names) > 1 else fixed
+    lines += [(held_out + name, "", color) for name, color in colors]
+    components = _of("Components, unweighted (dots: held-out prompts)", *lines, unit="score")
+    parts = [components] if len(names) > 1 else []
+    return (*_PPO_PANELS, *(judged or _STEP_SIZE), *fan, *parts)
 
 
-def panel_for_each(measured: Collection[str]) -> Sequence[Panel]:
+def panel_for_each(measured: Collection[str]) -> Sequence[Plot]:
     """Return one panel for each metric that is not a time; update/x and eval/x share one."""
     names = dict.fromkeys(
         name.removeprefix("update/").removeprefix("eval/")
         for name in measured
         if not name.startswith(("time/", "compute/"))
     )
-    shared = [_held_out(name, name, unit="") for name in names]
-    return [_of(p.title, (p.title, "", BLUE), *p.lines, unit="") for p in shared]
+    found = []
+    for name in names:
+        sides = ("update/" + name, "training", BLUE), ("eval/" + name, "validation", ORANGE)
+        found.append(_of(name, (name, "", BLUE), *sides, unit=""))
+    return found
 
 
 def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plot]:
@@ -226,8 +218,16 @@ def curve_plots(curves: Curves, panels: Panels | None, x_label: str) -> list[Plo
     drawn = {metric for panel in shown for metric in panel.metrics} | set(FAN)
     banded = (name for name in curves if name in METRICS and METRICS[name].band is not None)
     rest = [_of(name, (name, "", BLUE), unit="") for name in banded if name not in drawn]
-    plots = [panel.plot(curves, x_label) for panel in (*shown, *rest)]
+    plots = [panel.measured(curves, x_label) for panel in (*shown, *rest)]
     return [plot for plot in plots if any(len(series.points) > 1 for series in plot.series)]
+
+
+_REWARDS = (
+    (REWARD, KL, "training", BLUE),
+    (HELD_OUT, HELD_OUT_KL, _PROMPTS, ORANGE),
+    (GOLD, HELD_OUT_KL, "gold", GREEN),
+)
+"""Metric, KL of the same policy, name in the legend and colour of the frontiers."""
 
 
 def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> list[Plot]:
@@ -241,29 +241,26 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
         return []
     steps, flops = curves.get(metrics.FLOPS, ((), ()))
     has_flops = len(steps) > 0 and steps[:1] == curves[REWARD][0][:1]
-    unit, x_label = "iterations", "iterations"
-    if has_flops:
-        unit, x_label = metrics.FLOPS, "floating-point operations"
+    unit = metrics.FLOPS if has_flops else "iterations"
     spent = {0: 0.0, **dict(zip(steps, itertools.accumulate(flops, max), strict=True))}
     by_kl, by_compute = [], []
-    for metric, kl, label, color, ahead in (
-        (REWARD, KL, "training", BLUE, 1), (HELD_OUT, HELD_OUT_KL, _PROMPTS, ORANGE, 0),
-        (GOLD, HELD_OUT_KL, "gold", GREEN, 0),
-    ):  # fmt: skip
-        found = [(step - ahead, value) for step, value in points(curves, metric)]
+    for metric, kl, label, color in _REWARDS:
+        is_before = metric == REWARD
+        found = [(step - is_before, value) for step, value in points(curves, metric)]
         if has_flops:
             found = [(spent.get(int(step), math.nan), value) for step, value in found]
         if found:
-            by_kl.append(Series(label=label, color=color, points=joined(curves, kl, metric),
-                                line=ahead == 0, dots=True))  # fmt: skip
-            by_compute.append(Series(label=label, color=color, points=found, dots=ahead == 0))
-    plots = [
-        Plot(title="Reward against KL", x_label="KL to the reference, nats a response",
-             unit="score", series=by_kl, mark=_mark(diminishing, REWARD, KL)),
-        Plot(title="Reward against compute", x_label=x_label, unit="score", series=by_compute,
-             mark=_mark(diminishing, GOLD, unit) or _mark(diminishing, REWARD, unit)),
-    ]  # fmt: skip
-    return plots if KL in curves else plots[1:]
+            one = Series(label=label, color=color, points=joined(curves, kl, metric), dots=True)
+            by_kl.append(replace(one, line=not is_before))
+            by_compute.append(replace(one, points=found, dots=not is_before))
+    title, x_label = "Reward against compute", "floating-point operations" if has_flops else unit
+    knee = _mark(diminishing, GOLD, unit) or _mark(diminishing, REWARD, unit)
+    plots = [Plot(title=title, x_label=x_label, unit="score", series=by_compute, mark=knee)]
+    if KL in curves:
+        title, x_label = "Reward against KL", "KL to the reference, nats a response"
+        knee = _mark(diminishing, REWARD, KL)
+        plots.insert(0, Plot(title=title, x_label=x_label, unit="score", series=by_kl, mark=knee))
+    return plots
 
 
 def _knee(diminishing: Mapping[str, Any] | None, metric: str, unit: str) -> Mapping[str, Any]:

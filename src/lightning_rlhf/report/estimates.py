@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -10,6 +11,7 @@ from scipy.stats import rankdata
 
 RESAMPLES = 2000
 """Number of resamples of a bootstrap; 50 of them lie beyond each end of a 95% interval."""
+MOMENTS = ("mean", "std", "lowest", "median", "highest")
 FAR_SPANS = 3
 """Distance from the middle values, in units of their span, beyond which a value is far outside; on
 an axis that showed it the middle values would fill less than a quarter."""
@@ -33,31 +35,6 @@ class Group:
     """95% interval of the accuracy; None if the pairs have fewer than two prompts."""
 
 
-@dataclass(frozen=True)
-class Distribution:
-    """Distribution of the scores of one kind of response."""
-
-    count: int
-    mean: float
-    std: float
-    """Standard deviation with denominator `count`."""
-    lowest: float
-    median: float
-    highest: float
-    histogram: tuple[int, ...]
-    """Number of responses in each bin; all kinds share the edges, and the last edge is included.
-    Values far outside are in no bin."""
-
-
-@dataclass(frozen=True)
-class Correlation:
-    """Correlation of two variables, -1 to 1; None if one is constant or points are below three."""
-
-    points: int
-    pearson: float | None
-    spearman: float | None
-
-
 def resampled_means(
     values: Float[ndarray, " N"],
     groups: Int[ndarray, " N"],
@@ -73,9 +50,9 @@ def resampled_means(
     Source: Field and Welsh 2007, Bootstrapping clustered data, J. R. Statist. Soc. B 69(3)
     """
     n_clusters, n_groups = int(clusters.max()) + 1, int(groups.max()) + 1
-    cell, size = clusters * n_groups + groups, (n_clusters, n_groups)
-    sums, rows = (np.bincount(cell, x, n_clusters * n_groups).reshape(size)
-                  for x in (values, np.ones(len(values))))  # fmt: skip
+    sums, rows = np.zeros((2, n_clusters, n_groups))
+    np.add.at(sums, (clusters, groups), values)
+    np.add.at(rows, (clusters, groups), 1)
     kinds, copies = np.unique(np.hstack([sums, rows]), axis=0, return_counts=True)
     generator, shares = np.random.default_rng(seed), copies / n_clusters
     totals = np.stack([generator.multinomial(n_clusters, shares) @ kinds for _ in range(RESAMPLES)])
@@ -158,17 +135,15 @@ def resample_shares(n: int, seed: int) -> Float[ndarray, "R N"]:
     return counts / n
 
 
-def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> Distribution:
-    """Return the moments and the histogram of at least one value."""
-    return Distribution(
-        count=len(values),
-        mean=float(values.mean()),
-        std=float(values.std()),
-        lowest=float(values.min()),
-        median=float(np.median(values)),
-        highest=float(values.max()),
-        histogram=tuple(np.histogram(values, edges)[0].tolist()),
-    )
+def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> dict[str, Any]:
+    """Return the moments and the histogram of at least one value.
+
+    Returns: count, mean, std with denominator `count`, lowest, median, highest; histogram, the
+        number of values in each bin, where the last edge is included; outer values are in no bin.
+    """
+    moments = (values.mean(), values.std(), values.min(), np.median(values), values.max())
+    found = dict(zip(MOMENTS, map(float, moments), strict=True))
+    return {"count": len(values), **found, "histogram": np.histogram(values, edges)[0].tolist()}
 
 
 def group_accuracy(
@@ -183,10 +158,9 @@ def group_accuracy(
     found = []
     for index in np.unique(groups):
         inside = groups == index
-        known = len(np.unique(clusters[inside])) > 1
-        interval = interval95(means[:, index]) if known else None
-        accuracy = float(right[inside].mean())
-        found.append(Group(labels[index], int(inside.sum()), accuracy, interval))
+        has_prompts = len(np.unique(clusters[inside])) > 1
+        interval = interval95(means[:, index]) if has_prompts else None
+        found.append(Group(labels[index], int(inside.sum()), float(right[inside].mean()), interval))
     return tuple(found)
 
 
@@ -206,17 +180,22 @@ def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
     return bin_of[inverse]
 
 
-def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Correlation:
-    """Return Pearson's correlation of the values, and of their ranks (Spearman's)."""
-    if len(x) < 3 or np.ptp(x) == 0 or np.ptp(y) == 0:
-        return Correlation(len(x), None, None)
-    found = []
-    for pair in ((x, y), (rankdata(x), rankdata(y))):
-        a, b = (values - values.mean() for values in pair)
-        a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
-        r = (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())
-        found.append(float(np.clip(r, -1.0, 1.0)))
-    return Correlation(len(x), *found)
+def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> dict[str, Any]:
+    """Return the number of `points`, the `pearson` correlation, and `spearman`, that of the ranks.
+
+    Correlations are -1 to 1; None if x or y is constant or there are fewer than three points.
+    """
+    pairs = {"pearson": (x, y), "spearman": (rankdata(x), rankdata(y))}
+    is_defined = len(x) >= 3 and np.ptp(x) > 0 and np.ptp(y) > 0
+    found = {name: _pearson(*pair) if is_defined else None for name, pair in pairs.items()}
+    return {"points": len(x), **found}
+
+
+def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
+    """Return Pearson's correlation of numbers that are not constant."""
+    a, b = (values - values.mean() for values in (x, y))
+    a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
+    return float(np.clip((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), -1.0, 1.0))
 
 
 def inner_range(values: Float[ndarray, " N"]) -> Interval | None:

@@ -5,7 +5,10 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -41,23 +44,25 @@ WIDTH, HEIGHT = 420, 230
 PLACE = (54 / WIDTH, 36 / HEIGHT, 1 - 68 / WIDTH, 1 - 46 / HEIGHT)
 """Left, bottom, width and height of the plotted area, as shares."""
 GREY, GRID, HEALTHY, BAD = "#777777", "#e6e6e6", "#11803f", "#c3262f"
-COLORS = {
-    **{color.lower(): f"var(--c{place})" for place, color in enumerate(curves.PALETTE)},
-    GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)",
-    "#ffffff": "var(--page)",
-}  # fmt: skip
+COLORS = {color.lower(): f"var(--c{place})" for place, color in enumerate(curves.PALETTE)}
+COLORS |= {GREY: "var(--soft)", GRID: "var(--line)", HEALTHY: "var(--good)", BAD: "var(--bad)"}
+COLORS |= {"#ffffff": "var(--page)"}
 """Colour of a plot -> the one of the page that a browser draws it in, light or dark."""
-STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-         "grid.color": GRID, "font.size": 10}  # fmt: skip
-PAGE = {
-    **STYLE, "text.color": GREY, "axes.edgecolor": GREY, "axes.labelcolor": GREY,
-    "xtick.color": GREY, "ytick.color": GREY, "xtick.major.size": 0, "ytick.major.size": 0,
-    "xtick.minor.size": 0, "ytick.minor.size": 0,
-    "font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5,
-}  # fmt: skip
-LEGEND = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False,
-          "borderaxespad": 0.2, "columnspacing": 1.2}  # fmt: skip
+STYLE: dict[str, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True}
+STYLE |= {"grid.color": GRID, "font.size": 10}
+SOFT = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
+TICKS = [f"{axis}tick.{kind}.size" for axis in "xy" for kind in ("major", "minor")]
+PAGE = STYLE | dict.fromkeys(SOFT, GREY) | dict.fromkeys(TICKS, 0)
+PAGE |= {"font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5}
+LEGEND: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False}
+LEGEND |= {"borderaxespad": 0.2, "columnspacing": 1.2}
 """Placement of a legend above the plot, where it hides no curve."""
+KINDS = {
+    "SFT samples": (curves.BLUE, "^"),
+    "rejected": (curves.PURPLE, "s"),
+    "chosen": (curves.GREEN, "o"),
+}
+"""Kinds of scored responses, each with colour and marker; the last is drawn on top."""
 
 
 def view(values: Sequence[float], *, is_log: bool = False) -> estimates.Interval | None:
@@ -88,23 +93,21 @@ def mark_outside(
     x, y: limits of the axes; None if no value is outside.
     """
     ends = [(-np.inf, np.inf) if limits is None else limits for limits in (x, y)]
-    at = np.clip(points, [low for low, _ in ends], [high for _, high in ends])
+    at = np.clip(points, *np.transpose(ends))
+    box = {"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5}
+    style: dict[str, Any] = {"va": "center", "fontsize": 8, "color": color, "bbox": box}
     for marker, column, side in (("<", 0, -1), (">", 0, 1), ("v", 1, -1), ("^", 1, 1)):
         beyond = np.flatnonzero(side * points[:, column] > side * at[:, column])
         if not len(beyond):
             continue
         farthest = beyond[np.argsort(-side * points[beyond, column], kind="stable")]
-        axes.plot(*at[farthest[:MOST_MARKS]].T, marker, color=color, markersize=6, clip_on=False,
-                  zorder=4)  # fmt: skip
-        left, height = at[farthest[0]].tolist()
+        marks = at[farthest[:MOST_MARKS]].T
+        axes.plot(*marks, marker, color=color, markersize=6, clip_on=False, zorder=4)
+        place, label = at[farthest[0]].tolist(), f"{points[farthest[0], column]:.4g}"
         # The label is on the side of the triangle where the axes have room.
-        is_left = marker == ">" or (marker != "<" and left > sum(axes.get_xlim()) / 2)
-        axes.annotate(
-            f"{points[farthest[0], column]:.4g}", (left, height),
-            xytext=(-6 if is_left else 6, 0), textcoords="offset points",
-            ha="right" if is_left else "left", va="center", fontsize=8, color=color,
-            bbox={"facecolor": "white", "alpha": 0.8, "linewidth": 0, "pad": 0.5},
-        )  # fmt: skip
+        is_left = marker == ">" or (marker != "<" and place[0] > sum(axes.get_xlim()) / 2)
+        style["ha"], style["xytext"] = ("right", (-6, 0)) if is_left else ("left", (6, 0))
+        axes.annotate(label, place, textcoords="offset points", **style)
 
 
 def draw_curves(
@@ -119,7 +122,7 @@ def draw_curves(
     panels: function of the names of the measured metrics; None draws one panel for each metric.
     """
     found = (panels or curves.panel_for_each)(measured)
-    draw_plots(folder / "curves.png", title, [panel.plot(measured, x_label) for panel in found])
+    draw_plots(folder / "curves.png", title, [panel.measured(measured, x_label) for panel in found])
     return folder / "curves.png"
 
 
@@ -141,7 +144,7 @@ def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
             axes = figure.add_subplot(grid[row, wide])
             if plot.title:
                 axes.set_title(plot.title, loc="left", pad=24, fontsize=11)
-            axes.set_ylabel(plot.unit)
+            axes.set_ylabel(plot.unit or "")
             handles = draw(axes, plot)
             if not plot.series:
                 at = axes.transAxes
@@ -154,8 +157,8 @@ def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
 def head(figure: Figure, title: str) -> None:
     """Write `title` above a figure, wrapped to its width and not interpreted as math."""
     lines = textwrap.wrap(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or [title]
-    figure.suptitle("\n".join(lines), x=0.01, ha="left", weight="bold", fontsize=11,
-                    parse_math=False)  # fmt: skip
+    text = "\n".join(lines)
+    figure.suptitle(text, x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False)
 
 
 def tick_text(tick: float) -> str:
@@ -163,23 +166,19 @@ def tick_text(tick: float) -> str:
     return f"{tick:g}" if abs(tick) < PREFIXED else EngFormatter(sep="")(tick)
 
 
-def known(
-    series: curves.Series, *, is_log: bool, inside: estimates.Interval | None = None
-) -> list[curves.Point]:
-    """Return the points that can be drawn: finite, positive on a logarithmic axis, and `inside`."""
-    low, high = inside or (-math.inf, math.inf)
-    return [
-        (x, y)
-        for x, y in series.points
-        if math.isfinite(x) and math.isfinite(y) and (y > 0 or not is_log) and low <= y <= high
-    ]
+def known(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:
+    """Return the points that can be drawn: finite, and positive on a logarithmic axis."""
+    found = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
+    return [(x, y) for x, y in found if y > 0 or not plot.is_log]
 
 
 def dots(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:
     """Return the points of a series that have a dot; [] for a mere line."""
-    found = known(series, is_log=plot.is_log, inside=shown_range(plot))
-    is_dotted = series.dots or len(known(series, is_log=plot.is_log)) == 1
-    return found[:: max(1, -(-len(found) // MOST_POINTS))] if is_dotted else []
+    found, (low, high) = known(plot, series), shown_range(plot) or (-math.inf, math.inf)
+    if not series.dots and len(found) != 1:
+        return []
+    found = [(x, y) for x, y in found if low <= y <= high]
+    return found[:: max(1, -(-len(found) // MOST_POINTS))]
 
 
 def shown_range(plot: curves.Plot) -> estimates.Interval | None:
@@ -193,8 +192,8 @@ def draw(axes: Axes, plot: curves.Plot) -> list[Artist]:
     """Draw a plot; return the artists of its legend."""
     axes.set_xlabel(visible_line(plot.x_label), parse_math=False)
     xs = [x for series in plot.series for x, _ in series.points]
-    is_whole = all(float(x).is_integer() for area in plot.areas for x in area.x)
-    is_whole &= all(float(x).is_integer() for x in xs)
+    xs += [x for area in plot.areas for x in area.x]
+    is_whole = all(float(x).is_integer() for x in xs)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=is_whole))
     if plot.is_log:
         axes.set_yscale("log")
@@ -205,40 +204,38 @@ def draw(axes: Axes, plot: curves.Plot) -> list[Artist]:
     handles: list[Artist] = []
     for area in plot.areas:
         x, low, high = (y[:: 1 + len(y) // MOST_POINTS] for y in (area.x, area.low, area.high))
-        drawn = axes.fill_between(x, low, high, color=area.color, alpha=area.opacity, linewidth=0,
-                                  label=area.label)  # fmt: skip
+        drawn = axes.fill_between(x, low, high, color=area.color, alpha=area.opacity, linewidth=0)
+        drawn.set_label(area.label)
         handles += [drawn] if area.label else []
     for number, series in enumerate(plot.series):
-        found, dotted = known(series, is_log=plot.is_log), dots(plot, series)
+        found, dotted, color = known(plot, series), dots(plot, series), series.color
         if series.line and len(found) > 1:
-            axes.plot(*zip(*found, strict=True), color=series.color, gid=f"line {number}")
+            axes.plot(*zip(*found, strict=True), color=color, gid=f"line {number}")
         if dotted:
-            axes.plot(*zip(*dotted, strict=True), "o", color=series.color, markersize=6, zorder=3,
-                      markeredgewidth=0, gid=f"dots {number}")  # fmt: skip
-        style = "o" * bool(dotted) + "-" * series.line or "o"
-        legend = axes.plot([], [], style, color=series.color, markersize=5, label=series.label)
+            marks = zip(*dotted, strict=True)
+            axes.plot(*marks, "o", color=color, ms=6, mew=0, zorder=3, gid=f"dots {number}")
+        kind = "o" * bool(dotted) + "-" * series.line or "o"
+        legend = axes.plot([], [], kind, color=color, markersize=5, label=series.label)
         handles += legend if series.label else []
-    if plot.reference is not None:
-        level, name = plot.reference
-        handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
     limits = plot.limits or shown_range(plot)
     if limits is not None:
         axes.set_ylim(*limits)
-    for series in plot.series:
-        if plot.limits is None and limits is not None and series.points:
-            at = np.asarray(series.points, dtype=float)
-            mark_outside(axes, at, None, limits, series.color)
+    for series in () if plot.limits is not None or limits is None else plot.series:
+        at = np.array(series.points, dtype=float).reshape(-1, 2)
+        mark_outside(axes, at, None, limits, series.color)
     if plot.reference is not None:
+        level, name = plot.reference
+        handles.append(axes.axhline(level, color=GREY, linewidth=1, linestyle="--", label=name))
         bottom, top = axes.get_ylim()
-        axes.set_ylim(min(bottom, plot.reference[0]), max(top, plot.reference[0]))
+        axes.set_ylim(min(bottom, level), max(top, level))
     across, up = axes.get_xlim(), axes.get_ylim()
     if plot.healthy is not None:
-        lower, upper = (edge if end is None else float(np.clip(end, *up))
-                        for end, edge in zip(plot.healthy, up, strict=True))  # fmt: skip
-        axes.axhspan(lower, upper, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
+        pairs = zip(plot.healthy, up, strict=True)
+        band = np.clip([edge if end is None else end for end, edge in pairs], *up)
+        axes.axhspan(*band, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
     if plot.mark is not None and plot.mark.interval[0] <= across[1]:
-        handles.append(axes.axvspan(*np.clip(plot.mark.interval, *across), color=BAD, alpha=0.12,
-                                    linewidth=0, label=plot.mark.label))  # fmt: skip
+        span, label = np.clip(plot.mark.interval, *across), plot.mark.label
+        handles.append(axes.axvspan(*span, color=BAD, alpha=0.12, linewidth=0, label=label))
         if across[0] <= plot.mark.x <= across[1]:
             axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
     axes.set_xlim(*across)
@@ -263,36 +260,29 @@ def svg(plot: curves.Plot) -> str:
     found = file.getvalue()
     found = found[found.index("<g ") : found.rindex("</svg>")]
     for number, series in enumerate(plot.series):
-        points = known(series, is_log=plot.is_log)
-        found = found.replace(f'<g id="line {number}">', f"<g>{_tip(series, points[-1:])}", 1)
+        last = "".join(_tip(series, *point) for point in known(plot, series)[-1:])
+        found = found.replace(f'<g id="line {number}">', f"<g>{last}", 1)
         before, dot, group = found.partition(f'<g id="dots {number}">')
-        if dot:
-            tips = [_tip(series, [point]) for point in dots(plot, series)]
-            first, *uses = re.split("(?=<use )", group, maxsplit=len(tips))
-            told = (use.replace("/>", f">{tip}</use>", 1)
-                    for use, tip in zip(uses, tips, strict=True))  # fmt: skip
-            found = f"{before}<g>{first}{''.join(told)}"
+        tips = [_tip(series, *point) for point in dots(plot, series)]
+        first, *uses = re.split("(?=<use )", group, maxsplit=len(tips))
+        told = (use.replace("/>", f">{tip}</use>", 1) for use, tip in zip(uses, tips, strict=True))
+        found = f"{before}{dot}{first}{''.join(told)}"
     found = re.sub(r'<g id="[^"]*"/>| transform="rotate\(-0 [^"]*"', "", found)
     found = re.sub(r'<g id="[^"]*">', "<g>", found).replace("xlink:href", "href")
     found = re.sub(r"font-family:[^;\"]*;? ?", "", found)
     found = re.sub(r"#[0-9a-f]{6}\b", lambda color: COLORS.get(color[0], color[0]), found)
-    numbers = re.compile(r"\d+\.\d+")
-    found = re.sub(r' (?:d|x|y|transform)="[^"]*"', lambda given: numbers.sub(
-        lambda number: f"{float(number[0]):.1f}", given[0]), found)  # fmt: skip
+    attribute = re.compile(r' (?:d|x|y|transform)="[^"]*"')
+    rounded = partial(re.sub, r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}")
+    found = attribute.sub(lambda given: rounded(given[0]), found)
     found = re.sub(r"\s*\n\s*", " ", found).replace("> <", "><")
-    alone = r"<g>(<path [^>]*/>|<text [^>]*>[^<]*</text>|)</g>"
-    while found != (found := re.sub(alone, r"\1", found)):
-        pass  # each round takes the innermost groups of a single element away
     label = _text(f"{plot.title}: {plot.unit} over {plot.x_label}")
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{found}</svg>'
 
 
-def _tip(series: curves.Series, points: Sequence[curves.Point]) -> str:
-    """Return what a browser shows of a point under the pointer; "" without one."""
-    for x, y in points:
-        place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
-        return f"<title>{_text(series.label)}: {y:.4g} at {place}</title>"
-    return ""
+def _tip(series: curves.Series, x: float, y: float) -> str:
+    """Return what a browser shows of a point under the pointer."""
+    place = tick_text(x if float(x).is_integer() and abs(x) < PREFIXED else float(f"{x:.3g}"))
+    return f"<title>{_text(series.label)}: {y:.4g} at {place}</title>"
 
 
 def _text(words: str) -> Markup:
@@ -302,14 +292,14 @@ def _text(words: str) -> Markup:
 
 def figure_of(plot: curves.Plot) -> Markup:
     """Return the plot as a `<figure>` with its caption, legend and healthy range."""
-    keys = [(f"c{curves.PALETTE.index(series.color)}", series.label)
-            for series in plot.series if series.points]  # fmt: skip
-    keys += [(f"c{curves.PALETTE.index(area.color)} soft", area.label) for area in plot.areas]
+    place = curves.PALETTE.index
+    keys = [(f"c{place(one.color)}", one.label) for one in plot.series if one.points]
+    keys += [(f"c{place(area.color)} soft", area.label) for area in plot.areas]
     keys += [("band", "healthy" if plot.healthy else "")]
     keys += [("level", plot.reference[1] if plot.reference else "")]
     keys += [("knee", plot.mark.label if plot.mark else "")]
     legend = "".join(f'<span class="key {kind}">{_text(one)}</span>' for kind, one in keys if one)
-    is_measured = plot.areas or any(known(one, is_log=plot.is_log) for one in plot.series)
+    is_measured = plot.areas or any(known(plot, one) for one in plot.series)
     unit = f" <small>{_text(plot.unit)}</small>" if plot.unit else ""
     meaning = f'<p class="meaning">healthy: {_text(plot.meaning)}</p>' if plot.meaning else ""
     return Markup(
@@ -317,17 +307,6 @@ def figure_of(plot: curves.Plot) -> Markup:
         f'<div class="legend">{legend}</div>'
         f"{svg(plot) if is_measured else '<p class=absent>not measured</p>'}{meaning}</figure>"
     )
-
-
-def kinds_of(fitness: Fitness) -> list[tuple[str, str, estimates.Distribution]]:
-    """Return the kinds of responses that were scored, each with its colour and distribution."""
-    found = [
-        ("chosen", curves.GREEN, fitness.chosen),
-        ("rejected", curves.PURPLE, fitness.rejected),
-    ]
-    if fitness.sampled is not None:
-        found.append(("SFT samples", curves.BLUE, fitness.sampled))
-    return found
 
 
 def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
@@ -351,18 +330,21 @@ def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
 
 def _rewards(axes: Axes, fitness: Fitness) -> None:
     """Draw the histograms of scores, with the extremes that lie outside."""
-    kinds = kinds_of(fitness)[::-1]
-    for label, color, found in kinds:
-        shares, name = np.array(found.histogram) / found.count, f"{label} ({found.count:,})"
-        axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
-        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=name)
     low, high = fitness.edges[0], fitness.edges[-1]
     margin = MARGIN * (high - low)
     limits = low - margin, high + margin
+    kinds = [(kind, KINDS[kind][0], found) for kind, found in reversed(fitness.kinds.items())]
+    for kind, color, found in kinds:
+        shares, label = (
+            np.divide(found["histogram"], found["count"]),
+            f"{kind} ({found['count']:,})",
+        )
+        axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
+        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=label)
     axes.set_xlim(*limits)
     for row, (_, color, found) in enumerate(kinds, start=1):
         height = 0.06 * row * axes.get_ylim()[1]
-        extremes = np.array([(found.lowest, height), (found.highest, height)])
+        extremes = np.array([(found["lowest"], height), (found["highest"], height)])
         mark_outside(axes, extremes, limits, None, color)
     axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.set(xlabel="score", ylabel="share of responses")
@@ -372,23 +354,24 @@ def _rewards(axes: Axes, fitness: Fitness) -> None:
 
 def _length(axes: Axes, fitness: Fitness) -> None:
     """Draw scores against lengths, with those that lie outside at the edges."""
-    pairs, samples = fitness.pairs, fitness.samples
-    kinds = [
-        ("SFT samples", curves.BLUE, "^", [(tokens, score) for score, tokens in samples]),
-        ("rejected", curves.PURPLE, "s", [(p.rejected_tokens, p.rejected_score) for p in pairs]),
-        ("chosen", curves.GREEN, "o", [(p.chosen_tokens, p.chosen_score) for p in pairs]),
-    ]
-    x, y = (view(values) for values in zip(*(xy for *_, some in kinds for xy in some), strict=True))
+    responses = {
+        "SFT samples": [(tokens, score) for score, tokens in fitness.samples],
+        "rejected": [(pair.rejected_tokens, pair.rejected_score) for pair in fitness.pairs],
+        "chosen": [(pair.chosen_tokens, pair.chosen_score) for pair in fitness.pairs],
+    }
+    x, y = map(view, zip(*chain(*responses.values()), strict=True))
     limits = {name: ends for name, ends in (("xlim", x), ("ylim", y)) if ends is not None}
     axes.set(xlabel="tokens of the response", ylabel="score", **limits)
-    for label, color, marker, points in kinds:
+    for kind, points in responses.items():
+        color, marker = KINDS[kind]
         if points:
             some = tables.spread(points, MOST_SCATTERED)
             alpha = min(0.8, max(0.2, 8 / math.sqrt(len(some))))
             tokens, scores = zip(*some, strict=True)
-            axes.scatter(tokens, scores, s=16, marker=marker, color=color, alpha=alpha,
-                         linewidths=0)  # fmt: skip
-            axes.plot([], [], marker, color=color, markersize=5, label=label)  # opaque legend
+            axes.scatter(
+                tokens, scores, s=16, marker=marker, color=color, alpha=alpha, linewidths=0
+            )
+            axes.plot([], [], marker, color=color, markersize=5, label=kind)  # opaque legend
             mark_outside(axes, np.array(points, dtype=float), x, y, color)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     axes.legend(handletextpad=0.1, ncols=3, **LEGEND)

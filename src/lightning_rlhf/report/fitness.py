@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -15,6 +16,8 @@ from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
 LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
 BINS, QUARTERS = 10, 4
 """Maximum number of bins by confidence, and of groups by size of a difference or margin."""
+Numbers = Mapping[str, Any]
+"""Name -> number, text or interval, as the function that measures them says."""
 ScoredSample = tuple[float, int]
 """Score and number of tokens of a response of the SFT model, from which PPO starts."""
 
@@ -48,75 +51,6 @@ class ScoredProbe:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeResult:
-    """Result of one kind of probe; medians and means are over the prompts that were probed."""
-
-    kind: ProbeKind
-    prompts: int
-    """Number of prompts that were probed."""
-    mean: float
-    median: float
-    chosen_median: float
-    """Median score of the good responses to the same prompts."""
-    rejected_median: float
-    """Median score of the rejected responses to the same prompts."""
-    beats_chosen: float
-    """Share of prompts in which the probe scores above the good response, a tie counting one
-    half."""
-    example: ScoredProbe
-    """Probe whose score is nearest to the median; the first if there are several."""
-
-    @property
-    def lead(self) -> float:
-        """Return the median less that of the good responses; above 0 the probe wins."""
-        return self.median - self.chosen_median
-
-
-@dataclass(frozen=True)
-class LengthBias:
-    """Relation of score and length, in tokens of the response."""
-
-    groups: tuple[estimates.Group, ...]
-    """Accuracy where chosen is longer, shorter, or as long as rejected; without empty groups."""
-    gap: float | None
-    """Accuracy where chosen is longer minus accuracy where it is shorter: 1 for a model that always
-    takes the longer response, -1 for the shorter; None if one group is empty."""
-    gap_interval: estimates.Interval | None
-    """95% interval of the gap; None if there is no gap, or if a group has a single prompt."""
-    model_prefers_longer: float | None
-    """Share of the pairs of different lengths in which the longer response scores higher."""
-    people_prefer_longer: float | None
-    """Share of the pairs of different lengths in which the longer response was chosen."""
-    longer_is_right: float
-    """Accuracy of always taking the longer response; two of equal length count one half."""
-    responses: estimates.Correlation
-    """Correlation of score and length over both responses of every pair."""
-    pairs: estimates.Correlation
-    """Correlation of the differences in score and in length, chosen minus rejected, over pairs."""
-    samples: estimates.Correlation
-    """Correlation of score and length over SFT samples."""
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """Agreement of a reward model's probabilities with the preferences."""
-
-    log_loss: float
-    """Mean over pairs of -log P(chosen), nats a pair; lower is better, guessing gives log 2."""
-    ece: float
-    """Expected calibration error, 0 to 1; lower is better."""
-    ece_of_calibrated: float
-    """Calibration error that a calibrated model would show by chance on as many pairs."""
-    overconfidence: float
-    """Mean confidence minus accuracy; above 0 the model is more confident than accurate."""
-    overconfidence_interval: estimates.Interval | None
-    """95% interval of the overconfidence; None if all pairs have the same prompt."""
-    points: tuple[Mapping[str, float], ...]
-    """Bins from the least to the most confident pairs: number of `pairs`, their mean `confidence`,
-    0.5 to 1, and their `accuracy`, a tie counting one half."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Fitness:
     """Measurements of a reward source on held-out pairs.
 
@@ -135,39 +69,46 @@ class Fitness:
     """Accuracy by quarter of |chosen - rejected|, the smallest first."""
     by_margin: tuple[estimates.Group, ...]
     """Accuracy by quarter of the margin given in the data, over the pairs that have one."""
-    length: LengthBias
-    calibration: Calibration | None
-    """Calibration of the source; None if its scores are not log-odds."""
+    length: Numbers
+    """Relation of score and length, of `length_bias`."""
+    calibration: Numbers | None
+    """Numbers of `calibrate`; None if the source's scores are not log-odds."""
     edges: tuple[float, ...]
     """Edges of the histograms' bins, which leave out values far outside."""
-    chosen: estimates.Distribution
-    rejected: estimates.Distribution
-    sampled: estimates.Distribution | None
+    chosen: Numbers
+    """Distribution of the scores, of `describe`."""
+    rejected: Numbers
+    sampled: Numbers | None
     """Distribution of the scores of SFT samples; None without samples."""
     outside: float | None
     """Share of SFT samples that score above or below every response of the pairs."""
 
     @property
+    def kinds(self) -> dict[str, Numbers]:
+        """Return the distribution of the scores of each kind of response that was scored."""
+        found = {"chosen": self.chosen, "rejected": self.rejected}
+        return found if self.sampled is None else {**found, "SFT samples": self.sampled}
+
+    @property
     def metrics(self) -> dict[str, float]:
         """Return the scalar measurements that are defined by the names they are logged under."""
-        length, calibration = self.length, self.calibration
-        accuracies = {group.label: group.accuracy for group in length.groups}
+        length, accuracies = self.length, {g.label: g.accuracy for g in self.length["groups"]}
         low, high = self.accuracy.interval or (None, None)
-        found: dict[str, float | None] = {
+        found = {
             "accuracy": self.accuracy.accuracy,
             "accuracy_low": low,
             "accuracy_high": high,
             "accuracy_chosen_longer": accuracies.get(LONGER),
             "accuracy_chosen_shorter": accuracies.get(SHORTER),
-            "length_gap": length.gap,
-            "length_pearson": length.responses.pearson,
-            "length_pearson_within_pairs": length.pairs.pearson,
-            "length_pearson_sft": length.samples.pearson,
+            "length_gap": length["gap"],
+            "length_pearson": length["responses"]["pearson"],
+            "length_pearson_within_pairs": length["pairs"]["pearson"],
+            "length_pearson_sft": length["samples"]["pearson"],
             "sft_outside": self.outside,
             "pairs": float(len(self.pairs)),
         }
-        for name in () if calibration is None else ("log_loss", "ece", "overconfidence"):
-            found[name] = getattr(calibration, name)
+        for name in ("log_loss", "ece", "overconfidence"):
+            found[name] = None if self.calibration is None else self.calibration[name]
         return {f"fitness/{name}": value for name, value in found.items() if value is not None}
 
 
@@ -191,10 +132,9 @@ def measure_fitness(
     scores = np.array([(p.chosen_score, p.rejected_score) for p in pairs], dtype=float).T
     tokens = np.array([(p.chosen_tokens, p.rejected_tokens) for p in pairs], dtype=float).T
     sampled, sampled_tokens = np.array(samples, dtype=float).reshape(-1, 2).T
-    number_of = {text: i for i, text in enumerate(dict.fromkeys(p.prompt for p in pairs))}
-    prompt = np.array([number_of[p.prompt] for p in pairs])
+    _, prompt = np.unique([pair.prompt for pair in pairs], return_inverse=True)
     difference, longer = scores[0] - scores[1], tokens[0] - tokens[1]
-    right = (np.sign(difference) + 1) / 2
+    right, one_group = (np.sign(difference) + 1) / 2, np.zeros(len(pairs), dtype=int)
 
     def by_quarter(size: Float[ndarray, " N"]) -> tuple[estimates.Group, ...]:
         """Return the accuracy by quarter of a size, over the pairs that have one."""
@@ -202,7 +142,7 @@ def measure_fitness(
         if not rows.any():
             return ()
         quarter = estimates.equal_mass(size[rows], QUARTERS)
-        prompts = np.unique(prompt[rows], return_inverse=True)[1]
+        _, prompts = np.unique(prompt[rows], return_inverse=True)
         inside = (size[rows][quarter == index] for index in range(int(quarter.max()) + 1))
         ends = ((f"{group.min():.3g}", f"{group.max():.3g}") for group in inside)
         labels = [low if low == high else f"{low} to {high}" for low, high in ends]
@@ -212,28 +152,22 @@ def measure_fitness(
     bins = int(np.clip(np.sqrt(len(every)), 10, 40))
     edges = np.histogram_bin_edges(every, bins, range=estimates.inner_range(every))
     outside = (sampled < scores.min()) | (sampled > scores.max())
+    odds = None if logit_scale is None else logit_scale * difference
     return Fitness(
         pairs=tuple(pairs),
         samples=tuple(samples),
-        prompts=len(number_of),
+        prompts=int(prompt.max()) + 1,
         ties=int((difference == 0).sum()),
-        accuracy=estimates.group_accuracy(
-            right, np.zeros(len(pairs), dtype=int), ["all"], prompt, seed
-        )[0],
+        accuracy=estimates.group_accuracy(right, one_group, ["all"], prompt, seed)[0],
         by_difference=by_quarter(np.abs(difference)),
         by_margin=by_quarter(np.array([pair.margin for pair in pairs], dtype=float)),
-        length=length_bias(
-            right,
-            np.sign(longer),
-            prompt,
-            seed,
-            responses=estimates.correlate(scores.ravel(), tokens.ravel()),
-            pairs=estimates.correlate(difference, longer),
-            samples=estimates.correlate(sampled, sampled_tokens),
-        ),
-        calibration=None
-        if logit_scale is None
-        else calibrate(logit_scale * difference, right, prompt, seed),
+        length={
+            **length_bias(right, np.sign(longer), prompt, seed),
+            "responses": estimates.correlate(scores.ravel(), tokens.ravel()),
+            "pairs": estimates.correlate(difference, longer),
+            "samples": estimates.correlate(sampled, sampled_tokens),
+        },
+        calibration=None if odds is None else calibrate(odds, right, prompt, seed),
         edges=tuple(edges.tolist()),
         chosen=estimates.describe(scores[0], edges),
         rejected=estimates.describe(scores[1], edges),
@@ -247,38 +181,45 @@ def length_bias(
     sign: Float[ndarray, " N"],
     prompt: Int[ndarray, " N"],
     seed: int,
-    **correlations: estimates.Correlation,
-) -> LengthBias:
-    """Return the accuracy by which response is longer, beside the correlations.
+) -> Numbers:
+    """Return the accuracy by which response is longer.
 
     right: 1 where chosen scores higher, 1/2 at a tie; sign: 1 where chosen is longer, -1 where it
         is shorter.
+    Returns:
+        groups: accuracy where chosen is longer, shorter, or as long as rejected; no empty group.
+        gap: accuracy where chosen is longer minus accuracy where it is shorter: 1 for a model that
+            always takes the longer response, -1 for the shorter; None if one group is empty.
+        gap_interval: 95% interval of the gap; None without one, or if a group has a single prompt.
+        model_prefers_longer, people_prefer_longer: share of the pairs of different lengths in which
+            the longer response scores higher, and was chosen; None without such pairs.
+        longer_is_right: accuracy of always taking the longer response; two of equal length count
+            one half.
     Source: Singhal et al. 2023, https://arxiv.org/abs/2310.03716
     """
     index = np.select([sign > 0, sign < 0], [0, 1], 2)
     groups = estimates.group_accuracy(right, index, (LONGER, SHORTER, SAME), prompt, seed)
-    gap = gap_interval = None
-    if [group.label for group in groups[:2]] == [LONGER, SHORTER]:
-        gap = groups[0].accuracy - groups[1].accuracy
-        if all(group.interval is not None for group in groups[:2]):
+    sides, gap, gap_interval = [g for g in groups if g.label != SAME], None, None
+    if len(sides) == 2:
+        gap = sides[0].accuracy - sides[1].accuracy
+        if all(side.interval is not None for side in sides):
             means = estimates.resampled_means(right, index, prompt, seed)
             gap_interval = estimates.interval95(means[:, 0] - means[:, 1])
     differ = sign != 0
     takes_longer = np.where(sign > 0, right, 1 - right)[differ]
-    return LengthBias(
-        groups=groups,
-        gap=gap,
-        gap_interval=gap_interval,
-        model_prefers_longer=float(takes_longer.mean()) if differ.any() else None,
-        people_prefer_longer=float((sign[differ] > 0).mean()) if differ.any() else None,
-        longer_is_right=float(((sign + 1) / 2).mean()),
-        **correlations,
-    )
+    return {
+        "groups": groups,
+        "gap": gap,
+        "gap_interval": gap_interval,
+        "model_prefers_longer": float(takes_longer.mean()) if differ.any() else None,
+        "people_prefer_longer": float((sign[differ] > 0).mean()) if differ.any() else None,
+        "longer_is_right": float(((sign + 1) / 2).mean()),
+    }
 
 
 def calibrate(
     logit: Float[ndarray, " N"], right: Float[ndarray, " N"], prompt: Int[ndarray, " N"], seed: int
-) -> Calibration:
+) -> Numbers:
     """Return the calibration of P(chosen) = sigmoid(logit).
 
     A pair lists its preferred response first, so that the outcome of "chosen" is always the same;
@@ -290,47 +231,70 @@ def calibrate(
     The last is the mean absolute value of a bin's error when the outcomes are drawn with the stated
     confidences, in the normal approximation.
 
+    Returns:
+        log_loss: mean over pairs of -log P(chosen), nats a pair; guessing gives log 2.
+        ece, ece_of_calibrated: as above, 0 to 1; lower is better.
+        overconfidence: mean confidence minus accuracy; above 0 it is more confident than accurate.
+        overconfidence_interval: its 95% interval; None if all pairs have the same prompt.
+        points: number of `pairs`, mean `confidence` and `accuracy` of each bin, the least confident
+            first.
     Source: Guo et al. 2017, eq. 3, https://arxiv.org/abs/1706.04599
     Departs: bins of equal mass, not of equal width, since most bins of equal width are empty.
     """
     confidence = 1 / (1 + np.exp(-np.abs(logit)))
     bins, count = estimates.equal_mass(confidence, BINS), len(right)
     inside = [bins == index for index in range(int(bins.max()) + 1)]
-    points = tuple(
-        {"pairs": int(rows.sum()), "confidence": float(confidence[rows].mean()),
-         "accuracy": float(right[rows].mean())}
+    points = [
+        {
+            "pairs": int(rows.sum()),
+            "confidence": float(confidence[rows].mean()),
+            "accuracy": float(right[rows].mean()),
+        }
         for rows in inside
-    )  # fmt: skip
-    means = estimates.resampled_means(confidence - right, np.zeros(count, dtype=int), prompt, seed)
+    ]
     variance = np.where(logit == 0, 0.0, confidence * (1 - confidence))  # no variance at a tie
     by_chance = sum(math.sqrt(variance[rows].sum()) for rows in inside)
-    return Calibration(
-        log_loss=float(np.logaddexp(0.0, -logit).mean()),
-        ece=sum(p["pairs"] / count * abs(p["confidence"] - p["accuracy"]) for p in points),
-        ece_of_calibrated=math.sqrt(2 / math.pi) / count * by_chance,
-        overconfidence=float((confidence - right).mean()),
-        overconfidence_interval=estimates.interval95(means[:, 0]) if prompt.max() > 0 else None,
-        points=points,
-    )
+    excess = confidence - right
+    means = estimates.resampled_means(excess, np.zeros(count, dtype=int), prompt, seed)
+    return {
+        "log_loss": float(np.logaddexp(0.0, -logit).mean()),
+        "ece": sum(p["pairs"] / count * abs(p["confidence"] - p["accuracy"]) for p in points),
+        "ece_of_calibrated": math.sqrt(2 / math.pi) / count * by_chance,
+        "overconfidence": float(excess.mean()),
+        "overconfidence_interval": estimates.interval95(means[:, 0]) if prompt.max() > 0 else None,
+        "points": points,
+    }
 
 
-def measure_probes(probes: Sequence[ScoredProbe]) -> tuple[ProbeResult, ...]:
-    """Return the result of each kind that was scored, in the order of PROBES."""
-    results = []
+def measure_probes(probes: Sequence[ScoredProbe]) -> list[Numbers]:
+    """Return the result of each kind that was scored, in the order of PROBES.
+
+    Returns: with medians and means over the prompts that were probed,
+        kind, prompts: kind of the probes, and number of their prompts.
+        mean, median, chosen_median, rejected_median: of the scores of the probes, of the good and
+            of the rejected responses to the same prompts.
+        lead: median less that of the good responses; above 0 the probe wins.
+        beats_chosen: share of prompts in which the probe scores above the good response, a tie
+            counting one half.
+        example: probe whose score is nearest to the median; the first if there are several.
+    """
+    results: list[Numbers] = []
     for kind in PROBES:
-        if not (scored := [probe for probe in probes if probe.kind == kind]):
-            continue
-        scores = [probe.score for probe in scored]
-        middle = float(median(scores))
-        leads = [probe.score - probe.pair.chosen_score for probe in scored]
-        results.append(ProbeResult(
-            kind=kind,
-            prompts=len(scored),
-            mean=fmean(scores),
-            median=middle,
-            chosen_median=float(median(probe.pair.chosen_score for probe in scored)),
-            rejected_median=float(median(probe.pair.rejected_score for probe in scored)),
-            beats_chosen=fmean(0.5 if lead == 0 else float(lead > 0) for lead in leads),
-            example=min(scored, key=lambda probe: abs(probe.score - middle)),
-        ))  # fmt: skip
-    return tuple(results)
+        if scored := [probe for probe in probes if probe.kind == kind]:
+            scores = [probe.score for probe in scored]
+            good = [probe.pair.chosen_score for probe in scored]
+            middle, chosen_middle = float(median(scores)), float(median(good))
+            results.append(
+                {
+                    "kind": kind,
+                    "prompts": len(scored),
+                    "mean": fmean(scores),
+                    "median": middle,
+                    "chosen_median": chosen_middle,
+                    "rejected_median": float(median(probe.pair.rejected_score for probe in scored)),
+                    "lead": middle - chosen_middle,
+                    "beats_chosen": fmean((np.sign(np.subtract(scores, good)) + 1) / 2),
+                    "example": min(scored, key=lambda probe: abs(probe.score - middle)),
+                }
+            )
+    return results

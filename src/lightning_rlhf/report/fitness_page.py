@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from lightning_rlhf.core.errors import counted, percent
 from lightning_rlhf.data.problems import LONGER_SHARE, Problems
 from lightning_rlhf.models.checkpoint import PAGE, Verdict
-from lightning_rlhf.report.estimates import Interval, number_text
-from lightning_rlhf.report.figures import draw_fitness, kinds_of
-from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, ProbeResult
+from lightning_rlhf.report.estimates import MOMENTS, number_text
+from lightning_rlhf.report.figures import draw_fitness
+from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, Numbers
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.rewards.format_check import PROBES
@@ -126,86 +125,86 @@ DUPLICATES, CONTRADICTIONS, LEAKS, ONE_SIDED = PAIR_CHECKS
 
 
 def of_pairs(fitness: Fitness) -> Iterator[Finding]:
-    """Yield the findings on accuracy and length."""
-    group, length, found = fitness.accuracy, fitness.length, fitness.length.pairs
-    rule, side = max((length.longer_is_right, "longer"), (1 - length.longer_is_right, "shorter"))
+    """Yield the findings on accuracy and length; none is flagged on too few data."""
+    group, length = fitness.accuracy, fitness.length
+    pairs = counted(group.pairs, "pair")
+    rule = length["longer_is_right"]
+    rule, side = max((rule, "longer"), (1 - rule, "shorter"))
     lead = group.accuracy - rule
     if group.pairs < MIN_COUNT or group.interval is None:
-        words = f"{counted(group.pairs, 'pair')} of {counted(fitness.prompts, 'prompt')}; "
-        for check, value in ((ACCURACY, group.accuracy), (BEATS_LENGTH, lead)):
-            yield check.finds(value, f"{words}{MIN_COUNT} pairs are needed")
+        words = f"{pairs} of {counted(fitness.prompts, 'prompt')}; {MIN_COUNT} pairs are needed"
+        yield ACCURACY.finds(group.accuracy, words)
+        yield BEATS_LENGTH.finds(lead, words)
     else:
         low, high = group.interval
         words = f"ranks {percent(group.accuracy)} of held-out pairs right"
-        yield ACCURACY.finds(group.accuracy, f"{words}, interval {percent(low)} to {percent(high)}",
-                             low <= ACCURACY.threshold)  # fmt: skip
+        ends = f"interval {percent(low)} to {percent(high)}"
+        yield ACCURACY.finds(group.accuracy, f"{words}, {ends}", low <= ACCURACY.threshold)
         is_flagged = low <= rule + BEATS_LENGTH.threshold
         words += f"; always taking the {side} response is right in {percent(rule)}"
         words += "; length alone may explain its accuracy" * is_flagged
         yield BEATS_LENGTH.finds(lead, words, is_flagged)
-    counts = {group.label: group.pairs for group in length.groups}
+    gap, counts = length["gap"], {one.label: one.pairs for one in length["groups"]}
     longer, shorter = counts.get(LONGER, 0), counts.get(SHORTER, 0)
-    if length.gap is None or length.gap_interval is None or min(longer, shorter) < MIN_COUNT:
+    if length["gap_interval"] is None or min(longer, shorter) < MIN_COUNT:
         words = f"chosen is longer in {longer} pairs and shorter in {shorter}; "
-        yield LENGTH_GAP.finds(length.gap, f"{words}{MIN_COUNT} of each are needed")
+        yield LENGTH_GAP.finds(gap, f"{words}{MIN_COUNT} of each are needed")
     else:
-        low, high = length.gap_interval
-        is_flagged = abs(length.gap) >= LENGTH_GAP.threshold and not low <= 0 <= high
+        low, high = length["gap_interval"]
+        is_flagged = abs(gap) >= LENGTH_GAP.threshold and not low <= 0 <= high
         words = (
-            f"accuracy where chosen is longer less where it is shorter is {length.gap:+z.2f}, "
-            f"interval {low:+z.2f} to {high:+z.2f}; the longer response scores higher in "
-            f"{percent(length.model_prefers_longer or 0, 0)} of pairs, and was chosen in "
-            f"{percent(length.people_prefer_longer or 0, 0)}"
+            f"accuracy where chosen is longer less where it is shorter is {gap:+z.2f}, interval "
+            f"{low:+z.2f} to {high:+z.2f}; the longer response scores higher in "
+            f"{percent(length['model_prefers_longer'], 0)} of pairs, and was chosen in "
+            f"{percent(length['people_prefer_longer'], 0)}"
         )
-        taste = "longer" if length.gap > 0 else "shorter"
-        words += f"; it prefers the {taste} response" * is_flagged
-        yield LENGTH_GAP.finds(length.gap, words, is_flagged)
-    if found.points < MIN_COUNT:
-        words = f"{counted(found.points, 'pair')}; {MIN_COUNT} are needed"
-        yield LENGTH_CORRELATION.finds(found.pearson, words)
-    elif found.pearson is None:
+        words += f"; it prefers the {'longer' if gap > 0 else 'shorter'} response" * is_flagged
+        yield LENGTH_GAP.finds(gap, words, is_flagged)
+    pearson = length["pairs"]["pearson"]
+    if group.pairs < MIN_COUNT:
+        yield LENGTH_CORRELATION.finds(pearson, f"{pairs}; {MIN_COUNT} are needed")
+    elif pearson is None:
         words = "undefined: the differences of score or of length are all equal"
         yield LENGTH_CORRELATION.finds(None, words)
     else:
-        words = f"difference of score and difference of length correlate by {found.pearson:+z.2f}"
-        is_flagged = abs(found.pearson) >= LENGTH_CORRELATION.threshold
-        yield LENGTH_CORRELATION.finds(found.pearson, words, is_flagged)
+        words = f"difference of score and difference of length correlate by {pearson:+z.2f}"
+        yield LENGTH_CORRELATION.finds(pearson, words, abs(pearson) >= LENGTH_CORRELATION.threshold)
 
 
-def of_scores(fitness: Fitness) -> Iterator[Finding]:
-    """Yield the findings on calibration and on the scores where PPO starts."""
-    found, pairs = fitness.calibration, len(fitness.pairs)
-    if found is None:
+def of_scores(fitness: Fitness, probes: Sequence[Numbers]) -> Iterator[Finding]:
+    """Yield the findings on calibration, on the scores where PPO starts, and on probes."""
+    odds, outside, samples = fitness.calibration, fitness.outside, len(fitness.samples)
+    count, pairs = len(fitness.pairs), counted(len(fitness.pairs), "pair")
+    if odds is None:
         words = "the source's scores are no log-odds, so that it states no confidence"
         yield OVERCONFIDENCE.finds(None, words)
-    elif pairs < MIN_COUNT or found.overconfidence_interval is None:
-        yield OVERCONFIDENCE.finds(found.ece, f"{counted(pairs, 'pair')}; {MIN_COUNT} are needed")
+    elif count < MIN_COUNT or odds["overconfidence_interval"] is None:
+        yield OVERCONFIDENCE.finds(odds["ece"], f"{pairs}; {MIN_COUNT} are needed")
     else:
-        low, high = found.overconfidence_interval
-        chance = f"a calibrated model would show {found.ece_of_calibrated:.3f} by chance"
-        words = f"ECE is {found.ece:.3f} ({chance}); confidence less accuracy is "
-        words += f"{found.overconfidence:+z.3f}, interval {low:+z.3f} to {high:+z.3f}"
-        is_flagged = found.ece >= OVERCONFIDENCE.threshold and low > 0
-        yield OVERCONFIDENCE.finds(found.ece, words, is_flagged)
-    samples, outside = len(fitness.samples), fitness.outside
-    if outside is None or min(samples, pairs) < MIN_COUNT:
-        words = f"{counted(samples, 'SFT sample')} and {counted(pairs, 'pair')}; "
-        yield OUTSIDE.finds(outside, f"{words}{MIN_COUNT} of each are needed")
+        low, high = odds["overconfidence_interval"]
+        words = (
+            f"ECE is {odds['ece']:.3f} (a calibrated model would show "
+            f"{odds['ece_of_calibrated']:.3f} by chance); confidence less accuracy is "
+            f"{odds['overconfidence']:+z.3f}, interval {low:+z.3f} to {high:+z.3f}"
+        )
+        is_flagged = odds["ece"] >= OVERCONFIDENCE.threshold and low > 0
+        yield OVERCONFIDENCE.finds(odds["ece"], words, is_flagged)
+    if outside is None or min(samples, count) < MIN_COUNT:
+        words = f"{counted(samples, 'SFT sample')} and {pairs}; {MIN_COUNT} of each are needed"
+        yield OUTSIDE.finds(outside, words)
     else:
         words = f"{percent(outside)} of SFT samples score above or below every response of the "
-        words += f"pairs ({percent(2 / (2 * pairs + 1))} would by chance)"
+        words += f"pairs ({percent(2 / (2 * count + 1))} would by chance)"
         yield OUTSIDE.finds(outside, words, outside > OUTSIDE.threshold)
-
-
-def of_probe(probe: ProbeResult) -> Finding:
-    """Return the finding on one kind of probe."""
-    subject = f"{PROBE.name} {probe.kind.replace('_', ' ')}"
-    if probe.prompts < MIN_PROBES:
-        words = f"{counted(probe.prompts, 'prompt')}; {MIN_PROBES} are needed"
-        return PROBE.finds(probe.lead, words, subject=subject)
-    wins, words = probe.median > probe.chosen_median, f"{PROBES[probe.kind]}: median "
-    words += f"{probe.median:z.2f}, of good responses {probe.chosen_median:z.2f}"
-    return PROBE.finds(probe.lead, "a way the policy may cheat: " * wins + words, wins, subject)
+    for probe in probes:
+        subject, lead = f"{PROBE.name} {probe['kind'].replace('_', ' ')}", probe["lead"]
+        words, is_flagged = f"{counted(probe['prompts'], 'prompt')}; {MIN_PROBES} are needed", None
+        if probe["prompts"] >= MIN_PROBES:
+            is_flagged = lead > PROBE.threshold
+            words = "a way the policy may cheat: " * is_flagged + PROBES[probe["kind"]]
+            words += f": median {probe['median']:z.2f}, of good responses "
+            words += f"{probe['chosen_median']:z.2f}"
+        yield PROBE.finds(lead, words, is_flagged, subject)
 
 
 def find_in_pairs(problems: Problems) -> Iterator[Finding]:
@@ -254,13 +253,21 @@ def summary(words: str, findings: Sequence[Finding]) -> str:
     return f"{words} {len(flags)} of {len(findings)} checks flagged{names}, {untold} not tested."
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class FitnessReport:
-    """Measurements of a reward, what they come to, and the files in which they are written."""
+    """Measurements of a reward, what they come to, and the files in which they are written.
+
+    findings, in_pairs: finding of every check of the reward, that of ACCURACY first, and of every
+        check of the pairs; none is flagged on too few data.
+    flags: findings of the reward that are flagged.
+    metrics: scalar measurements by the names they are logged under.
+    verdict, advice: verdict on the reward, and its meaning for PPO as a short paragraph.
+    words: verdict on the reward and, if examined, on the pairs: two sentences each.
+    """
 
     title: str
     fitness: Fitness
-    probes: Sequence[ProbeResult]
+    probes: Sequence[Numbers]
     problems: Problems | None
     """Problems of the preference data; None if they were not examined."""
     sampled_from: str
@@ -268,59 +275,28 @@ class FitnessReport:
     scale: str
     """Sentence that says how the scores relate to what PPO maximises."""
 
-    @cached_property
-    def findings(self) -> Sequence[Finding]:
-        """Return the finding of every check of the reward; none is flagged on too few data."""
-        fitness = self.fitness
-        return (*of_pairs(fitness), *of_scores(fitness), *map(of_probe, self.probes))
-
-    @cached_property
-    def flags(self) -> Sequence[Finding]:
-        return [finding for finding in self.findings if finding.outcome == "flag"]
-
-    @cached_property
-    def in_pairs(self) -> Sequence[Finding]:
-        return () if self.problems is None else tuple(find_in_pairs(self.problems))
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return the scalar measurements by the names they are logged under."""
-        probes = {f"fitness/probe_{probe.kind}": probe.lead for probe in self.probes}
-        return self.fitness.metrics | {"fitness/flags": float(len(self.flags))} | probes
-
-    @property
-    def standing(self) -> str:
-        """Return the key of the conclusion about the reward."""
-        outcome = self.findings[0].outcome  # that of ACCURACY
-        return "flagged" if outcome == "clear" and self.flags else outcome
-
-    @property
-    def verdict(self) -> Verdict:
-        """Return the verdict on the reward, in two sentences."""
-        reasons = tuple(f"{finding.subject}: {finding.words}" for finding in self.flags)
-        words = summary(CONCLUSIONS[self.standing][0], self.findings)
-        return Verdict(self.standing == "flag", words, reasons)
-
-    @property
-    def advice(self) -> str:
-        """Return what the findings mean for PPO, as a short paragraph."""
+    def __post_init__(self) -> None:
+        self.findings = [*of_pairs(self.fitness), *of_scores(self.fitness, self.probes)]
+        self.in_pairs = [] if self.problems is None else [*find_in_pairs(self.problems)]
+        self.flags = [one for one in self.findings if one.outcome == "flag"]
+        leads = {f"fitness/probe_{probe['kind']}": probe["lead"] for probe in self.probes}
+        self.metrics = {**self.fitness.metrics, "fitness/flags": float(len(self.flags)), **leads}
+        outcome = self.findings[0].outcome
+        told, advice = CONCLUSIONS["flagged" if outcome == "clear" and self.flags else outcome]
+        reasons = tuple(f"{one.subject}: {one.words}" for one in self.flags)
+        self.verdict = Verdict(outcome == "flag", summary(told, self.findings), reasons)
         watched = dict.fromkeys(one.check.advice for one in self.flags if one.check.advice)
-        words = CONCLUSIONS[self.standing][1].format("; ".join(watched))
-        if named := ", ".join(one.subject for one in self.in_pairs if one.outcome == "flag"):
-            words += f" The pairs are flagged ({named}): mend them and train again first."
-        return words
-
-    @property
-    def words(self) -> list[str]:
-        """Return the verdict on the reward and, if examined, on the pairs: two sentences each."""
-        if self.problems is None:
-            return [self.verdict.words]
-        outcomes, words = {one.outcome for one in self.in_pairs}, "No check found a fault in them."
-        if "flag" in outcomes:
-            words = "Some are flawed: what is trained or measured on them says less than it seems."
-        elif outcomes == {"not tested"}:
-            words = "Too few to be judged."
-        return [self.verdict.words, f"About the pairs: {summary(words, self.in_pairs)}"]
+        self.advice, self.words = advice.format("; ".join(watched)), [self.verdict.words]
+        flawed = [one.subject for one in self.in_pairs if one.outcome == "flag"]
+        told = "No check found a fault in them."
+        if flawed:
+            told = "Some are flawed: what is trained or measured on them says less than it seems."
+            named = f"The pairs are flagged ({', '.join(flawed)})"
+            self.advice += f" {named}: mend them and train again first."
+        elif all(one.outcome == "not tested" for one in self.in_pairs):
+            told = "Too few to be judged."
+        if self.problems is not None:
+            self.words.append(f"About the pairs: {summary(told, self.in_pairs)}")
 
     def write(self, folder: Path) -> dict[str, Path]:
         """Write report.md, fitness.json and the figures, in `report/`, into an existing folder.
@@ -328,46 +304,48 @@ class FitnessReport:
         Returns the file of each figure by caption.
         """
         pictures = draw_fitness(folder / PICTURES, self.title, self.fitness)
-        links = (f"![{x}]({PICTURES}/{file.name})" for x, file in pictures.items())
-        words, problems, probes = self.words, self.problems, self.probes
-        findings = (*self.findings, *self.in_pairs)
-        text = (TEMPLATES / "fitness.md").read_text(encoding="utf-8").format(
+        problems, findings = self.problems, [*self.findings, *self.in_pairs]
+        checks, data = [], []
+        for one in findings:
+            outcome = f"**{one.outcome}**" if one.outcome == "flag" else one.outcome
+            threshold, words = f"{one.check.threshold:g}", plain(one.words, 10 * CHARACTERS)
+            checks.append((one.subject, outcome, number_text(one.value), threshold, words))
+        for problem in () if problems is None else problems.counted:
+            examples = (plain(example, CHARACTERS) for example in problem.examples)
+            data.append("\n  - ".join([f"- {problem.line}", *examples]))
+        data.append("Not looked through." if problems is None else f"- {problems.length.line}")
+        thresholds = [f"- **{x.name}**, {x.threshold:g}: {x.reason}." for x in CHECKS + PAIR_CHECKS]
+        template = (TEMPLATES / "fitness.md").read_text(encoding="utf-8")
+        text = template.format(
             title=plain(self.title, CHARACTERS),
-            conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in words),
-            advice=self.advice, sampled_from=self.sampled_from, scale=self.scale,
+            conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in self.words),
+            advice=self.advice,
+            sampled_from=self.sampled_from,
+            scale=self.scale,
             numbers="\n\n".join(_numbers(self.fitness)),
-            pictures="\n\n".join(links),
-            checks=table(("check", "outcome", "measured", "threshold", "in words"), [
-                (f.subject, f"**{f.outcome}**" if f.outcome == "flag" else f.outcome,
-                 number_text(f.value), f"{f.check.threshold:g}", plain(f.words, 10 * CHARACTERS))
-                for f in findings
-            ], right=(2, 3)),
-            thresholds="\n".join(f"- **{check.name}**, {check.threshold:g}: {check.reason}."
-                                 for check in (*CHECKS, *PAIR_CHECKS)),
-            probes=_probes(probes) if probes else "None was scored.",
-            data="Not looked through." if problems is None else "\n".join([
-                *("\n  - ".join([f"- {one.line}", *(plain(x, CHARACTERS) for x in one.examples)])
-                  for one in problems.counted),
-                f"- {problems.length.line}",
-            ]),
-            min_count=MIN_COUNT, min_probes=MIN_PROBES,
-        )  # fmt: skip
+            pictures="\n\n".join(f"![{x}]({PICTURES}/{pictures[x].name})" for x in pictures),
+            checks=table(("check", "outcome", "measured", "threshold", "in words"), checks, (2, 3)),
+            thresholds="\n".join(thresholds),
+            probes=_probes(self.probes) if self.probes else "None was scored.",
+            data="\n".join(data),
+            min_count=MIN_COUNT,
+            min_probes=MIN_PROBES,
+        )
         (folder / PAGE).write_text(text, encoding="utf-8")
-        measured = asdict(self.fitness)
-        del measured["pairs"], measured["samples"]
+        measured = {k: x for k, x in vars(self.fitness).items() if k not in ("pairs", "samples")}
         content = {
             "metrics": self.metrics,
             "fitness": measured,
-            "findings": list(map(asdict, findings)),
-            "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in probes],
-            "problems": None if problems is None else asdict(problems),
-            "judgement": asdict(self.verdict),
+            "findings": findings,
+            "probes": [{**probe, "wins": probe["lead"] > 0} for probe in self.probes],
+            "problems": problems,
+            "judgement": self.verdict,
             "title": self.title,
-            "verdict": words[0],
-            "about_pairs": None if problems is None else words[1],
+            "verdict": self.words[0],
+            "about_pairs": None if problems is None else self.words[1],
         }
-        numbers = json.dumps(content, indent=1, allow_nan=False)
-        (folder / NUMBERS).write_text(f"{numbers}\n", encoding="utf-8")
+        text = json.dumps(content, indent=1, allow_nan=False, default=vars)
+        (folder / NUMBERS).write_text(f"{text}\n", encoding="utf-8")
         return pictures
 
 
@@ -379,70 +357,71 @@ def read_judgement(folder: Path) -> Verdict | None:
 
 def _numbers(fitness: Fitness) -> Iterator[str]:
     """Yield the paragraph and the tables of the section of numbers."""
-    length, calibration, accuracy = fitness.length, fitness.calibration, fitness.accuracy
-    pairs, samples = len(fitness.pairs), len(fitness.samples)
-    on = f"{counted(pairs, 'held-out pair')} of {counted(fitness.prompts, 'prompt')}"
-    yield f"Measured on {on} and {counted(samples, 'SFT sample')}; {counted(fitness.ties, 'tie')}."
-    groups = [("Accuracy", accuracy), *((f"Accuracy, {g.label}", g) for g in length.groups)]
-    groups += [(f"Accuracy, score difference {g.label}", g) for g in fitness.by_difference]
-    groups += [(f"Accuracy, given margin {g.label}", g) for g in fitness.by_margin]
-
-    def text(interval: Interval | None) -> str:
-        return "-" if interval is None else f"{interval[0]:z.3f} to {interval[1]:z.3f}"
-
-    rows: list[tuple[str, float | None, str]] = [
-        *((f"{name} ({counted(g.pairs, 'pair')})", g.accuracy, text(g.interval))
-          for name, g in groups),
-        ("Accuracy of always taking the longer response", length.longer_is_right, ""),
-        ("Length gap", length.gap, text(length.gap_interval)),
-    ]  # fmt: skip
-    if calibration is not None:
+    length, odds, accuracy = fitness.length, fitness.calibration, fitness.accuracy
+    on = f"{counted(accuracy.pairs, 'held-out pair')} of {counted(fitness.prompts, 'prompt')}"
+    samples, ties = counted(len(fitness.samples), "SFT sample"), counted(fitness.ties, "tie")
+    yield f"Measured on {on} and {samples}; {ties}."
+    kinds = {
+        ", ": length["groups"],
+        ", score difference ": fitness.by_difference,
+        ", given margin ": fitness.by_margin,
+    }
+    groups = [("", accuracy)]
+    groups += [(kind + group.label, group) for kind, some in kinds.items() for group in some]
+    rows: list[tuple[str, float | None, Sequence[float] | None]] = [
+        (f"Accuracy{kind} ({counted(group.pairs, 'pair')})", group.accuracy, group.interval)
+        for kind, group in groups
+    ]
+    rows.append(("Accuracy of always taking the longer response", length["longer_is_right"], ()))
+    rows.append(("Length gap", length["gap"], length["gap_interval"]))
+    if odds is not None:
         rows += [
-            ("Log-loss, nats a pair", calibration.log_loss, ""),
-            ("ECE", calibration.ece, ""),
-            ("ECE of a calibrated model, by chance", calibration.ece_of_calibrated, ""),
-            ("Overconfidence", calibration.overconfidence,
-             text(calibration.overconfidence_interval)),
-        ]  # fmt: skip
-    cells = [(name, number_text(value), ends) for name, value, ends in rows]
+            ("Log-loss, nats a pair", odds["log_loss"], ()),
+            ("ECE", odds["ece"], ()),
+            ("ECE of a calibrated model, by chance", odds["ece_of_calibrated"], ()),
+            ("Overconfidence", odds["overconfidence"], odds["overconfidence_interval"]),
+        ]
+    cells = [
+        (name, number_text(value), "-" if ends is None else " to ".join(map(number_text, ends)))
+        for name, value, ends in rows
+    ]
     yield table(("", "value", "95% interval"), cells, right=(1, 2))
     if accuracy.accuracy == 1 and fitness.prompts > 1:
         most = percent(min(1.0, 3 / fitness.prompts))
         words = "Every pair is ranked right, so that a bootstrap has nothing to vary; by the rule"
         yield f"{words} of three up to {most} of such pairs may still be ranked wrong (95%)."
-    yield table(("Correlation", "points", "Pearson", "Spearman"), [
-        (name, f"{found.points:,}",
-         *("undefined" if r is None else f"{r:+z.3f}" for r in (found.pearson, found.spearman)))
-        for name, found in (
-            ("Score with length, responses of the pairs", length.responses),
-            ("Differences of score and length, within pairs", length.pairs),
-            ("Score with length, SFT samples", length.samples),
-        )
-    ], right=(1, 2, 3))  # fmt: skip
-    yield table(("Score", "responses", "mean", "std", "lowest", "median", "highest"), [
-        (name, f"{found.count:,}",
-         *map(number_text, (found.mean, found.std, found.lowest, found.median, found.highest)))
-        for name, _, found in kinds_of(fitness)
-    ], right=range(1, 7))  # fmt: skip
+    correlations = []
+    for name, of in (
+        ("Score with length, responses of the pairs", "responses"),
+        ("Differences of score and length, within pairs", "pairs"),
+        ("Score with length, SFT samples", "samples"),
+    ):
+        points, *found = length[of].values()
+        signed = ("undefined" if r is None else f"{r:+z.3f}" for r in found)
+        correlations.append((name, f"{points:,}", *signed))
+    yield table(("Correlation", "points", "Pearson", "Spearman"), correlations, right=(1, 2, 3))
+    scores = [
+        (kind, f"{found['count']:,}", *(number_text(found[name]) for name in MOMENTS))
+        for kind, found in fitness.kinds.items()
+    ]
+    yield table(("Score", "responses", *MOMENTS), scores, right=range(1, 7))
 
 
-def _probes(probes: Sequence[ProbeResult]) -> str:
-    heading = ("probe", "prompts", "mean", "median", "median of chosen", "median of rejected",
-               "beats chosen")  # fmt: skip
+def _probes(probes: Sequence[Numbers]) -> str:
     rows, examples = [], []
-    for p in probes:
-        name, middle, shown = p.kind.replace("_", " "), number_text(p.median), p.example
-        rows.append((
-            f"{name}: {PROBES[p.kind]}", f"{p.prompts:,}", number_text(p.mean),
-            f"**{middle}**" if p.lead > 0 else middle, number_text(p.chosen_median),
-            number_text(p.rejected_median), percent(p.beats_chosen, 0),
-        ))  # fmt: skip
-        examples.append((
-            name, plain(shown.pair.prompt, CHARACTERS), plain(shown.response, CHARACTERS),
-            number_text(shown.score), number_text(shown.pair.chosen_score),
-        ))  # fmt: skip
-    columns = ("probe", "prompt", "response", "score", "score of chosen")
+    for probe in probes:
+        name, shown = probe["kind"].replace("_", " "), probe["example"]
+        keys = ("mean", "median", "chosen_median", "rejected_median")
+        mean, middle, good, bad = (number_text(probe[key]) for key in keys)
+        middle = f"**{middle}**" if probe["lead"] > 0 else middle
+        title, count = f"{name}: {PROBES[probe['kind']]}", f"{probe['prompts']:,}"
+        rows.append((title, count, mean, middle, good, bad, percent(probe["beats_chosen"], 0)))
+        texts = (plain(text, CHARACTERS) for text in (shown.pair.prompt, shown.response))
+        examples.append((name, *texts, *map(number_text, (shown.score, shown.pair.chosen_score))))
+    middles = ("mean", "median", "median of chosen", "median of rejected")
+    columns = ("probe", "prompts", *middles, "beats chosen")
+    of_examples = ("probe", "prompt", "response", "score", "score of chosen")
     return (
-        f"{table(heading, rows, right=range(1, 7))}\n\nOne example of each, the one whose score is "
-        f"nearest to the median:\n\n{table(columns, examples, right=(3, 4))}"
+        f"{table(columns, rows, right=range(1, 7))}\n\nOne example of each, the one whose score is "
+        f"nearest to the median:\n\n{table(of_examples, examples, right=(3, 4))}"
     )
