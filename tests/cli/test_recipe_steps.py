@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.cli.arguments import parse_overrides
-from lightning_rlhf.cli.recipe import (
-    Recipe,
-    data_of_run,
-    is_newer,
-    read_recipe,
-    step_overrides,
-)
+from lightning_rlhf.cli.recipe import Recipe, data_of_run, is_newer, read_recipe, step_overrides
 from lightning_rlhf.runs.console import RECIPES
 
 STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")

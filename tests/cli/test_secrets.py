@@ -172,11 +172,7 @@ def test_a_configuration_that_is_printed(
 
 @pytest.mark.parametrize(
     "words",
-    [
-        ["hydra.output_subdir=kept", "{}"],
-        ["--nothing", "{}"],
-        ["{}", "reward.nothing=1"],
-    ],
+    [["hydra.output_subdir=kept", "{}"], ["--nothing", "{}"], ["{}", "reward.nothing=1"]],
     ids=" ".join,
 )
 def test_where_hydra_would_repeat_an_address(workplace: Workplace, words: list[str]) -> None:

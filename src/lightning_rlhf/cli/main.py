@@ -5,21 +5,18 @@ import io
 import logging
 import os
 import pkgutil
-import re
 import shlex
 import signal
 import sys
 import traceback
 import warnings
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -50,45 +47,28 @@ def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     leave_run()
-    if IN_LAUNCHER in os.environ:
-        launch.end_with(int(os.environ[IN_LAUNCHER]))
-    elif world().launcher == "torchrun":
-        launch.end_with(os.getppid())
+    if IN_LAUNCHER in os.environ or world().launcher == "torchrun":
+        launch.end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
     if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
     words = sys.argv[1:]
-    first = (words or [""])[0]
-    if first in arguments.WITHOUT_RUN:
-        words = [*words[1:], f"preflight={arguments.WITHOUT_RUN[first]}"]
-    if words == ["--version"]:
-        print(f"lightning-rlhf {lightning_rlhf.__version__}")
-        return
+    first, *rest = words or [""]
     try:
         if first in arguments.COMMANDS:
-            # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
-            home = os.path.expanduser("~")
-            rest = [
-                re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: (x[1] or "") + home, w)
-                for w in words[1:]
-            ]
-            function = f"{arguments.COMMANDS[first]}:{first.replace('-', '_')}"
-            # What the folders that it reads name is not run.
-            with code_of_command(), full_disk_told():
-                pkgutil.resolve_name(f"lightning_rlhf.cli.{function}")(rest)
-            return
-        register_resolvers()
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
-        given = arguments.parse_arguments(words)
-        asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
-        if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
-            print(*(f"stage={name}" for name in STAGES), sep="\n")
-            return
-        arguments.check_command(words, given)
-        # Hydra's parser needs the overrides on one side of the options.
-        sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
-        with printed_safely(given):
-            compose()
+            module, name = arguments.COMMANDS[first], first.replace("-", "_")
+            # A shell leaves ~ as it is in --out=~/page.html.
+            rest = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in rest]
+            with (
+                code_of_command(),
+                full_disk_told(),
+            ):  # what the folders that it reads name is not run
+                pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
+        elif words == ["--version"]:
+            print(f"lightning-rlhf {lightning_rlhf.__version__}")
+        else:
+            mode = arguments.WITHOUT_RUN.get(first)
+            run_hydra(words if mode is None else [*rest, f"preflight={mode}"])
     except errors.RLHFError as error:
         console.print_error(arguments.without_secrets(str(error)))
         sys.exit(1)
@@ -102,13 +82,22 @@ def main() -> None:
         sys.exit(1)
 
 
-@contextlib.contextmanager
-def printed_safely(given: Namespace) -> Iterator[None]:
-    """Remove secrets from the configuration that Hydra prints where it runs no job."""
+def run_hydra(words: Sequence[str]) -> None:
+    """Run the jobs of a command line, or print what Hydra's options ask for, without secrets."""
+    register_resolvers()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
+    given = arguments.parse_arguments(words)
+    asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
+    if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
+        print(*(f"stage={name}" for name in STAGES), sep="\n")
+        return
+    arguments.check_command(words, given)
+    # Hydra's parser needs the overrides on one side of the options.
+    sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
     printed, is_printed = io.StringIO(), given.cfg or given.info or given.help or given.hydra_help
     try:
         with contextlib.redirect_stdout(printed) if is_printed else contextlib.nullcontext():
-            yield
+            compose()
     finally:
         print(visible(arguments.without_secrets(printed.getvalue(), given.overrides)), end="")
 
@@ -162,12 +151,14 @@ def compose(cfg: DictConfig) -> str | None:
         sys.exit(128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT))
     except Exception as error:
         is_ours = isinstance(error, errors.RLHFError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        message, trace = (
+            visible(arguments.without_secrets(x, secrets=secrets))
+            for x in (text, traceback.format_exc())
+        )
         if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
-            text = arguments.without_secrets(traceback.format_exc(), secrets=secrets)
-            print(visible(text), file=sys.stderr, end="")
-        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        message = visible(arguments.without_secrets(text, secrets=secrets))
+            print(trace, file=sys.stderr, end="")
         if is_ours and not is_apart and not isinstance(error, errors.PrintedError):
             is_cut_off = isinstance(error, errors.RewardError | errors.StorageError)
             advice = how_to_go_on(cfg, in_sweep) if is_cut_off else []
@@ -192,9 +183,8 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
                 return ["the same command goes on"]
             if saved := numbered(folder / folders.CHECKPOINTS):
                 return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
-            if folders.is_unbegun(folder):
-                return ["the same command starts it over"]
-            return ["it has no checkpoint yet, resume=auto starts it over"]
+            is_new = folders.is_unbegun(folder)
+            return [f"{'the same command' if is_new else 'resume=auto'} starts it over"]
     return []
 
 
@@ -208,16 +198,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
             raise errors.ConfigError(f"recipe={recipe} runs its own stages; leave out stage=")
         arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
-        folder = recipes.recipe_folder(recipe)
-        found = recipes.read_recipe(folder)
-        try:
-            if found.program is None:
-                recipes.run_recipe(found, cfg, overrides)
-            else:
-                recipes.run_program(found, folder, cfg, overrides)
-        except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
-            reason = arguments.composition_error(error, overrides)
-            raise errors.ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
+        recipes.run(recipe, cfg, overrides)
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if not in_sweep and stage in names:
