@@ -8,7 +8,6 @@ import math
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -159,48 +158,25 @@ def test_the_newest_iteration_is_shown_without_torch(place: Workplace, run: Path
         assert f"{first[name][0]:+z.3f}" in out.out
 
 
-def rewritten(path: Path, change: Callable[[list[dict[str, Any]]], None]) -> None:
-    table = pq.read_table(path)
+def test_what_is_wrong_is_told_and_a_number_that_is_none_comes_first(
+    place: Workplace, run: Path
+) -> None:
+    assert "one of 1, 2, 3" in place.call("replay", str(run), "--iteration", "4").error
+    table = pq.read_table(file_of(run, 2))
     found = table.to_pylist()
-    change(found)
-    pq.write_table(pa.Table.from_pylist(found, schema=table.schema), path)
-
-
-def test_texts_are_text_and_a_number_that_is_none_comes_first(place: Workplace, run: Path) -> None:
-    def change(found: list[dict[str, Any]]) -> None:
-        found[5]["prompt"] = "<script>alert(1)</script>\u202e\x1b[31m"
-        found[5]["kl"][0] = math.nan
-        found[5]["advantages"][0] = math.inf
-
-    rewritten(file_of(run, 2), change)
+    found[5]["prompt"] = "<script>alert(1)</script>\u202e\x1b[31m"
+    found[5]["kl"][0] = math.nan
+    pq.write_table(pa.Table.from_pylist(found, schema=table.schema), file_of(run, 2))
     outcome = place.call("replay", str(run), "--iteration", "2", "--responses", "1").succeeded
     page = (run / "replay_2.html").read_text()
+    assert "<script" not in page
     for text in (outcome.out, page):
         assert re.findall(r"response (\d+): score", text) == ["5"]
-        assert "nan" in text
-        assert "\u202e" not in text
-        assert "\x1b" not in text
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-
-
-def test_what_is_wrong_is_one_message(place: Workplace, run: Path) -> None:
-    for folder, options, told in (
-        (run, ("--iteration", "4"), "one of 1, 2, 3"),
-        (run, ("--responses", "0"), "--responses is 0"),
-        (place.stage("sft"), (), "record=true"),
-    ):
-        assert told in place.call("replay", str(folder), *options).error
-    path = file_of(run, 3)
-    content, table = path.read_bytes(), pq.read_table(path)
-    for damage in (table.drop(["kl"]), table[:0], content[: len(content) // 2]):
-        if isinstance(damage, bytes):
-            path.write_bytes(damage)
-        else:
-            pq.write_table(damage, path)
-        before = tree(run)
-        assert place.call("replay", str(run)).error.startswith(f"{path} cannot be read")
-        assert tree(run) == before
+        assert not {"\u202e", "\x1b"} & {*text}
+    pq.write_table(table.drop(["kl"]), file_of(run, 3))
+    before = tree(run)
+    assert place.call("replay", str(run)).error.startswith(f"{file_of(run, 3)} cannot be read")
+    assert tree(run) == before
 
 
 # Not finite.
