@@ -14,13 +14,15 @@ class GridSweeper(BasicSweeper):
     def sweep(self, arguments: list[str]) -> None:
         """Run all jobs. Raises the error of one that cannot be composed or has a wrong value."""
         from lightning_rlhf.cli.arguments import parse_overrides
-        from lightning_rlhf.cli.sweep import Jobs, job_settings
+        from lightning_rlhf.cli.sweep import Jobs
+        from lightning_rlhf.runs.settings import read_settings
 
         sweep = Jobs(self, arguments, self.params)
         overrides = parse_overrides([*(f"{k}={x}" for k, x in self.params.items()), *arguments])
         jobs = [sweep.job(words) for words in self.split_arguments(overrides, None)[0]]
         for job in jobs:
-            job_settings(job.cfg)
+            if job.cfg.stage is not None or job.cfg.recipe is None:
+                read_settings(job.cfg)
         size = self.max_batch_size or len(jobs) or 1
         sweep.run(lambda: [sweep.launch(jobs[k : k + size]) for k in range(0, len(jobs), size)])
 
@@ -42,5 +44,5 @@ class OptunaSweeper(BasicSweeper):
         sweep = Jobs(self, arguments, self.params)
         given = parse_overrides(arguments)
         fixed = [str(o.input_line) for o in given if not o.is_sweep_override()]
-        config = read_study_config(self.options, sweep.compose(fixed))
+        config = read_study_config(self.options, sweep.job(fixed).cfg)
         sweep.run(Trials(config, sweep).run)

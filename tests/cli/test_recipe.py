@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,17 +18,16 @@ from hydra.core.global_hydra import GlobalHydra
 
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.cli import main
-from lightning_rlhf.cli.launch import run_command
-from lightning_rlhf.cli.recipe import Promise, Recipe, read_recipe, step_overrides
+from lightning_rlhf.cli.arguments import parse_overrides
+from lightning_rlhf.cli.recipe import Promise, Recipe, data_of_run, read_recipe, step_overrides
 from lightning_rlhf.core.metrics import METRICS
-from lightning_rlhf.evaluation.diminishing import FEWEST_POINTS
 from lightning_rlhf.io.user_code import load_object
 from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK
 from lightning_rlhf.runs.settings import read_settings
 
-from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
+from .conftest import PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
 
 RECIPES = console.RECIPES
 RECIPE: dict[str, Any] = {
@@ -48,8 +48,7 @@ class Kitchen:
     """A recipes folder of one's own, and the processes that a recipe started."""
 
     def __init__(self, place: Workplace, recipes: Path) -> None:
-        self.place = place
-        self.recipes = recipes
+        self.place, self.recipes = place, recipes
         self.commands: list[list[str]] = []
         self.status: dict[str, int] = {}
         """Stage -> exit status with which its process ends without doing anything."""
@@ -146,6 +145,10 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert out.count("done already") == 3
     assert "overwrite=true" in out
     assert [weights(done.folder(stage)) for stage in STAGES] == before
+    done.status = dict.fromkeys(STAGES, 0)
+    done.cook("overwrite=true", "seed=4").succeeded  # noqa: B018
+    assert done.ran == ["sft", "rm", "ppo"]
+    assert all(command[-1] == "overwrite=true" for command in done.commands)
 
 
 def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:
@@ -178,13 +181,6 @@ def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
     assert f" scored, {trained:,.0f} trained; " in line
 
 
-def test_overwrite_does_it_all_again(done: Kitchen) -> None:
-    done.status = dict.fromkeys(STAGES, 0)
-    done.cook("overwrite=true", "seed=4").succeeded  # noqa: B018
-    assert done.ran == ["sft", "rm", "ppo"]
-    assert all(command[-1] == "overwrite=true" for command in done.commands)
-
-
 def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) -> None:
     """With a row less and so with other weights, in the same folder and configuration."""
     before = {stage: weights(done.folder(stage)) for stage in STAGES}
@@ -200,24 +196,18 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) 
 
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
-    folder = done.folder("ppo").parent
-    with FileLock(folder / LOCK):
-        error = done.cook().error
-    assert "outputs/default/mini is being written by another process" in error
+    with FileLock(done.folder("ppo").parent / LOCK):
+        assert "outputs/default/mini is being written by another process" in done.cook().error
     assert done.ran == []
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("ppo/final/manifest.json", b"[" * 10**5 + b"]" * 10**5),
         ("ppo/final/manifest.json", b'{"metrics": [1]}'),
-        ("ppo/samples/eval_000000.jsonl", b""),
         ("ppo/samples/eval_000000.jsonl", None),
-        ("ppo/config.json", b"\xff\xfe"),
         ("sft/parents.json", b"[1]"),
     ],
-    ids=range(6),
 )
 def test_a_damaged_result_is_named_and_nothing_is_removed_or_changed(
     done: Kitchen, name: str, content: bytes | None
@@ -289,17 +279,11 @@ def test_a_promise_is_judged_by_the_interval(
     assert promise.row(one).verdict == verdict
 
 
-def test_other_data_are_promised_nothing(done: Kitchen) -> None:
-    """What the user gives is what `done` ran with."""
+def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(done: Kitchen) -> None:
+    """3 iterations, and these data, are what `done` ran with; here the recipe says others."""
     broken = {"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}
     done.write(overrides=[*RECIPE["overrides"], "data.max_val_rows=2"], promises=[broken])
-    out = done.cook("data.max_val_rows=null").succeeded.out
-    assert done.ran == []
-    assert "what it promises" not in out
-
-
-def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(done: Kitchen) -> None:
-    """3 iterations are what `done` ran with, and here not what the recipe says."""
+    assert "what it promises" not in done.cook("data.max_val_rows=null").succeeded.out
     missing = {"stage": "ppo", "metric": "eval/judge/charm", "at_least": 0.1}
     no_start = {"stage": "rm", "metric": "eval/accuracy", "gain": 0.1}
     done.write(overrides=[*RECIPE["overrides"], "ppo.iterations=2"], promises=[missing, no_start])
@@ -320,17 +304,13 @@ def test_what_to_try_next_is_said_for_this_run(done: Kitchen) -> None:
     assert f"try stage=ppo {told} ppo.kl_coef=0" in out
 
 
-def settings_of(recipe: Recipe, *given: str) -> dict[str, Any]:
+def settings_of(recipe: Recipe) -> dict[str, Any]:
     """The settings of each stage of a shipped recipe."""
     main.register_resolvers()
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(console.CONF), version_base="1.3"):
-        return {
-            stage: read_settings(
-                compose("config", list(step_overrides(recipe, stage, given, None)))
-            )
-            for stage in recipe.stages
-        }
+        words = {stage: step_overrides(recipe, stage, (), None) for stage in recipe.stages}
+        return {stage: read_settings(compose("config", [*own])) for stage, own in words.items()}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "composite_reward", "course", "dpo"])
@@ -365,60 +345,75 @@ def test_the_reward_of_the_recipe_of_dpo_is_what_the_judge_calls_gold() -> None:
     assert len({*found}) > 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"promises": [{"stage": "ppo", "metric": "eval/kl", "at_moost": 6}]}, "at_moost"),
+def test_a_mistake_in_a_recipe_is_named(kitchen: Kitchen) -> None:
+    for changes, named in (
         ({"steps": {"dpo@three": []}}, "recipe.steps is 'dpo@three'; allowed: sft, rm, ppo"),
         ({"overrides": ["sft.lrr=1"]}, "recipe.yaml: sft.lrr is not a known key"),
-        ({"overrides": ["sft.lr={"]}, "recipe.yaml: sft.lr={ is no override"),
-    ],
-)
-def test_a_mistake_in_a_recipe_is_named(
-    kitchen: Kitchen, changes: dict[str, Any], named: str
-) -> None:
-    kitchen.write(**changes)
-    error = kitchen.cook().error
-    assert named in error
+    ):
+        kitchen.write(**changes)
+        assert named in kitchen.cook().error
     assert kitchen.ran == []
 
 
-def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
-    kitchen.write(stages=["sft"], promises=[])
-    outcome = kitchen.place.call("-m", *MINI, "recipe=small", "seed=choice(1)").succeeded
-    assert kitchen.ran == ["sft"]
-    assert outcome.out.count(" done ") == 1
+# Stages that are run more than once, as jobs of the run.
+
+STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")
 
 
-def test_the_course_runs_at_true_size() -> None:
-    recipe = read_recipe(RECIPES / "course")
-    for stage, settings in settings_of(recipe, "model=qwen2b", "data=hh", "trainer=gpu").items():
-        assert settings.model.name_or_path == "Qwen/Qwen3.5-2B-Base"
-        assert settings.data.preferences.train == "Anthropic/hh-rlhf:train"
-        own = yaml.safe_load((console.CONF / "stages" / f"{stage}.yaml").read_text())
-        # Numbers of model=tiny are not those of a larger model.
-        assert (settings.config.lr, settings.config.microbatch_size) == (
-            own["lr"],
-            own["microbatch_size"],
+def overrides(
+    step: str,
+    *given: str,
+    own: Sequence[str] = (),
+    job: str | None = None,
+    folder: Path = Path("/out/my run"),
+) -> tuple[str, ...]:
+    common = ("data=small", "dpo.beta=0.5")
+    recipe = Recipe(title="", stages=STEPS, program=None, overrides=common, steps={step: own},
+                    promises=(), next=())  # fmt: skip
+    return step_overrides(recipe, step, given, job, folder)
+
+
+def test_overrides_of_a_step() -> None:
+    assert overrides("sft") == ("stage=sft", "data=small")
+    assert overrides("dpo@two") == ("stage=dpo", "data=small", "dpo.beta=0.5", "job='two'")
+    own = ["dpo.beta=0.2", "data.preferences.train={folder}/one/rank/final/preferences.jsonl"]
+    source = "data.preferences.train='/out/my run/one/rank/final/preferences.jsonl'"
+    assert overrides("dpo@one", own=own) == (
+        "stage=dpo", "data=small", "dpo.beta=0.2", source, "job='one'",
+    )  # fmt: skip
+    given = ("dpo.beta=0.1", "rank.pairs=all", "data.preferences.train=mine.jsonl")
+    assert overrides("dpo@one", *given, own=own) == (
+        "stage=dpo", "data=small", "dpo.beta=0.1", source, "job='one'",
+    )  # fmt: skip
+    assert overrides("dpo@one", job="kl=0.1")[-1] == "job='kl=0.1/one'"
+    assert "advantage=rloo" not in overrides("sft", "advantage=rloo")
+
+
+@pytest.mark.parametrize("name", ["a,b", "it's", "(a)[b]{c}"])
+def test_folders_of_any_name(name: str) -> None:
+    words = overrides("dpo@one", own=["policy.checkpoint={folder}/one"], folder=Path("/out") / name)
+    (parsed,) = [o for o in parse_overrides(words) if o.key_or_group == "policy.checkpoint"]
+    assert parsed.value() == f"/out/{name}/one"
+
+
+def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
+    def reads(source: str | None) -> Path | None:
+        data = {"preferences": {"train": source}}
+        settings: Any = SimpleNamespace(
+            tree={"data": data}, definition=SimpleNamespace(data="preferences")
         )
-    assert settings.config.iterations // settings.config.val_every >= FEWEST_POINTS
+        return data_of_run(settings, Path("/out/run"))
+
+    made = "/out/run/one/rank/final/preferences.jsonl"
+    assert reads(made) == Path(made)
+    assert not reads("/out/runs/preferences.jsonl")
+    assert not reads("org/name:train")
+    assert not reads(None)
 
 
-@pytest.mark.slow
-def test_stages_are_processes_of_their_own(
-    kitchen: Kitchen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same as above, but started as the recipe starts them."""
-    kitchen.write(stages=["sft"], promises=[])
-    monkeypatch.undo()
-    monkeypatch.setattr(console, "RECIPES", kitchen.recipes)
-
-    def noted(command: Sequence[str], environment: Mapping[str, str]) -> int:
-        kitchen.commands.append(list(command))
-        return run_command(command, environment)
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", noted)
-    kitchen.cook().succeeded  # noqa: B018
-    assert kitchen.ran == ["sft"]
-    assert (kitchen.folder("sft") / "final" / "manifest.json").is_file()
+def test_a_recipe_as_written_is_that_of_the_run_in_another_folder() -> None:
+    recipe, folder = read_recipe(RECIPES / "rounds"), Path("/out/mine")
+    words = step_overrides(recipe, "dpo@round2", (), None, folder)
+    assert "policy.checkpoint='/out/mine/round1/dpo/final'" in words
+    given = ("run=mine", "outputs=/out")
+    assert set(words) < set(step_overrides(recipe, "dpo@round2", given, None, folder))

@@ -34,6 +34,7 @@ WITHOUT_RUN = {"check": "only", "plan": "plan"}
 `preflight` that does the same."""
 Options = Mapping[str, Mapping[str, Any]]
 """Argument or option of a command -> keywords of argparse's `add_argument`."""
+FLAG = {"action": "store_true"}
 PLUGINS = {
     "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
     "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
@@ -43,6 +44,11 @@ PLUGINS = {
 """Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
 READ_BY = {"advantage": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
+OVERRIDE = (
+    "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs than "
+    f"letters, digits and ._/-, or as the first word {', '.join(sorted(COMMANDS | WITHOUT_RUN))}"
+)
+"""Description of the words that a command line takes."""
 TOKENS = ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
 """Environment variables from which libraries read a token; reward.token_env names another."""
 OBJECTS = ("callbacks", "logger", "trainer")
@@ -88,13 +94,7 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    # --info has an optional value, and the parser would take an override for it.
-    given, unknown = parser.parse_known_intermixed_args(
-        [
-            "--info=all" if word in ("--info", "-i") and "=" in after else word
-            for word, after in zip(words, [*words[1:], ""], strict=False)
-        ]
-    )
+    given, unknown = parser.parse_known_intermixed_args(words)
     if unknown:
         refuse(f"{unknown[0]} is no option")
     return given
@@ -165,10 +165,9 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
     for override in parse_overrides(words):
         owner, key = stage_of(override, stages), override.key_or_group
         if owner not in (None, stage):
-            own = f" (a stage of your own on it takes {key}@{stage}=NAME)" * (key in READ_BY)
             raise ConfigError(
                 f"stage={stage} does not read {without_address(key)}; leave out "
-                f"{without_address(override.input_line or key)}, or give it to stage={owner}{own}"
+                f"{without_address(override.input_line or key)}, or give it to stage={owner}"
             )
 
 
@@ -180,19 +179,17 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
     """
     cause = error.__cause__
     if isinstance(error, OverrideParseException):
-        word, first = error.override, ", ".join(sorted(COMMANDS | WITHOUT_RUN))
-        allowed = f"stage={word}" if word in STAGES else (
-            "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs "
-            f"than letters, digits and ._/-, or as the first word {first}"
-        )  # fmt: skip
+        word = error.override
+        allowed = f"stage={word}" if word in STAGES else OVERRIDE
         reason = f"{without_address(word)} is no override; allowed: {allowed}"
     elif isinstance(cause, ConfigKeyError | ConfigAttributeError):
         node: Any = OmegaConf.to_container(cause.parent_node)  # type: ignore[arg-type]
         node.pop("hydra", None)
         key, full = str(cause.key), str(cause.full_key)
         prefix = full.removesuffix(key)
-        parent = f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
-        reason = unknown_key(key, node, prefix, node) if node else parent
+        reason = f"{full} is not a known key; did you mean {prefix.rstrip('.')}?"
+        if node:
+            reason = unknown_key(key, node, prefix, node)
     elif isinstance(error, MissingConfigException) and error.options:
         choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
         reason = f"{without_address(choice)} is not known; allowed: {', '.join(error.options)}"
@@ -242,34 +239,32 @@ def secrets_of(*trees: Any) -> set[str]:
     the Trainer are given, and the password and the query of every address; the user and a single
     value of the query only if they are not used elsewhere, as in a path.
     """
-    names, found, weak = [*TOKENS], set[str](), set[str]()
+    names, secrets, parts = [*TOKENS], list[str](), list[str]()
     rest = f"{os.getcwd()} true none {trees}"
     for section, key, value in (leaf for tree in trees for leaf in leaves(tree)):
-        names += [value] if key == "token_env" else []
+        if key == "token_env":
+            names.append(value)
         if section in OBJECTS:
             names += re.findall(r"\$\{\s*oc\.env\s*:\s*([^\s,}]+)", value)
         if key == "url" or "://" in value:
             user, _, password = value.rpartition("@")[0].rpartition("//")[2].partition(":")
             query = re.split(r"[?#]", value, maxsplit=1)[1:]
-            found |= {password, unquote(password), *query}
-            of_query = {part.partition("=")[2] for part in re.split("[&#]", "".join(query))}
-            weak |= {user, unquote(user), *of_query, *map(unquote, of_query)}
+            secrets += [password, *query]
+            parts += [user, *re.findall(r"=([^&#]*)", "".join(query))]
             rest = rest.replace(value, "")
-    for value in (os.environ[name] for name in names if name in os.environ):
-        # An error may show one line of a text, as of a key in PEM.
-        found |= {value, *value.splitlines()}
+    for text in (os.environ.get(name, "") for name in names):
+        secrets += [text, *text.splitlines()]  # an error may show one line of a key in PEM
     words = {*re.findall(r"\w+", rest.lower())}
-    found |= {text for text in weak if text.lower() not in words}
-    return {s.strip() for s in found if len(s.strip()) >= SHORTEST}
+    secrets += [form for x in parts for form in (x, unquote(x)) if form.lower() not in words]
+    return {x.strip() for x in (*secrets, *map(unquote, secrets)) if len(x.strip()) >= SHORTEST}
 
 
 def leaves(tree: Any, section: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:
     """Yield every text of nested mappings and lists, after its first and its last key."""
-    if isinstance(tree, dict):
+    if isinstance(tree, str):
+        yield section, key, tree
+    elif isinstance(tree, dict):
         for name, part in tree.items():
             yield from leaves(part, section or str(name), str(name))
-    elif isinstance(tree, list):
-        for part in tree:
-            yield from leaves(part, section, key)
-    elif isinstance(tree, str):
-        yield section, key, tree
+    for part in tree if isinstance(tree, list) else ():
+        yield from leaves(part, section, key)

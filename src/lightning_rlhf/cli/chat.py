@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -22,16 +23,9 @@ from rich.text import Text
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from lightning_rlhf.cli.arguments import Options, parse_command
+from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
 from lightning_rlhf.cli.commands import checked_final
-from lightning_rlhf.core.errors import (
-    CheckpointError,
-    LogitsError,
-    RLHFError,
-    StorageError,
-    counted,
-    require,
-)
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
@@ -42,14 +36,9 @@ from lightning_rlhf.io.storage import Kind, make_folder, written_whole
 from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.collector import as_responses
-from lightning_rlhf.rollout.native import last_hidden, position_ids
+from lightning_rlhf.rollout import collector, native
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
-from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import FINAL, sampled_as, trained_as
-
-if TYPE_CHECKING:  # its imports are in the extra "serve"
-    from lightning_rlhf.rewards.server import Score
+from lightning_rlhf.runs import accelerator, folders
 
 HELP = """/temperature NUMBER   0 takes the most probable token
 /system TEXT          system message before the first turn; without TEXT none. Starts over
@@ -59,19 +48,14 @@ HELP = """/temperature NUMBER   0 takes the most probable token
 /help                 this list
 Ctrl-C stops a reply."""
 OPTIONS: Options = {
-    "finals": {"nargs": "+", "metavar": "FINAL",
-               "help": "folder of a run of stage=sft or a later one, its final/, or a hub id"},
-    "--reward": {"metavar": "FINAL", "help": "reward model or sequence classifier that scores the "
-                 "replies (that of the last stage)"},
-    "--temperature": {"type": float, "metavar": "T", "help": "divisor of the logits, 0 for the "
-                      "most probable token (that of the last model's run)"},
-    "--max-tokens": {"type": int, "metavar": "N",
-                     "help": "tokens of a reply (as in the model's run)"},
+    "finals": {"nargs": "+", "metavar": "FINAL", "help": "folder of a run, a final/, or a hub id"},
+    "--reward": {"metavar": "FINAL", "help": "model of the scores (that of the last stage)"},
+    "--temperature": {"type": float, "metavar": "T", "help": "0: most probable (as in the run)"},
+    "--max-tokens": {"type": int, "metavar": "N", "help": "tokens of a reply (as in the run)"},
     "--system": {"metavar": "TEXT", "help": "system message before the first turn"},
     "--seed": {"type": int, "default": 0, "help": "seed of what is sampled (%(default)s)"},
-    "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the model "
-                            "where the folder's configuration asks for it"},
-}  # fmt: skip
+    "--trust-remote-code": FLAG | {"help": "run code that a model brings, where it asks for it"},
+}
 SAVED = "outputs/chats"
 """Folder in which dialogues are saved that have no name."""
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"
@@ -122,13 +106,15 @@ class Speaker:
         read, new = torch.tensor([prompt], device=roles.device), len(prompt)
         for _ in range(most):
             mask = torch.ones_like(read, dtype=torch.bool)
-            at = position_ids(mask)[:, -new:]
+            at = native.position_ids(mask)[:, -new:]
             with roles.use_role(self.role):
-                hidden = roles.hidden(read)[:, -1] if cache is None else last_hidden(
-                    roles, cache, read[:, -new:], mask, at)  # fmt: skip
+                if cache is None:
+                    hidden = roles.hidden(read)[:, -1]
+                else:
+                    hidden = native.last_hidden(roles, cache, read[:, -new:], mask, at)
                 logits = roles.head(hidden).float().cpu()
             if not logits.isfinite().any() or logits.isnan().any():
-                raise LogitsError(f"model {self.name}")
+                raise errors.LogitsError(f"model {self.name}")
             shares = F.softmax(logits / (temperature or 1.0), dim=-1)
             drawn = torch.multinomial(shares, 1, generator=generator) if temperature else None
             yield (token := int(logits.argmax() if drawn is None else drawn))
@@ -147,7 +133,9 @@ class Speaker:
         if self.role == REFERENCE:
             return None
         roles, found = self.roles, list[float]()
-        batch = as_responses([prompt], [response], self.chat.pad_token_id).to(roles.device)
+        batch = collector.as_responses([prompt], [response], self.chat.pad_token_id).to(
+            roles.device
+        )
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
                 hidden = response_hidden(roles, batch)
@@ -165,20 +153,21 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
     Raises CheckpointError where the folder is no language model of a stage, or does not fit its
     base.
     """
-    config, template_kwargs = trained_as(final)
+    config, template_kwargs = folders.trained_as(final)
     manifest, parent = final.manifest, final.parent(SFT)
     assert manifest is not None
     if manifest.stage == "rm":
-        raise CheckpointError(f"{final.path} is a reward model; allowed: --reward {final.path}")
+        told = f"{final.path} is a reward model; allowed: --reward {final.path}"
+        raise errors.CheckpointError(told)
     config = replace(config, gradient_checkpointing=False)
-    # An adapter on the base weights includes that of SFT.
-    adapter = checkpoint.json_object(final.path / checkpoint.ADAPTER) if final.is_adapter else {}
-    is_on_base = adapter.get("base_model_name_or_path") == manifest.base
+    is_on_base = False
+    if final.is_adapter:  # one on the base weights includes that of SFT
+        adapter = checkpoint.json_object(final.path / checkpoint.ADAPTER)
+        is_on_base = adapter.get("base_model_name_or_path") == manifest.base
     below: checkpoint.Final | None = final
     sft: checkpoint.Final | None = None
-    role = REFERENCE
     if final.is_adapter and parent is not None and (parent.is_dir() or not is_on_base):
-        sft, role = checkpoint.find(str(parent), f"the SFT model of {final.path}"), POLICY
+        sft = checkpoint.find(str(parent), f"the SFT model of {final.path}")
         base = final.base_folder if sft.is_adapter else str(sft.path)
         below = None if base is None else checkpoint.find(base, f"the base of {final.path}")
     roles = build_roles.start_from(config, below, trainable=False, seed=manifest.base_seed)
@@ -188,6 +177,7 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
             roles.load_adapter(SFT, sft.path, trainable=False)
         build_roles.check_fingerprint(roles, POLICY, final, "self")
     chat = ChatFormat(loading.load_tokenizer(config, final.path), template_kwargs)
+    role = REFERENCE if sft is None else POLICY
     return Speaker(name=name, roles=roles.to(device), role=role, chat=chat)
 
 
@@ -196,7 +186,7 @@ class Conversation:
     """The same questions to each model, which sees its own replies alone."""
 
     speakers: Sequence[Speaker]
-    score: Score | None
+    score: Callable[..., Sequence[float]] | None
     """Function of the reward that scores replies; None without one."""
     temperature: float
     """Divisor of the logits; 0 takes the most probable token."""
@@ -253,18 +243,18 @@ class Conversation:
 
         Raises StorageError where the file cannot be written.
         """
-        rows = []
+        rows = ""
         for one in self.speakers:
-            messages = [message.as_dict() for message in self.messages(one)]
-            numbers = {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
-            row = {"model": one.name, "messages": messages, **numbers}
-            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+            row: dict[str, Any] = {"model": one.name}
+            row["messages"] = [message.as_dict() for message in self.messages(one)]
+            row |= {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
+            rows += json.dumps(row, ensure_ascii=False) + "\n"
         try:
             make_folder(file.parent)
             with written_whole(file, kind=kind) as path:
-                path.write_text("".join(rows), encoding="utf-8")
+                path.write_text(rows, encoding="utf-8")
         except OSError as error:
-            raise StorageError(f"{file} cannot be written: {error}") from error
+            raise errors.StorageError(f"{file} cannot be written: {error}") from error
         print_line(f"saved: {file}")
 
 
@@ -290,27 +280,23 @@ def opened(arguments: Sequence[str]) -> Conversation:
     check_value("--temperature", given.temperature, ZeroOrTemperature | None)
     check_value("--max-tokens", given.max_tokens, PositiveInt | None)
     check_value("--seed", given.seed, Seed)
-    finals = []
-    for source in given.finals:  # the folder of a run stands for the final/ in it
-        inside = Path(source) / FINAL
-        path = str(inside) if (inside / checkpoint.MANIFEST).is_file() else source
-        finals.append(checked_final(path, trusted=given.trust_remote_code))
+    # The folder of a run stands for the final/ in it.
+    insides = {source: Path(source, folders.FINAL, checkpoint.MANIFEST) for source in given.finals}
+    sources = [str(insides[x].parent) if insides[x].is_file() else x for x in given.finals]
+    finals = [checked_final(source, trusted=given.trust_remote_code) for source in sources]
     paths = [str(final.path.resolve()) for final in finals]
-    require(len({*paths}) == len(paths), "FINAL", paths, "each model once")
-    trained = [sampled_as(final) for final in finals]
+    errors.require(len({*paths}) == len(paths), "FINAL", paths, "each model once")
+    temperatures, lengths = zip(*map(folders.sampled_as, finals), strict=True)
     paid_by = (final.parent("reward") for final in finals)  # the one that a policy was trained on
     reward = given.reward or next((str(path) for path in paid_by if path and path.is_dir()), None)
-    quiet_libraries()
+    accelerator.quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):
         return Conversation(
-            speakers=[
-                load_speaker(name, final, device)
-                for name, final in zip(short_names(paths), finals, strict=True)
-            ],
+            speakers=list(map(load_speaker, short_names(paths), finals, repeat(device))),
             score=None if reward is None else text_scorer(reward, []),
-            temperature=trained[-1][0] if given.temperature is None else given.temperature,
-            max_tokens=given.max_tokens or max(most for _, most in trained),
+            temperature=temperatures[-1] if given.temperature is None else given.temperature,
+            max_tokens=given.max_tokens or max(lengths),
             generator=torch.Generator().manual_seed(given.seed),
             system=None if given.system is None else clean(given.system),
         )
@@ -362,14 +348,14 @@ def talk(conversation: Conversation, lines: Iterable[str], file: Path) -> None:
                         check_value(word, heat, ZeroOrTemperature)
                         conversation.temperature = heat
                     case _ if word.startswith("/"):
-                        require(False, "the command", word, "those of /help")
+                        errors.require(False, "the command", word, "those of /help")
                     case _:
                         conversation.ask(text, show)
                         is_saved = False
                         get_console().print(last_turn(speakers))
             except KeyboardInterrupt:
                 print_line("stopped; the turn is not kept")
-            except RLHFError as error:
+            except errors.RLHFError as error:
                 print_line(str(error), "red")
     except (EOFError, KeyboardInterrupt):
         print()
@@ -384,7 +370,7 @@ def last_turn(speakers: Sequence[Speaker]) -> Text | Table:
     for reply in replies:
         score = "" if reply.score is None else f"score {reply.score:+z.2f} · "
         kl = "" if reply.kl is None else f"KL {reply.kl:+z.2f} nats · "
-        numbers.append(Text(score + kl + counted(reply.tokens, "token"), style="dim"))
+        numbers.append(Text(score + kl + errors.counted(reply.tokens, "token"), style="dim"))
     if len(replies) == 1:
         return Text("\n").append(numbers[0])
     table = Table(expand=True)

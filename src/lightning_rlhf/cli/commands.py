@@ -16,7 +16,7 @@ from rich.tree import Tree
 
 from lightning_rlhf.callbacks.files import step_named, step_of
 from lightning_rlhf.callbacks.loggers import AXIS
-from lightning_rlhf.cli.arguments import parse_command
+from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
 from lightning_rlhf.core import metrics
 from lightning_rlhf.core.config import DType, Stage
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
@@ -33,9 +33,7 @@ from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.config import token_in
-from lightning_rlhf.runs import folders, resume
-from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import trained_as
+from lightning_rlhf.runs import accelerator, folders, resume
 from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
 from lightning_rlhf.stages import fit
@@ -43,6 +41,40 @@ from lightning_rlhf.stages.model_card import license_of, write_model
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
+
+COMPARE: Options = {
+    "runs": {"nargs": "+", "metavar": "RUN", "help": "folder of a run, or one above runs"},
+    "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
+    "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
+}
+REPEATED = {"action": "append", "default": []}
+EXPORT: Options = {
+    "run": {"metavar": "FOLDER", "help": "of a run, with --step; a final/ or hub id, with --merge"},
+    "--step": {"type": int, "metavar": "N", "help": "an iteration of PPO or an optimizer step"},
+    "--merge": FLAG | {"help": "merge the adapter into the weights that it is applied to"},
+    "--dtype": {"choices": get_args(DType), "help": "data type of merged weights (float32)"},
+    "--out": {"metavar": "DIR", "help": "folder to write (final_<step>, or <name>_merged beside)"},
+    "--code": REPEATED | {"metavar": "FILE.py:NAME", "help": "own stage or sampler of the run"},
+    "--trust-remote-code": FLAG | {"help": "run code that a model brings, where it asks for it"},
+}
+SERVE: Options = {
+    "final": {"help": "final/ folder of stage=rm or sequence classifier, or a hub id of one"},
+    "overrides": {"nargs": "*", "metavar": "reward.KEY=VALUE", "help": "as for reward=model"},
+    "--host": {"default": "127.0.0.1", "help": "address (%(default)s); 0.0.0.0, ::: all machines"},
+    "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
+    "--token-env": {"metavar": "NAME", "help": "variable with the token that clients must send"},
+}
+PROTOCOL = """POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]}
+and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The
+traffic is not encrypted."""
+SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
+"""Configuration keys on the axes of the parallel coordinates, unless others are given."""
+DASHBOARD: Options = {
+    "project": {"metavar": "ENTITY/PROJECT", "help": "where runs with logger=wandb are"},
+    "--name": {"default": "lightning-rlhf", "help": "name of the workspace"},
+    "--sweep": {"nargs": "+", "metavar": "KEY", "default": SWEPT, "help": "keys of the axes"},
+    "--dry-run": FLAG | {"help": "print the panels, save nothing"},
+}
 
 
 def report(arguments: Sequence[str]) -> None:
@@ -65,12 +97,7 @@ def diminishing(arguments: Sequence[str]) -> None:
 def compare(arguments: Sequence[str]) -> None:
     """Compare runs of a stage: means with intervals over seeds, overlaid curves, rewards at equal
     KL, and what differs in configuration. Runs that differ in their seed alone are one group."""
-    given = parse_command(compare, arguments, {
-        "runs": {"nargs": "+", "metavar": "RUN",
-                 "help": "folder of a run, or one above runs, as that of a sweep"},
-        "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
-        "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
-    })  # fmt: skip
+    given = parse_command(compare, arguments, COMPARE)
     out = Path(given.out)
     refuse_foreign(out, "page")
     found = compare_runs([Path(run) for run in given.runs], given.stage, fewest=2)
@@ -83,54 +110,34 @@ def compare(arguments: Sequence[str]) -> None:
 
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a kept checkpoint of a run as a folder like final/, with its tokenizer and
-    manifest; or that of a final/ folder as whole weights, adapters merged."""
-    given = parse_command(export, arguments, {
-        "run": {"metavar": "FOLDER", "help": "with --step the folder of the run, as "
-                "outputs/<run>/<model>/ppo; with --merge a final/ folder or hub id"},
-        "--step": {"type": int, "metavar": "N", "help": "an iteration of PPO or an optimizer step"},
-        "--merge": {"action": "store_true",
-                    "help": "merge the adapter into the weights that it is applied to"},
-        "--dtype": {"choices": get_args(DType), "help": "data type of merged weights (float32)"},
-        "--out": {"metavar": "DIR", "help": "folder to write (final_<step> in the folder of the "
-                  "run; <name>_merged beside final/)"},
-        "--code": {"action": "append", "default": [], "metavar": "FILE.py:NAME", "help": "a stage "
-                   "or sampler of your own that the run used; no other code is run"},
-        "--trust-remote-code": {"action": "store_true", "help": "run code that comes with the "
-                                "model, where its configuration asks for it; else it is refused"},
-    })  # fmt: skip
-    out = None if given.out is None else Path(given.out)
-    require(given.merge != (given.step is not None), "export", given.step, "either --step N for "
-            "the model of a checkpoint, or --merge for that of a final/ folder")  # fmt: skip
+    manifest; or that of a final/ folder as whole weights, adapters merged.
+
+    Raises:
+        ConfigError: the folder holds no run of a stage that can be exported, or --out exists.
+        CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
+    """
+    given = parse_command(export, arguments, EXPORT)
+    out, step, folder = None if given.out is None else Path(given.out), given.step, Path(given.run)
+    ways = "either --step N for the model of a checkpoint, or --merge for that of a final/ folder"
+    require(given.merge != (step is not None), "export", step, ways)
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:
             merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
-        else:
-            check_value("--step", given.step, PositiveInt)
-            export_run(Path(given.run), given.step, out, given.trust_remote_code)
-
-
-def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> None:
-    """Write the model of a step of the run in `folder`.
-
-    out: folder to write; None is `final_<step>` in the folder of the run.
-
-    Raises:
-        ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
-        CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
-    """
-    settings = settings_of(folder, trust_remote_code=trust_remote_code)
-    fit.require_trained(settings.definition, "exported")
-    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
-    out = out or folder / f"{folders.FINAL}_{step:06d}"
-    require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
-    reason = f"has no checkpoint of step {step}; kept are: {', '.join(map(str, sorted(kept)))}"
-    if step in kept and resume.is_stale(settings):
-        reason = "cannot be exported: the models that it was started from are others now"
-    elif step in kept:
+            return
+        check_value("--step", step, PositiveInt)
+        settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
+        fit.require_trained(settings.definition, "exported")
+        kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+        out = out or folder / f"{folders.FINAL}_{step:06d}"
+        require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
+        if step not in kept:
+            there = ", ".join(map(str, sorted(kept)))
+            raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {there}")
+        if resume.is_stale(settings):
+            reason = "the models that it was started from are others now"
+            raise CheckpointError(f"{folder} cannot be exported: {reason}")
         fit.export(settings, select.export_of(folder, settings, kept[step], step, out))
-        return
-    raise CheckpointError(f"{folder} {reason}")
 
 
 @code_of_command()
@@ -162,26 +169,21 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         settings = read_tree(tree | unread)
     except (ConfigError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}") from error
-    parts = folder.resolve().parts
-    own = folders.run_folder(
-        Path(), settings.run, settings.model.name, settings.stage, settings.job
-    ).parts
-    if parts[-len(own) :] != own:  # the folder was moved: its parents are where the run found them
+    own, place = Path(folders.run_name(settings)).parts, folder.resolve()
+    if place.parts[-len(own) :] != own:  # it was moved: its parents are where the run found them
         return settings
-    return replace(settings, outputs=Path(*parts[: -len(own)]))
+    return replace(settings, outputs=place.parents[len(own) - 1])
 
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    asks = [
-        found[:2] for found in checkpoint.config_faults(tree) if "attn_implementation" in found[0]
-    ]
-    sections = [("", tree)]
-    for prefix, section in sections:  # which grows
-        sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
-        if section.get("trust_remote_code", False) is not False:
-            asks.append((f"{prefix}trust_remote_code", section["trust_remote_code"]))
-    for key, value in asks:
+    asks = {key: x for key, x, _ in checkpoint.config_faults(tree) if "attn_implem" in key}
+    asks |= {
+        key: value
+        for key, value in folders.flatten(tree).items()
+        if key.rpartition(".")[2] == "trust_remote_code" and value is not False
+    }
+    for key, value in asks.items():
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"
@@ -224,11 +226,11 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     require(out is not None or os.path.isdir(source), "--out", None, "a folder, for a hub id")
     out = out or here.parent / f"{here.name}_merged"
     require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
-    quiet_libraries()
-    trained, template_kwargs = trained_as(final)
-    quantised = trained.quantization != "none"  # from numbers of the type that was rounded then
-    config = replace(trained, dtype=trained.dtype if quantised else "float32", kernels="plain",
-                     gradient_checkpointing=False)  # fmt: skip
+    accelerator.quiet_libraries()
+    trained, template_kwargs = folders.trained_as(final)
+    config = replace(trained, kernels="plain", gradient_checkpointing=False)
+    if trained.quantization == "none":  # else from numbers of the type that was rounded then
+        config = replace(config, dtype="float32")
     head = REWARD if manifest.stage == "rm" else None
     parent = final.parent(SFT) if head else final.path
     sft = None if parent is None else checkpoint.find(str(parent), f"the SFT model of {final.path}")
@@ -237,8 +239,8 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     roles = Roles(model.requires_grad_(False), "plain")
     expected = build_roles.fingerprint(final, "self")
     layers = model.config.get_text_config().num_hidden_layers
-    limit = max(rounding_of(getattr(torch, trained.dtype), layers),
-                build_roles.REROUNDED.get(trained.quantization, 0))  # fmt: skip
+    requantised = build_roles.REROUNDED.get(trained.quantization, 0)
+    limit = max(rounding_of(getattr(torch, trained.dtype), layers), requantised)
     if expected is not None and not same_logits(roles.probe(roles.role), expected, limit):
         raise CheckpointError(
             f"{final.path} cannot be merged: with the base weights that are here it gives other "
@@ -271,18 +273,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
         ConfigError: an argument is wrong, or the libraries of the server are not installed.
         CheckpointError: there is no such model.
     """
-    given = parse_command(serve_reward, arguments, {
-        "final": {"help": "final/ folder of stage=rm or sequence classifier, or a hub id of one"},
-        "overrides": {"nargs": "*", "default": [], "metavar": "reward.KEY=VALUE", "help": "as for "
-                      "reward=model, e.g. reward.batch_size=64 reward.chat_template=pair"},
-        "--host": {"default": "127.0.0.1", "help": "address to listen at (%(default)s); 0.0.0.0 or "
-                   ":: lets other machines in"},
-        "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
-        "--token-env": {"metavar": "NAME", "help": "environment variable with a token, without "
-                        "which nobody gets scores; reward.token_env in the run that asks"},
-    }, 'POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]} and '
-        'answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The '
-        "traffic is not encrypted.")  # fmt: skip
+    given = parse_command(serve_reward, arguments, SERVE, PROTOCOL)
     try:
         from lightning_rlhf.rewards.server import RewardServer, listening_socket
     except ModuleNotFoundError as error:
@@ -296,10 +287,9 @@ def serve_reward(arguments: Sequence[str]) -> None:
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         address = listening_socket(given.host, given.port)
-        quiet_libraries()
-        server = RewardServer(
-            build_rewards.text_scorer(given.final, given.overrides), address, token=token
-        )
+        accelerator.quiet_libraries()
+        scorer = build_rewards.text_scorer(given.final, given.overrides)
+        server = RewardServer(scorer, address, token=token)
         key = f" reward.token_env={given.token_env}" if token else ""
         use = f"reward=http 'reward.url=\"{server.url}\"'{key}"
         print(f"reward server: use it with {use}; Ctrl-C ends it", flush=True)
@@ -329,21 +319,13 @@ SECTIONS: dict[str, tuple[Stage, Sequence[metrics.Phase]]] = {
     "Evaluation of policies": ("eval_policy", ["eval"]),
 }
 """Title of a section -> the stage and the phases whose metrics it shows."""
-SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
-"""Configuration keys on the axes of the parallel coordinates, unless others are given."""
 
 
 def dashboard(arguments: Sequence[str]) -> None:
     """Make a workspace in a W&B project: headline metrics, rollout, update, evaluation, time,
     samples, reward against KL over runs, and parallel coordinates for sweeps. It takes the extra
     dashboard: pip install 'lightning-rlhf[dashboard]'."""
-    given = parse_command(dashboard, arguments, {
-        "project": {"metavar": "ENTITY/PROJECT", "help": "where runs with logger=wandb are"},
-        "--name": {"default": "lightning-rlhf", "help": "name of the workspace"},
-        "--sweep": {"nargs": "+", "metavar": "KEY", "default": SWEPT, "help": "configuration keys "
-                    "on the parallel coordinates (ppo.kl_coef ppo.lr seed)"},
-        "--dry-run": {"action": "store_true", "help": "print the panels, save nothing"},
-    })  # fmt: skip
+    given = parse_command(dashboard, arguments, DASHBOARD)
     entity, _, project = given.project.partition("/")
     is_project = bool(entity and project) and "/" not in project
     require(is_project, "PROJECT", given.project, "ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT")
@@ -391,18 +373,15 @@ def build_workspace(
     x, y = panels.SummaryMetric(metrics.KL), panels.SummaryMetric(metrics.REWARD)
     axes: list[Any] = [*map(panels.Config, swept), x, y]
     columns = [panels.ParallelCoordinatesPlotColumn(metric=axis) for axis in axes]
-    sections: dict[str, list[Any]] = {
-        "Headline": [line(name) for name in metrics.HEADLINES],
-        "Runs compared": [
-            panels.ScatterPlot(title="reward against KL", x=x, y=y),
-            panels.ParallelCoordinatesPlot(title="runs of a sweep", columns=columns),
-        ],
-    }
-    opened = [*sections]
+    against = panels.ScatterPlot(title="reward against KL", x=x, y=y)
+    runs = panels.ParallelCoordinatesPlot(title="runs of a sweep", columns=columns)
+    headlines = [line(name) for name in metrics.HEADLINES]
+    opened: dict[str, list[Any]] = {"Headline": headlines, "Runs compared": [against, runs]}
     rest = {name: x for name, x in metrics.METRICS.items() if name not in metrics.HEADLINES}
-    for title, (stage, phases) in SECTIONS.items():
-        found = [n for n, x in rest.items() if stage in x.stages and x.phase in phases]
-        sections[title] = [line(name) for name in found]
+    sections = opened | {
+        title: [line(n) for n, x in rest.items() if stage in x.stages and x.phase in phases]
+        for title, (stage, phases) in SECTIONS.items()
+    }
     sections["Samples"] = [panels.WeavePanelSummaryTable(table_name="samples")]
     shown = [Section(name=x, panels=sections[x], is_open=x in opened) for x in sections]
     settings = WorkspaceSettings(x_axis=AXIS, smoothing_type="none")

@@ -13,20 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
-from lightning_rlhf.core.errors import ConfigError, PrintedError, RLHFError, first_line
+from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, require
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
@@ -49,17 +46,17 @@ def own_configs() -> list[str]:
     """Return the words of the command that name the user's own configurations, options first."""
     hydra = HydraConfig.get()
     sources, name = hydra.runtime.config_sources, hydra.job.config_name
-    folders = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    words = [f"--config-dir={s.path}" for s in sources if s.provider == "command-line"]
+    words += [f"--config-name={name}"] if name != "config" else []
     given: Any = OmegaConf.to_container(hydra.overrides.hydra)
-    paths = [word for word in given if key_of(word) == "hydra.searchpath"]
-    return [*folders, *([f"--config-name={name}"] if name != "config" else []), *paths]
+    return words + [word for word in given if key_of(word) == "hydra.searchpath"]
 
 
 def run_command(
     command: Sequence[str],
     environment: Mapping[str, str],
     output: BinaryIO | None = None,
-    stopped_by: Callable[[], int | None] | None = None,
+    stopped_by: Callable[[], int | None] = lambda: None,
 ) -> int:
     """Run a command to its end and return its exit status, below 0 where a signal ended it.
 
@@ -75,31 +72,30 @@ def run_command(
     Raises Stopped afterwards if a signal came.
     """
     received: list[int] = []
-    early: list[int] = []  # that came before there was a process
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
         received.append(signum)
-        passed = signal.SIGTERM if signum == signal.SIGUSR2 else signum
-        early.append(passed) if process is None else process.send_signal(passed)
+        if process is not None:
+            process.send_signal(signal.SIGTERM if signum == signal.SIGUSR2 else signum)
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)
     heard += [signal.SIGUSR2] if callable(requeue) else []
     before = {signum: signal.signal(signum, pass_on) for signum in heard}
+    options: dict[str, Any] = {"stdout": output, "stderr": output, "stdin": subprocess.DEVNULL}
+    options |= {"process_group": 0, "preexec_fn": partial(end_with, os.getpid())}
     try:
-        process = subprocess.Popen(
-            command, env={**os.environ, **environment}, stdin=subprocess.DEVNULL, process_group=0,
-            preexec_fn=partial(end_with, os.getpid()), stdout=output, stderr=output,
-        )  # fmt: skip
-        for signum in early:
-            process.send_signal(signum)
-        while (status := process.poll()) is None:
+        process = subprocess.Popen(command, env={**os.environ, **environment}, **options)
+        if received:  # before there was a process
+            process.terminate()
+        is_told = False
+        while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(None if stopped_by is None else 1)
-            if stopped_by is not None and stopped_by() is not None:
+                process.wait(1)
+            if not is_told and stopped_by() is not None:
                 process.terminate()
-                stopped_by = None
+                is_told = True
     finally:
         for signum, handler in before.items():
             signal.signal(signum, handler)
@@ -107,7 +103,7 @@ def run_command(
         requeue(signal.SIGUSR2, None)
     if received:
         raise Stopped(received[0])
-    return status
+    return process.returncode
 
 
 def end_with(parent: int) -> None:
@@ -126,14 +122,12 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     Raises: Stopped where a signal ended it, RLHFError where a process was killed, PrintedError
         where one failed with a message, and SystemExit where one failed otherwise.
     """
-    if settings.trainer.num_nodes > 1:
-        raise ConfigError(
-            f"trainer.num_nodes is {settings.trainer.num_nodes}, but this command starts processes "
-            "on this machine alone; allowed: torchrun or srun on each machine (docs/scaling.md)"
-        )
     from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
-    check_devices(settings, settings.trainer.devices)
+    trainer, trains = settings.trainer, settings.definition.trains
+    ways = "torchrun or srun on each machine (docs/scaling.md); this command starts 1 alone"
+    require(trainer.num_nodes == 1, "trainer.num_nodes", trainer.num_nodes, ways)
+    check_devices(settings, trainer.devices)
     decided = {
         "resume": str(settings.resume).lower(),
         "overwrite": str(settings.overwrite).lower(),
@@ -141,21 +135,18 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     }
     words = [word for word in overrides if key_of(word) not in decided]
     words += [f"{key}={value}" for key, value in decided.items()]
-    trains = settings.definition.trains
-    failures = launch(
-        settings.trainer.devices, ["-m", "lightning_rlhf", *own_configs(), *words],
-        SAID if trains else "",
-    )  # fmt: skip
-    statuses = {rank: failure.exitcode for rank, failure in failures.items()}
-    killed = {rank: -status for rank, status in sorted(statuses.items()) if status < 0}
+    command = ["-m", "lightning_rlhf", *own_configs(), *words]
+    failures = launch(trainer.devices, command, SAID if trains else "")
+    statuses = {rank: failure.exitcode for rank, failure in sorted(failures.items())}
+    killed = [rank for rank, status in statuses.items() if status < 0]
     # The launcher sends SIGTERM to those that are left when another one has ended: it counts only
     # if no process ended in another way.
-    first = [rank for rank, number in killed.items() if number != signal.SIGTERM]
-    if rank := first or [*killed] * (len(killed) == len(failures)):
-        place = f"resume=auto goes on in {folder_of(settings)}"
+    first = [rank for rank in killed if statuses[rank] != -signal.SIGTERM]
+    if rank := first or killed * (len(killed) == len(failures)):
+        auto = f"resume=auto goes on in {folder_of(settings)}"
         raise RLHFError(
-            f"process {rank[0]} of the run was ended by {signal.Signals(killed[rank[0]]).name}, "
-            f"and the others with it; {place if trains else 'the same command starts it over'}"
+            f"process {rank[0]} of the run was ended by {signal.Signals(-statuses[rank[0]]).name}, "
+            f"and the others with it; {auto if trains else 'the same command starts it over'}"
         )
     for failure in failures.values():
         if "timestamp" in failure.error_file_data:  # which `print_error` has left
@@ -164,30 +155,29 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
         sys.exit(max(statuses.values()))
 
 
-def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
-    """Run `python command` in several processes; return rank -> failure of those that failed.
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
+    """Run `python command` in several processes.
 
-    An exit status below 0 is a signal's number.
     said: message to print at the first signal, with a place for its name.
+
+    Returns: rank -> the launcher's `ProcessFailure`, for the processes that failed; an exit status
+        below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended, and
         RLHFError where they do not meet.
     """
-    from torch.distributed import DistError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous import RendezvousError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import DistError, elastic, launcher
 
     stop = Stop(said)
+    signalled = elastic.multiprocessing.SignalException
 
     def receive(signum: int, frame: FrameType | None) -> None:
         is_second = stop.signal is not None
         stop.receive(signum, frame)  # a second one ends this process, and the others with it
         if not is_second:
-            raise SignalException(f"received signal {signum}", signal.Signals(signum))
+            raise signalled(f"received signal {signum}", signal.Signals(signum))
 
-    config = LaunchConfig(
+    config = launcher.LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=processes, run_id=uuid.uuid4().hex,
         rdzv_backend="c10d", rdzv_endpoint=f"{HERE}:0", local_addr=HERE, max_restarts=0,
         rdzv_configs={"read_timeout": MEET_S, "join_timeout": MEET_S},
@@ -199,15 +189,15 @@ def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Proce
     handlers = {number: signal.signal(number, receive) for number in heard}
     os.environ |= {IN_LAUNCHER: str(os.getpid()), IN_RECIPE: "processes"}
     try:
-        elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
+        launcher.elastic_launch(config, sys.executable)(*command)
+    except elastic.multiprocessing.errors.ChildFailedError as error:
         return dict(error.failures)
-    except (RendezvousError, DistError) as error:
+    except (elastic.rendezvous.RendezvousError, DistError) as error:
         raise RLHFError(
             f"the processes of the run do not meet at {HERE} ({first_line(error)}); allowed: a "
             "machine on which a program can connect to that address, or trainer.devices=1"
         ) from error
-    except SignalException as error:
+    except signalled as error:
         raise Stopped(error.sigval) from error
     finally:
         for number, handler in handlers.items():

@@ -5,13 +5,11 @@ import io
 import logging
 import os
 import pkgutil
-import re
 import shlex
 import signal
 import sys
 import traceback
 import warnings
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,7 +17,6 @@ from typing import Any
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -38,7 +35,7 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
-from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
+from lightning_rlhf.runs.stage import AUTO, STAGES, stage_names
 
 NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts")}
 """Stage -> the one that follows it, and the data that this one reads."""
@@ -50,45 +47,27 @@ def main() -> None:
     """Run train.py or the console command."""
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     leave_run()
-    if IN_LAUNCHER in os.environ:
-        launch.end_with(int(os.environ[IN_LAUNCHER]))
-    elif world().launcher == "torchrun":
-        launch.end_with(os.getppid())
+    if IN_LAUNCHER in os.environ or world().launcher == "torchrun":
+        launch.end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
     if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
     words = sys.argv[1:]
-    first = (words or [""])[0]
-    if first in arguments.WITHOUT_RUN:
-        words = [*words[1:], f"preflight={arguments.WITHOUT_RUN[first]}"]
-    if words == ["--version"]:
-        print(f"lightning-rlhf {lightning_rlhf.__version__}")
-        return
+    first, *rest = words or [""]
     try:
         if first in arguments.COMMANDS:
-            # A shell leaves ~ as it is in --out=~/page.html, and between quotes.
-            home = os.path.expanduser("~")
-            rest = [
-                re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: (x[1] or "") + home, w)
-                for w in words[1:]
-            ]
-            function = f"{arguments.COMMANDS[first]}:{first.replace('-', '_')}"
+            module, name = arguments.COMMANDS[first], first.replace("-", "_")
+            # A shell leaves ~ as it is in --out=~/page.html.
+            rest = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in rest]
             # What the folders that it reads name is not run.
             with code_of_command(), full_disk_told():
-                pkgutil.resolve_name(f"lightning_rlhf.cli.{function}")(rest)
-            return
-        register_resolvers()
-        os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
-        given = arguments.parse_arguments(words)
-        asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
-        if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
-            print(*(f"stage={name}" for name in STAGES), sep="\n")
-            return
-        arguments.check_command(words, given)
-        # Hydra's parser needs the overrides on one side of the options.
-        sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
-        with printed_safely(given):
-            compose()
+                pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
+        elif words == ["--version"]:
+            print(f"lightning-rlhf {lightning_rlhf.__version__}")
+        else:
+            mode = arguments.WITHOUT_RUN.get(first)
+            with prepared(words if mode is None else [*rest, f"preflight={mode}"]):
+                compose()
     except errors.RLHFError as error:
         console.print_error(arguments.without_secrets(str(error)))
         sys.exit(1)
@@ -103,8 +82,18 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def printed_safely(given: Namespace) -> Iterator[None]:
-    """Remove secrets from the configuration that Hydra prints where it runs no job."""
+def prepared(words: Sequence[str]) -> Iterator[None]:
+    """Set Hydra up for a command line; remove secrets from what it prints where it runs no job."""
+    register_resolvers()
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
+    given = arguments.parse_arguments(words)
+    asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
+    if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
+        print(*(f"stage={name}" for name in STAGES), sep="\n")
+        sys.exit()
+    arguments.check_command(words, given)
+    # Hydra's parser needs the overrides on one side of the options.
+    sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
     printed, is_printed = io.StringIO(), given.cfg or given.info or given.help or given.hydra_help
     try:
         with contextlib.redirect_stdout(printed) if is_printed else contextlib.nullcontext():
@@ -120,13 +109,13 @@ def register_resolvers() -> None:
     a data set to validate on (null beside a local file to train on), and the configuration `open` a
     mapping that takes any key on the command line.
     """
-    OmegaConf.register_new_resolver(
-        "hub_val",
-        lambda name, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else name,
-        replace=True,
-    )
-    OmegaConf.register_new_resolver("program", arguments.program_name, replace=True)
-    OmegaConf.register_new_resolver("recipes", lambda p: str(console.RECIPES / p), replace=True)
+    resolvers: dict[str, Any] = {
+        "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
+        "program": arguments.program_name,
+        "recipes": lambda path: str(console.RECIPES / path),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
@@ -162,12 +151,14 @@ def compose(cfg: DictConfig) -> str | None:
         sys.exit(128 + (stop.signum if isinstance(stop, Stopped) else signal.SIGINT))
     except Exception as error:
         is_ours = isinstance(error, errors.RLHFError)
+        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        message, trace = (
+            visible(arguments.without_secrets(x, secrets=secrets))
+            for x in (text, traceback.format_exc())
+        )
         if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
-            text = arguments.without_secrets(traceback.format_exc(), secrets=secrets)
-            print(visible(text), file=sys.stderr, end="")
-        text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        message = visible(arguments.without_secrets(text, secrets=secrets))
+            print(trace, file=sys.stderr, end="")
         if is_ours and not is_apart and not isinstance(error, errors.PrintedError):
             is_cut_off = isinstance(error, errors.RewardError | errors.StorageError)
             advice = how_to_go_on(cfg, in_sweep) if is_cut_off else []
@@ -192,9 +183,8 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
                 return ["the same command goes on"]
             if saved := numbered(folder / folders.CHECKPOINTS):
                 return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
-            if folders.is_unbegun(folder):
-                return ["the same command starts it over"]
-            return ["it has no checkpoint yet, resume=auto starts it over"]
+            is_new = folders.is_unbegun(folder)
+            return [f"{'the same command' if is_new else 'resume=auto'} starts it over"]
     return []
 
 
@@ -208,16 +198,7 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
             raise errors.ConfigError(f"recipe={recipe} runs its own stages; leave out stage=")
         arguments.refuse_processes("a recipe")
         folder_names(plain(cfg))
-        folder = recipes.recipe_folder(recipe)
-        found = recipes.read_recipe(folder)
-        try:
-            if found.program is None:
-                recipes.run_recipe(found, cfg, overrides)
-            else:
-                recipes.run_program(found, folder, cfg, overrides)
-        except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
-            reason = arguments.composition_error(error, overrides)
-            raise errors.ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
+        recipes.run(recipe, cfg, overrides)
         return
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if not in_sweep and stage in names:
@@ -244,17 +225,13 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         fit.fit(settings)
     is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
     if is_alone and definition.hands_over == "model":
-        print_line(f"next: {next_command(settings, overrides)}")
-
-
-def next_command(settings: Settings, overrides: Sequence[str]) -> str:
-    """Return the command that goes on from a finished stage that hands over a model."""
-    words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
-    if settings.stage in NEXT:
-        given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
-        kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
-        following, data = NEXT[settings.stage]
-        words = [*launch.own_configs(), f"stage={following}", *kept]
-        if getattr(settings.data, data).train is None:
-            words.append(f"data.{data}.train=FILE.jsonl")
-    return arguments.without_secrets(f"{arguments.program_name()} {shlex.join(words)}", overrides)
+        words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
+        if settings.stage in NEXT:
+            given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
+            kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
+            following, data = NEXT[settings.stage]
+            words = [*launch.own_configs(), f"stage={following}", *kept]
+            if getattr(settings.data, data).train is None:
+                words.append(f"data.{data}.train=FILE.jsonl")
+        line = f"next: {arguments.program_name()} {shlex.join(words)}"
+        print_line(arguments.without_secrets(line, overrides))

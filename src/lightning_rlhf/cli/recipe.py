@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import operator
 import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from hydra import compose
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field
@@ -20,7 +23,8 @@ from pydantic.dataclasses import dataclass
 from rich import get_console
 from yaml import YAMLError
 
-from lightning_rlhf.cli.arguments import key_of, parse_overrides, program_name, stage_of
+from lightning_rlhf.cli import arguments
+from lightning_rlhf.cli.arguments import key_of, parse_overrides
 from lightning_rlhf.cli.launch import IN_RECIPE, override_value, own_configs, run_command
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
@@ -34,10 +38,8 @@ from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
-HOW: Mapping[resume.State, Sequence[str]] = {
-    "new": (), "cut off": ("resume=auto",), "outdated": ("overwrite=true",),
-}  # fmt: skip
-"""State of a stage -> overrides with which it is run."""
+HOW: Mapping[resume.State, str] = {"cut off": "resume=auto", "outdated": "overwrite=true"}
+"""State of a stage that is not new -> override with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
 ANY = ("seed", *folders.VOLATILE)
@@ -59,8 +61,8 @@ class Promise:
 
     def __post_init__(self) -> None:
         bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
-        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
-             "exactly one of at_least, at_most, gain")  # fmt: skip
+        one = "exactly one of at_least, at_most, gain"
+        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds, one)
 
     def row(self, found: Evaluated | None) -> PromiseRow:
         """Return the promise beside its measured number; one that was not measured is broken.
@@ -73,18 +75,16 @@ class Promise:
         value, interval = (None, None) if found is None else (found.value, found.interval)
         if found is not None and self.gain is not None:
             value, interval = found.gain, found.gain_interval
-
-        def holds(x: float) -> bool:
-            return x <= bound if self.at_most is not None else x >= bound
-
-        text = "not measured"
-        verdict: Kept = "broken"
-        if value is not None:
-            text = f"{value:.3f}{interval_text(interval)}"
-            is_within = any(map(holds, interval or ()))
-            verdict = "kept" if holds(value) else "within noise" if is_within else "broken"
-        return PromiseRow(stage=self.stage, metric=self.metric, promised=f"{words} {bound:g}",
-                          measured=text, verdict=verdict)  # fmt: skip
+        row = partial(
+            PromiseRow, stage=self.stage, metric=self.metric, promised=f"{words} {bound:g}"
+        )
+        if value is None:
+            return row(measured="not measured", verdict="broken")
+        compare = operator.ge if self.at_most is None else operator.le
+        is_within = any(compare(x, bound) for x in interval or ())
+        verdict: Kept = "within noise" if is_within else "broken"
+        measured = f"{value:.3f}{interval_text(interval)}"
+        return row(measured=measured, verdict="kept" if compare(value, bound) else verdict)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -98,39 +98,52 @@ class Recipe:
     """File whose `main(PPOConfig, seed, folder)` returns claims; it replaces the stages."""
     overrides: Words
     """Overrides for every stage; those of the user take precedence."""
-    steps: Annotated[Mapping[str, Words], described("a mapping from steps to lists of texts")] = (
+    steps: Annotated[Mapping[str, Words], described("a mapping of steps to lists of texts")] = (
         field(default_factory=dict)
     )
     """Step -> overrides of its own, in which {folder} is the run's."""
-    promises: Annotated[
-        tuple[Promise, ...], Field(strict=False), described("a list of promises")
-    ]  # fmt: skip
+    promises: Annotated[tuple[Promise, ...], Field(strict=False, description="a list of promises")]
     """Bounds that hold for the recipe's own model and data with any seed."""
     next: Words
     """Suggested next commands; {folder} is the run's, {given} the last stage's overrides."""
 
     def __post_init__(self) -> None:
-        rule(bool(self.stages) != bool(self.program), "stages", self.stages,
-             "at least one stage, or a program in their place")  # fmt: skip
-        rule(len({*self.stages}) == len(self.stages), "stages", list(self.stages),
-             "each step once; STAGE@JOB repeats a stage")  # fmt: skip
-        named = {"steps": self.steps, "promises": [promise.stage for promise in self.promises]}
-        for key, step in ((key, step) for key, steps in named.items() for step in steps):
-            rule(step in self.stages, key, step, ", ".join(self.stages))
+        one = "at least one stage, or a program in their place"
+        rule(bool(self.stages) != bool(self.program), "stages", self.stages, one)
+        twice = "each step once; STAGE@JOB repeats a stage"
+        rule(len({*self.stages}) == len(self.stages), "stages", list(self.stages), twice)
+        for key, steps in (("steps", self.steps), ("promises", [x.stage for x in self.promises])):
+            for step in steps:
+                rule(step in self.stages, key, step, ", ".join(self.stages))
+
+
+def run(name: str, cfg: DictConfig, given: Sequence[str]) -> None:
+    """Run a recipe of the package, or a user's own in the folder `name`.
+
+    cfg: configuration of the command; given: its overrides.
+
+    Raises ConfigError where the recipe is not known or not valid, and RLHFError where a stage fails
+    or a promise is broken.
+    """
+    folder = recipe_folder(name)
+    recipe = read_recipe(folder)
+    try:
+        if recipe.program is None:
+            run_recipe(recipe, cfg, given)
+        else:
+            run_program(recipe, folder / recipe.program, cfg, given)
+    except (HydraException, OmegaConfBaseException) as error:  # the recipe's own overrides
+        reason = arguments.composition_error(error, given)
+        raise ConfigError(f"{folder / 'recipe.yaml'}: {reason}") from error
 
 
 def recipe_folder(name: str) -> Path:
-    """Return the folder of a recipe: one of the package, or a user's own by its path.
-
-    Raises ConfigError where it holds no recipe.yaml.
-    """
+    """Return the folder of a recipe. Raises ConfigError where it holds no recipe.yaml."""
     known = sorted(path.parent.name for path in console.RECIPES.glob("*/recipe.yaml"))
     folder = console.RECIPES / name if name in known else Path(os.path.expanduser(str(name)))
     if not (folder / "recipe.yaml").is_file():
-        raise ConfigError(
-            f"recipe={name} is not known; allowed: {', '.join(known)}, or a folder that holds a "
-            "recipe.yaml"
-        )
+        allowed = f"{', '.join(known)}, or a folder that holds a recipe.yaml"
+        raise ConfigError(f"recipe={name} is not known; allowed: {allowed}")
     return folder
 
 
@@ -175,59 +188,66 @@ def step_overrides(
     job: job of the whole recipe, of a sweep; the step's own is inside of it.
     folder: folder of the run.
     """
-    stage, inner = split_step(step)
-    stages = {*STAGES, *(split_step(name)[0] for name in recipe.stages)}
+    stage, _, inner = step.partition("@")
+    stages = {*STAGES, *(name.partition("@")[0] for name in recipe.stages)}
     own = recipe.steps.get(step, ())
-    free = [word for word in own if FOLDER not in word]
     tied = [word.partition("=") for word in own if FOLDER in word]
     named = [f"{key}={override_value(x.replace(FOLDER, str(folder)))}" for key, _, x in tied]
     words: list[str] = []
-    for more in (recipe.overrides, free, given, named):
+    for more in (recipe.overrides, [word for word in own if FOLDER not in word], given, named):
         keys = {*OWN, *map(key_of, more)}
         words = [word for word in words if key_of(word) not in keys]
         words += [word for word in more if key_of(word) not in OWN]
     parsed = parse_overrides(words)
-    kept = [str(o.input_line) for o in parsed if stage_of(o, stages) in (None, stage)]
-    name = "/".join(str(part) for part in (job, inner) if part)
+    kept = [str(o.input_line) for o in parsed if arguments.stage_of(o, stages) in (None, stage)]
+    name = "/".join(part for part in (job, inner) if part)
     return (f"stage={stage}", *kept, *([f"job={override_value(name)}"] if name else []))
-
-
-def split_step(step: str) -> tuple[str, str | None]:
-    """Return the stage of a step, and its job: "dpo@round1" is ("dpo", "round1")."""
-    stage, _, job = step.partition("@")
-    return stage, job or None
 
 
 def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     """Run the stages that are not finished, then show the results and check the promises.
 
-    Raises RLHFError where a stage fails or a promise is broken.
+    The results are samples before and after, and the compute.
     """
     job = None if cfg.job is None else str(cfg.job)
     stages, folder = settings_of(recipe, given, job)
-    if (nodes := max(settings.trainer.num_nodes for settings in stages.values())) > 1:
-        raise ConfigError(
-            f"trainer.num_nodes is {nodes}, but a recipe runs its stages on this machine alone; "
-            "allowed: 1, or one stage a command on several machines (docs/scaling.md)"
-        )
-    first, last = stages[recipe.stages[0]], recipe.stages[-1]
+    nodes = max(settings.trainer.num_nodes for settings in stages.values())
+    ways = "1 for a recipe; one stage a command runs on several machines (docs/scaling.md)"
+    require(nodes == 1, "trainer.num_nodes", nodes, ways)
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
     words = {step: step_overrides(recipe, step, given, job, folder) for step in stages}
-    with resume.held(first, folder):
+    with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
-    from lightning_rlhf.evaluation import compare
+    from lightning_rlhf.callbacks.compute import PEAK, compute_line
+    from lightning_rlhf.evaluation import compare, diminishing
+    from lightning_rlhf.runs import measured
 
-    results = summarise(stages)
-    if job is None:
-        options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *words[last][1:]])
-        for line in recipe.next:
-            line = line.replace("python train.py", program_name())
-            print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
+    places = {step: folders.folder_of(settings) for step, settings in stages.items()}
+    metrics = {
+        step: measured.metrics_of(place / folders.FINAL, stages[step].definition)
+        for step, place in places.items()
+    }
+    if "ppo" in stages:
+        if stages["ppo"].samples:
+            if (samples := measured.evaluation_files(places["ppo"])) is None:
+                raise CheckpointError(
+                    f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, "
+                    "which a finished stage=ppo leaves. overwrite=true does the recipe again"
+                )
+            get_console().print(side_by_side(*samples, n=5))
+        diminishing.repeat_conclusion(places["ppo"])
+    if counted := [step for step in stages if PEAK in metrics[step]]:
+        print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
+    last = words[recipe.stages[-1]][1:]
+    options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *last])
+    for line in recipe.next if job is None else ():
+        line = line.replace("python train.py", arguments.program_name())
+        print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     written, _ = settings_of(recipe, (), None, folder)
@@ -236,9 +256,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         (found.model.name, found.data) == (written[step].model.name, written[step].data)
         for step, found in stages.items()
     )
+    results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
-    places = [*map(folders.folder_of, stages.values())]
-    compare.keep_recipe(folder, places, rows if is_made else None)
+    compare.keep_recipe(folder, [*places.values()], rows if is_made else None)
     print_line(f"report: {compare.write_report(folder)}")
     if is_made:
         check_promises(recipe.title, rows, stages, written)
@@ -271,9 +291,10 @@ def run_steps(
     ran = []
     for step, settings in stages.items():
         state: resume.State = "outdated" if start_over else resume.state_of(settings)
-        final = folders.folder_of(settings) / folders.FINAL
-        if state == "done" and is_newer(data_of_run(settings, folder), final):
-            state = "outdated"
+        final, source = folders.folder_of(settings) / folders.FINAL, data_of_run(settings, folder)
+        if state == "done" and source is not None and source.is_file():
+            is_newer = source.stat().st_mtime_ns > final.stat().st_mtime_ns
+            state = "outdated" if is_newer else "done"
         if state == "done":
             print_line(f"{step}: done already, {final.parent}", "green")
             complete(settings)
@@ -281,45 +302,14 @@ def run_steps(
         ran.append(step)
         print_line(f"{step}: {final.parent}", "bold")
         command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words[step]]
-        status = run_command([*command, *HOW[state]], {IN_RECIPE: step})
+        command += [HOW[state]] if state in HOW else []
+        status = run_command(command, {IN_RECIPE: step})
         if status or not final.is_dir():
             raise RLHFError(
                 f"stage={step} failed with exit status {status}; its output stands above. "
                 "The same command, without overwrite=true, goes on from there"
             )
     return ran
-
-
-def is_newer(source: Path | None, final: Path) -> bool:
-    """Return whether data were written after the folder `final/` that is made of them."""
-    if source is None or not source.is_file():
-        return False
-    return source.stat().st_mtime_ns > final.stat().st_mtime_ns
-
-
-def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]:
-    """Show samples before and after, and the compute; return each stage's metrics by name."""
-    from lightning_rlhf.callbacks.compute import PEAK, compute_line
-    from lightning_rlhf.evaluation.diminishing import repeat_conclusion
-    from lightning_rlhf.runs import measured
-
-    places = {step: folders.folder_of(settings) for step, settings in stages.items()}
-    metrics = {
-        step: measured.metrics_of(places[step] / folders.FINAL, settings.definition)
-        for step, settings in stages.items()
-    }
-    if "ppo" in stages and stages["ppo"].samples:
-        if (samples := measured.evaluation_files(places["ppo"])) is None:
-            raise CheckpointError(
-                f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, which a "
-                "finished stage=ppo leaves. overwrite=true does the recipe again"
-            )
-        get_console().print(side_by_side(*samples, n=5))
-    if "ppo" in stages:
-        repeat_conclusion(places["ppo"])
-    if counted := [step for step in stages if PEAK in metrics[step]]:
-        print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
-    return {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
 
 
 def check_promises(
@@ -336,55 +326,53 @@ def check_promises(
 
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
-    table = Table(
-        title=f"{title}: what it promises",
-        columns=["stage", "metric", "promised", "measured [95% interval]", ""],
-        rows=[[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows],
-    )
+    cells = [[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows]
+    columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
+    table = Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
     changed: dict[str, None] = {}
     for name, found in stages.items():
         free = *ANY, *folders.volatile(found.definition)
         changed |= dict.fromkeys(folders.differing_keys(found.tree, written[name].tree, free))
-    keys = ", ".join(changed)
     broken = [row for row in rows if row.verdict == "broken"]
-    if broken and keys:
+    told = (f"{row.metric} is {row.measured}, promised: {row.promised}" for row in broken)
+    if broken and not changed:
+        raise RLHFError(f"{title} did not keep its promises: {'; '.join(told)}")
+    if broken:
+        keys = ", ".join(changed)
         print_line(
             f"Not as the recipe is written: {keys}; so its promises are shown and not enforced."
         )
-    elif broken:
-        told = (f"{row.metric} is {row.measured}, promised: {row.promised}" for row in broken)
-        raise RLHFError(f"{title} did not keep its promises: {'; '.join(told)}")
 
 
-def run_program(recipe: Recipe, folder: Path, cfg: DictConfig, given: Sequence[str]) -> None:
-    """Run the program in `folder` with the settings of PPO and check its claims as promises.
-
-    Raises RLHFError where a claim of the unchanged recipe fails.
-    """
+def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str]) -> None:
+    """Run a program with the settings of PPO and check its claims as promises."""
     import torch
 
-    assert recipe.program is not None
-    require((folder / recipe.program).is_file(), "recipe.program", recipe.program, "a file there")
-    sys.path.insert(0, str(folder))
-    program: Any = importlib.import_module(Path(recipe.program).stem)
+    require(file.is_file(), "recipe.program", file.name, f"a file in {file.parent}")
+    sys.path.insert(0, str(file.parent))
+    program: Any = importlib.import_module(file.stem)
     for key in map(key_of, given):
         if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
-            raise ConfigError(
-                f"recipe={cfg.recipe} does not read {key}; allowed: ppo.{', '.join(program.READS)}"
-            )
+            allowed = f"ppo.{', '.join(program.READS)}"
+            raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
     job = None if cfg.job is None else str(cfg.job)
     (stages, _), (written, _) = (settings_of(recipe, words, job) for words in (given, ()))
     settings = stages["ppo"]
-    out = folders.run_folder(settings.outputs, settings.run, folder.name, "", settings.job)
+    out = folders.run_folder(settings.outputs, settings.run, file.parent.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)
     torch.set_num_threads(1)
-    rows = [
-        PromiseRow(stage=program.__name__, metric=claim.text,
-                   promised=f"{claim.at_least:g} to {claim.at_most:.3g}",
-                   measured=f"{claim.measured:.3f}", verdict="kept" if claim.holds else "broken")
-        for claim in program.main(settings.config, settings.seed, out)
-    ]  # fmt: skip
+    rows = []
+    for claim in program.main(settings.config, settings.seed, out):
+        promised = f"{claim.at_least:g} to {claim.at_most:.3g}"
+        row = PromiseRow(
+            stage=program.__name__,
+            metric=claim.text,
+            promised=promised,
+            measured=f"{claim.measured:.3f}",
+            verdict="kept" if claim.holds else "broken",
+        )
+        rows.append(row)
     for line in (f"picture: {out / program.__name__}.png", *recipe.next):
         print_line(line)
     check_promises(recipe.title, rows, stages, written)

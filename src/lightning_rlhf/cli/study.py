@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.progress import is_evaluation, trained
 from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
-from lightning_rlhf.cli.sweep import NEUTRAL, STOPPED, Job, Jobs, job_name, job_settings, stopped_by
+from lightning_rlhf.cli.sweep import NEUTRAL, STOPPED, Job, Jobs, job_name, stopped_by
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, require
@@ -37,6 +37,7 @@ from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import locked
 from lightning_rlhf.runs.folders import flatten
+from lightning_rlhf.runs.settings import read_settings
 
 KEY = "hydra.sweeper"
 Direction = Literal["maximize", "minimize"]
@@ -85,7 +86,7 @@ def read_study_config(options: Mapping[str, Any], cfg: DictConfig) -> StudyConfi
     name, settings = study.metric, None
     better = METRICS[name].better if name in METRICS else None
     with suppress(ConfigError):  # each job reports it, unless what is chosen mends it
-        settings = job_settings(cfg)
+        settings = None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
     if settings is not None:
         stage = settings.definition
         better = dict(stage.goal).get(name, better)
@@ -171,12 +172,12 @@ class Trials:
         was = self.study.user_attrs[FIXED] if self.study.trials else now
         if was != now:
             old, new = (
-                " ".join(word for word in one if word not in other) or "defaults"
-                for one, other in ((was, now), (now, was))
+                [x for x in one if x not in other] for one, other in ((was, now), (now, was))
             )
             raise ConfigError(
-                f"the study {self.name} has trials of {old}, not of {new}; allowed: the same "
-                f"values and choices, or {KEY}.study_name=NAME for another study"
+                f"the study {self.name} has trials of {' '.join(old) or 'defaults'}, not of "
+                f"{' '.join(new) or 'defaults'}; allowed: the same values and choices, or "
+                f"{KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)
 
@@ -191,34 +192,28 @@ class Trials:
         place = self.sweep.folder / "database" if self.is_database else Path(self.place)
         name = job_name([f"study={self.config.study_name}"], None)  # which a file may have
         file = place.with_name(f".{place.name}.{name}.lock")
+        lock, config, results = ExitStack(), self.config, self.sweep.results
         try:
-            with locked(file):
-                self.run_trials()
+            lock.enter_context(locked(file))
         except Timeout:
-            raise ConfigError(
-                f"another command runs trials of the study {self.name}, and holds {file}; "
-                f"allowed: one at a time, with {KEY}.n_jobs and a launcher for several trials"
-            ) from None
-
-    def run_trials(self) -> None:
-        """Run the trials as `run` does, with the study locked."""
-        results, trials = self.sweep.results, self.study.trials
-        left = [trial.number for trial in trials if not trial.state.is_finished()]
-        results += [Job(**t.user_attrs[RESULT]) for t in trials if t.state.is_finished()]
-        while stopped_by() is None:
-            missing = min(self.config.n_jobs, self.config.n_trials - len(results))
-            if missing <= 0:
-                break
-            new = [self.study.ask(self.space).number for _ in range(missing - len(left))]
-            numbers, left = [*left, *new][:missing], left[missing:]
-            # Equal trials have one folder: the second one is launched when the first has ended.
-            firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
-            left = [n for n in numbers if n not in firsts] + left
-            numbers = [n for n in numbers if n in firsts]
-            self.sweep.launch(
-                [self.sweep.job([*self.fixed, *self.chosen(n)], self.report(n)) for n in numbers]
-            )
-            results[-len(numbers) :] = map(self.told, numbers, results[-len(numbers) :])
+            told = f"another command runs trials of the study {self.name}, and holds {file}"
+            ways = f"one at a time, with {KEY}.n_jobs and a launcher for several trials"
+            raise ConfigError(f"{told}; allowed: {ways}") from None
+        with lock:
+            trials = self.study.trials
+            left = [trial.number for trial in trials if not trial.state.is_finished()]
+            results += [Job(**t.user_attrs[RESULT]) for t in trials if t.state.is_finished()]
+            while stopped_by() is None and len(results) < config.n_trials:
+                missing = min(config.n_jobs, config.n_trials - len(results))
+                new = [self.study.ask(self.space).number for _ in range(missing - len(left))]
+                numbers, left = [*left, *new][:missing], left[missing:]
+                # Equal trials have one folder: the second is launched when the first has ended.
+                firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
+                left = [n for n in numbers if n not in firsts] + left
+                numbers = [n for n in numbers if n in firsts]
+                words = [[*self.fixed, *self.chosen(n)] for n in numbers]
+                self.sweep.launch(list(map(self.sweep.job, words, map(self.report, numbers))))
+                results[-len(numbers) :] = map(self.told, numbers, results[-len(numbers) :])
 
     def chosen(self, number: int) -> list[str]:
         """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""
@@ -230,15 +225,10 @@ class Trials:
         storage = self.place
         if self.is_database:
             os.environ[STORAGE], storage = storage, f"${{oc.env:{STORAGE}}}"
-        values = {
-            "_target_": f"{__name__}.TrialReport", "storage": storage,
-            "study_name": self.config.study_name, "number": number, "metric": self.config.metric,
-            "pruner": dict(self.config.pruner or {}),
-        }  # fmt: skip
-        return [
-            f"callbacks.trial.{key}={json.dumps(value, ensure_ascii=False)}"
-            for key, value in flatten(values).items()
-        ]
+        values = {"_target_": f"{__name__}.TrialReport", "storage": storage, "number": number}
+        values |= {key: getattr(self.config, key) for key in ("study_name", "metric")}
+        words = flatten({**values, "pruner": dict(self.config.pruner or {})}).items()
+        return [f"callbacks.trial.{k}={json.dumps(x, ensure_ascii=False)}" for k, x in words]
 
     def told(self, number: int, job: Job) -> Job:
         """Report the result of a job to its trial, and return it; a stopped one stays unfinished.
@@ -258,8 +248,8 @@ class Trials:
             require_metrics(f"{KEY}.metric", [(self.config.metric, "max")], job.metrics)
             self.study.tell(number, job.metrics[self.config.metric])
         else:
-            is_pruned = job.status == "pruned"
-            self.study.tell(number, state=TrialState.PRUNED if is_pruned else TrialState.FAIL)
+            state = TrialState.PRUNED if job.status == "pruned" else TrialState.FAIL
+            self.study.tell(number, state=state)
         return job
 
 

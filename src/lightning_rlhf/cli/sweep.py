@@ -34,7 +34,7 @@ from lightning_rlhf.io.storage import full_disk_told, written_whole
 from lightning_rlhf.report.tables import ABSENT, Table
 from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.settings import folder_names, read_settings
-from lightning_rlhf.runs.stage import Settings, chosen_stage, find_stage
+from lightning_rlhf.runs.stage import chosen_stage, find_stage
 
 NEUTRAL = ("resume", "overwrite", "debug", "samples", "logger", "callbacks", "trainer")
 """Keys that do not change the results of a job."""
@@ -136,18 +136,10 @@ def job_place(cfg: DictConfig) -> Path:
     if cfg.stage is None and recipe is not None:
         with suppress(ConfigError):  # the job itself reports it
             for step in recipes.read_recipe(recipes.recipe_folder(recipe)).stages[-1:]:
-                stage, inner = recipes.split_step(step)
-                job = "/".join(str(part) for part in (job, inner) if part is not None) or None
+                stage, _, inner = step.partition("@")
+                job = "/".join(part for part in (job, inner) if part) or None
     place = Path(cfg.outputs), str(cfg.run), str(cfg.model.name)
     return folders.run_folder(*place, stage, job)
-
-
-def job_settings(cfg: DictConfig) -> Settings | None:
-    """Return the checked settings of a job that Hydra composed for a sweep; None for a recipe.
-
-    Raises ConfigError for a value that is refused.
-    """
-    return None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
 
 
 # A job in a process of its own, and its end.
@@ -202,14 +194,14 @@ def ended(job: Job, failure: str | None) -> Job:
         tree: Any = OmegaConf.to_container(job.cfg)
         definition = chosen_stage(tree | {"stage": folder.name})[2]()
         job = replace(job, folder=str(folder), summary=list(definition.summary))
-        has_final, written = (folder / folders.FINAL).is_dir(), folder / folders.FAILED
+        final, written = folder / folders.FINAL, folder / folders.FAILED
         if failure == UNKNOWN and written.is_file():
             job = replace(job, failure=written.read_text().strip())
-        if failure is None or (failure == UNKNOWN and has_final):
+        if failure is None or (failure == UNKNOWN and final.is_dir()):
             from lightning_rlhf.runs.measured import metrics_of  # which imports torch
 
-            is_program = job.cfg.stage is None and not has_final  # it leaves no final/
-            metrics = {} if is_program else dict(metrics_of(folder / folders.FINAL, definition))
+            is_program = job.cfg.stage is None and not final.is_dir()  # it leaves no final/
+            metrics = {} if is_program else metrics_of(final, definition)
             job = replace(job, status="done", failure=None, metrics=metrics)
     except (RLHFError, OmegaConfBaseException) as error:
         job = replace(job, failure=failure or str(error))
@@ -264,14 +256,13 @@ class Jobs:
         """Metric of a study, by which the jobs are sorted, with its direction."""
         self.results: list[Job] = []
 
-    def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """Return the configuration of a job. Raises Hydra's error where it cannot be composed."""
-        cfg = self.loader.load_sweep_config(self.config, list(overrides))
-        return OmegaConf.masked_copy(cfg, [str(key) for key in cfg if key != "hydra"])
-
     def job(self, overrides: Sequence[str], more: Sequence[str] = ()) -> Job:
-        """Return the job of these overrides. more: overrides that are not part of its name."""
-        cfg = self.compose(overrides)
+        """Return the job of these overrides. Raises Hydra's error where it cannot be composed.
+
+        more: overrides that are not part of its name.
+        """
+        whole = self.loader.load_sweep_config(self.config, list(overrides))
+        cfg = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         set_name(cfg, overrides, self.varied)
         words = [word for word in overrides if key_of(word) != "job"]
         words += [] if cfg.job is None else [f"job={override_value(cfg.job)}"]
@@ -306,51 +297,44 @@ class Jobs:
             raise ConfigError("the sweep has no job; allowed: a value or more for each key")
 
     def show(self) -> int:
-        """Show table, failed jobs and page; return the exit status."""
+        """Show table, failed jobs, and the page that compares the runs; return the exit status."""
         if not self.results:
             return 0
-        stages = [Path(job.folder).name for job in self.results if job.folder] or ["ppo"]
-        stage = "ppo" if "ppo" in stages else stages[0]
-        known = find_stage(stage)
-        goal = self.goal or next(iter(() if known is None else known.goal), None)
         if self.goal is not None:
             self.results.sort(key=partial(merit, self.goal), reverse=True)
+        places = [Path(job.folder) for job in self.results if job.folder]
+        names = [place.name for place in places]
+        stage = "ppo" if "ppo" in names or not names else names[0]
+        known = find_stage(stage)
+        goal = self.goal or next(iter(() if known is None else known.goal), None)
         table = jobs_table(self.results, goal)
         # No cell is broken where the output is no terminal.
         console = get_console() if get_console().is_terminal else Console(width=10_000)
         console.print(table.console(), crop=False)
-        failed = [job for job in self.results if job.status == "failed"]
-        for job in failed:
-            print_line(f"failed: {' '.join(job.overrides)}: {job.failure}")
-        stopped = stopped_by()
-        if stopped is None and any(job.status == STOPPED for job in self.results):
+        statuses, stopped = [job.status for job in self.results], stopped_by()
+        for job in self.results:
+            if job.status == "failed":
+                print_line(f"failed: {' '.join(job.overrides)}: {job.failure}")
+        if stopped is None and STOPPED in statuses:
             stopped = signal.SIGTERM  # a signal to that job alone
         if stopped is not None:
             print_line("stopped; the same command goes on")
-        if stopped is None:
-            self.write_page(stage, table)
-            return int(bool(failed))
-        with suppress(RLHFError):
-            self.write_page(stage, table)
-        return 128 + stopped
-
-    def write_page(self, stage: str, table: Table) -> None:
-        """Write the page that compares the runs of a stage, if there are any."""
+        status = int("failed" in statuses) if stopped is None else 128 + stopped
+        if not (begun := [place for place in places if (place / folders.CONFIG).is_file()]):
+            return status
         from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
 
-        places = [Path(job.folder) for job in self.results if job.folder]
-        if not (begun := [place for place in places if (place / folders.CONFIG).is_file()]):
-            return
         failures = [job.failure or "" for job in self.results]
         if any(failures):
             rows = [[*row, why] for row, why in zip(table.rows, failures, strict=True)]
             table = replace(table, columns=[*table.columns, "why"], rows=rows)
-        found = compare_runs(begun, stage, fewest=1)
-        title = " ".join([f"Sweep {self.folder}:", *self.words])
-        page = self.folder / "compare.html"
-        with full_disk_told(), written_whole(page, kind="page") as beside:
-            found.write(beside, title, table)
-        print_line(f"comparison: {page}")
+        title, page = " ".join([f"Sweep {self.folder}:", *self.words]), self.folder / "compare.html"
+        with suppress(*[RLHFError] * (stopped is not None)), full_disk_told():
+            comparison = compare_runs(begun, stage, fewest=1)
+            with written_whole(page, kind="page") as beside:
+                comparison.write(beside, title, table)
+            print_line(f"comparison: {page}")
+        return status
 
 
 def merit(goal: tuple[str, Mode], job: Job) -> tuple[bool, float]:
@@ -380,9 +364,6 @@ def jobs_table(jobs: Sequence[Job], goal: tuple[str, Mode] | None) -> Table:
             word = {"min": "Lowest", "max": "Highest"}[mode]
             words = own[jobs.index(best)] or " ".join(best.overrides)
             note = f"{word} {metric}: {best.metrics[metric]:.4g}, {words}: {best.folder}"
-    columns = [
-        "overrides",
-        "status",
-        *(name.removeprefix("eval/").removeprefix("judge/") for name in names),
-    ]
+    shown = [name.removeprefix("eval/").removeprefix("judge/") for name in names]
+    columns = ["overrides", "status", *shown]
     return Table(title=" ".join(["Sweep", *shared]), columns=columns, rows=rows, note=note)
