@@ -87,9 +87,9 @@ class Supervised(stage.Stage):
         self.held_out, train, val = run.tokenised(rows)
         count = len(train.examples)
         steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
-        require(steps > 0, f"{self.name}.epochs", config.epochs,
-                f"a number >= {1 / count:.6g}, which is 1 of the {count} examples")  # fmt: skip
-        data = batches.StageData(
+        allowed = f"a number >= {1 / count:.6g}, which is 1 of the {count} examples"
+        require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
+        self.batches = data = batches.StageData(
             train=train.examples,
             val=val.examples,
             columns=(),
@@ -156,10 +156,6 @@ class SFT(Supervised):
     summary = ("eval/loss",)
     module_class = SFTModule
     role = SFT_ROLE
-
-    def load(self, run: Run, data: batches.StageData) -> Roles:
-        self.batches = data
-        return super().load(run, data)
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         data = self.batches
@@ -251,25 +247,22 @@ class RM(Supervised):
         print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
         verdict = None if report is None else read_judgement(report)
-        return hand_over(
-            run, module.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
-            below=self.below, more=report, verdicts={} if verdict is None else {"rm": verdict},
-        )  # fmt: skip
+        parts: dict[str, Any] = {"head": REWARD, "below": self.below, "more": report}
+        parts |= {"reward": (mean, std), "verdicts": {"rm": verdict} if verdict else None}
+        return hand_over(run, module.roles, REWARD, metrics, **parts)
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
     """Return some pairs with the reward model's scores in its training format: right-padded."""
     known = []
     for pair in pairs[:COUNT]:
-        prompt = chat.prompt_tokens(pair.prompt)
+        prompt, row = chat.prompt_tokens(pair.prompt), prompt_row(pair.prompt)
         sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
         tokens, mask = batches.pad(sides, chat.pad_token_id, "right")
         with torch.no_grad():
             chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
-        known.append(KnownPair(
-            row=prompt_row(pair.prompt), chosen=pair.chosen, rejected=pair.rejected,
-            chosen_score=chosen, rejected_score=rejected, rendered=chat.show(sides[0]),
-        ))  # fmt: skip
+        shown = chat.show(sides[0])
+        known.append(KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown))
     return known
 
 
@@ -283,12 +276,10 @@ def scored_samples(
 
 def require_margins(rows: Rows[Preference]) -> None:
     """Raise DataError unless every pair has a margin between its two responses."""
-    without = [i for i, row in enumerate(rows.rows) if row.margin is None]
-    if without:
+    if without := [i for i, row in enumerate(rows.rows, start=1) if row.margin is None]:
         raise DataError(
             f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
-            f"have no field 'margin' (the first is pair {without[0] + 1}); allowed: a number >= 0 "
-            "in each"
+            f"have no field 'margin' (the first: pair {without[0]}); allowed: a number >= 0 in each"
         )
 
 
@@ -310,21 +301,19 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
         return
     prompts = [lengths.PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     batch = batches.collate_prompts(prompts, chat.pad_token_id)
-    tokens = min(room, run.settings.data.max_response_tokens)
+    tokens, ends = min(room, run.settings.data.max_response_tokens), chat.end_token_ids
     (sampled,) = collector.sample_reference(
         roles.to(run.device),
         collector.shard([(batch, 1)], ONE, divides=False),
-        SamplingParams(max_response_tokens=tokens, temperature=1.0,
-                       end_token_ids=chat.end_token_ids),
+        SamplingParams(max_response_tokens=tokens, temperature=1.0, end_token_ids=ends),
         torch.Generator().manual_seed(run.settings.seed),
         role=SFT_ROLE,
-    )  # fmt: skip
+    )
     said = masking.real_tokens(sampled.responses, sampled.response_mask)
-    keys = ("prompt", "demonstration", "response")
-    texts = [
-        dict(zip(keys, map(chat.decode_response, (*some[i], response)), strict=True))
-        for i, response in zip(sampled.index.tolist(), said, strict=True)
-    ]
+    texts = []
+    for i, response in zip(sampled.index.tolist(), said, strict=True):
+        prompt, known, answer = map(chat.decode_response, (*some[i], response))
+        texts.append({"prompt": prompt, "demonstration": known, "response": answer})
     write_samples(run.folder / SAMPLES / HELD_OUT, texts)
     if run.settings.samples:
         print_line("responses to held-out prompts, sampled from the trained model:")
