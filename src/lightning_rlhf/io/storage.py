@@ -45,18 +45,13 @@ REPLACED: dict[Kind, str] = {
 def foreign_names(folder: Path) -> list[str]:
     """Return the names in a folder written whole that were not written with it, as a user's notes.
 
-    Where the list of those is missing or cannot be read, all names are foreign.
+    Where the list of those is missing or cannot be read, all names but NOBODYS are foreign.
     """
     ours: list[str] = []
     with suppress(OSError, ValueError):
         ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
     others = sorted({*os.listdir(folder)} - {*ours})
-    return [name for name in others if not is_nobodys(name)]
-
-
-def is_nobodys(name: str) -> bool:
-    """Return whether a name is one of NOBODYS, which holds nothing that a user wrote."""
-    return any(fnmatch(name, pattern) for pattern in NOBODYS)
+    return [name for name in others if not any(fnmatch(name, pattern) for pattern in NOBODYS)]
 
 
 def replace_folder(beside: Path, target: Path) -> None:

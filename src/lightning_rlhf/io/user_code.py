@@ -8,7 +8,7 @@ import os
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -131,10 +131,9 @@ def nearest_path(source: str) -> str:
     missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
     if missing is None:
         return ""
-    above, names = missing.parent, []
-    with suppress(OSError):  # no right to list it, or no such folder
-        beside = sorted(above.iterdir())
-        names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
+    above = missing.parent
+    beside = sorted(above.glob("*"))  # none where it cannot be listed
+    names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
     if close := difflib.get_close_matches(missing.name, names, n=1):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"

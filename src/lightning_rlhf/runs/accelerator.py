@@ -194,6 +194,9 @@ class ReplicaStrategy(DDPStrategy):
     Its collective operations raise ProcessEndedError where another process has ended.
     """
 
+    def __init__(self) -> None:
+        super().__init__(cluster_environment=cluster(), timeout=TIMEOUT)
+
     reduce = ended_processes()(DDPStrategy.reduce)
     broadcast = ended_processes()(DDPStrategy.broadcast)
     all_gather = ended_processes()(DDPStrategy.all_gather)
@@ -203,11 +206,6 @@ class ReplicaStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""
-
-
-def strategy() -> ReplicaStrategy:
-    """Return the strategy of a Trainer in one of several processes."""
-    return ReplicaStrategy(cluster_environment=cluster(), timeout=TIMEOUT)
 
 
 def cluster() -> SLURMEnvironment | TorchElasticEnvironment:

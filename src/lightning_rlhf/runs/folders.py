@@ -16,7 +16,6 @@ from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, StorageError
-from lightning_rlhf.core.validation import STRICT, PositiveInt
 from lightning_rlhf.io import storage
 from lightning_rlhf.models import checkpoint as models
 from lightning_rlhf.models.config import BASE, REWARD, SFT, ModelConfig
@@ -78,11 +77,10 @@ def is_marked(folder: Path) -> bool:
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
-    there = set(os.listdir(folder)) if folder.is_dir() and not is_marked(folder) else set()
-    others = sorted(there - {LOCK, DELETED, RUN_ID, PARENTS, FAILED})
-    if found := [name for name in others if not storage.is_nobodys(name)]:
+    there = storage.foreign_names(folder) if folder.is_dir() and not is_marked(folder) else []
+    if others := sorted({*there} - {LOCK, DELETED, RUN_ID, PARENTS, FAILED}):
         way = "move that away, or give another run= or job="
-        raise ConfigError(f"{folder} holds {found[0]} and no config.json of a run; {way}")
+        raise ConfigError(f"{folder} holds {others[0]} and no config.json of a run; {way}")
 
 
 def leave_failed(folder: Path, reason: str) -> None:
@@ -199,7 +197,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 # ending.json.
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class Value:
     """A metric at the chosen step and at the last one."""
 
@@ -211,15 +209,15 @@ class Value:
     """Value at the last step; None where it was not measured."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class Ending:
     """The end of a run."""
 
     final: str
     """Rule that chose the step: last, best or its number."""
-    step: PositiveInt
+    step: validation.PositiveInt
     """Step whose model was chosen."""
-    last_step: PositiveInt
+    last_step: validation.PositiveInt
     """Last step of the run."""
     metrics: dict[str, Value]
     """Metrics that tell which evaluation is the best, by name."""
@@ -360,7 +358,7 @@ def sampled_as(final: models.Final) -> tuple[float, int]:
     key, stage = "max_response_tokens", "" if final.manifest is None else final.manifest.stage
     with config_of(final) as config:
         sampling = {"temperature": 1.0, **section(config, "data", key), **section(config, stage)}
-        kinds = {"temperature": validation.Temperature, key: PositiveInt}
+        kinds = {"temperature": validation.Temperature, key: validation.PositiveInt}
         for name, kind in kinds.items():
             validation.check_value(f"{stage}.{name}", sampling[name], kind)
     return sampling["temperature"], sampling[key]

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -158,12 +158,15 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
         interval = interval_of(after, rate_interval if are_rates else mean_interval)
         if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
             interval = metrics[LOWEST], metrics[HIGHEST]
-        found[name] = Evaluated(metric=name, value=metrics[name], interval=interval)
-        if start is not None:
-            gain = interval_of(after - before) if len(before) == len(after) else None
-            found[name] = replace(
-                found[name], before=start, gain=metrics[name] - start, gain_interval=gain
-            )
+        has_gain = start is not None and len(before) == len(after)
+        found[name] = Evaluated(
+            metric=name,
+            value=metrics[name],
+            interval=interval,
+            before=start,
+            gain=None if start is None else metrics[name] - start,
+            gain_interval=interval_of(after - before) if has_gain else None,
+        )
     return found
 
 

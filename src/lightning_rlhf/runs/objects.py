@@ -21,7 +21,7 @@ from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, re
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy
 from lightning_rlhf.runs.folders import check_writable
 from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
 
@@ -99,7 +99,8 @@ def build_trainer(
     given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
     if world().size > 1:
-        given |= {"devices": config.devices, "num_nodes": config.num_nodes, "strategy": strategy()}
+        given |= {"devices": config.devices, "num_nodes": config.num_nodes}
+        given["strategy"] = ReplicaStrategy()
     elif not any(isinstance(own, ClusterEnvironment) for own in plugins):
         # Lightning would count the tasks of the whole job in a batch script of Slurm.
         plugins = [LightningEnvironment(), *plugins]

@@ -30,11 +30,7 @@ from lightning_rlhf.runs import accelerator, folders, objects, stage
 from lightning_rlhf.runs.console import print_lengths
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
-NOUNS: Mapping[formats.Kind, str] = {
-    "demonstrations": "demonstration",
-    "preferences": "preference pair",
-    "prompts": "prompt",
-}
+NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
 """Kind of data -> noun for a row."""
 
 

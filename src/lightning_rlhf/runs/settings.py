@@ -18,7 +18,6 @@ from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys,
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards
-from lightning_rlhf.rewards.config import ComponentConfig, redacted
 from lightning_rlhf.runs import stage as stages
 from lightning_rlhf.runs.stage import AUTO, DEFINITION, SUM, Settings, TrainerConfig, section
 
@@ -223,7 +222,7 @@ def read_logger(tree: Mapping[str, Any]) -> tuple[LoggerConfig, Mapping[str, Any
     return LoggerConfig(kind="csv"), node
 
 
-REWARDS: Mapping[str, type[ComponentConfig]] = {
+REWARDS: Mapping[str, type[rewards.ComponentConfig]] = {
     "function": rewards.FunctionConfig,
     "head": rewards.HeadConfig,
     "http": rewards.HTTPConfig,
@@ -233,7 +232,7 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
 """Kind of a component of the reward -> class of its configuration."""
 
 
-def read_reward(node: Any) -> dict[str, ComponentConfig]:
+def read_reward(node: Any) -> dict[str, rewards.ComponentConfig]:
     """Return the components of the section `reward` by name; a single one is named by its kind."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
     parts, key, kinds = {str(kind): node}, "reward", ", ".join(REWARDS)
@@ -264,7 +263,7 @@ def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `reward` with users, passwords and queries removed from its URLs."""
     shown = dict(node)
     if "url" in shown:
-        shown["url"] = redacted(shown["url"])
+        shown["url"] = rewards.redacted(shown["url"])
     if "components" in shown:
         parts = shown["components"].items()
         shown["components"] = {name: redacted_section(part) for name, part in parts}

@@ -28,10 +28,7 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALU
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import reward_role
-from lightning_rlhf.runs.run import check_trained_weights
-from lightning_rlhf.runs.stage import Settings, reward_key
+from lightning_rlhf.runs import accelerator, folders, run, stage
 
 PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)
 """Configurations of the stages that have a plan."""
@@ -233,7 +230,7 @@ def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
 
-def plan_run(settings: Settings) -> MemoryPlan:
+def plan_run(settings: stage.Settings) -> MemoryPlan:
     """Return the plan of a process of a run, of whose model only the configuration is read.
 
     Rows are as long as `data.max_prompt_tokens` and the limit of responses allow. Raises
@@ -282,7 +279,7 @@ def plan_run(settings: Settings) -> MemoryPlan:
     return plan_memory(config, model, sizes, [row], demonstrations, **counts)
 
 
-def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
+def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:
     """Return the roles with those that a stage adds to its base, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
@@ -300,9 +297,9 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
     elif isinstance(config, PPOConfig):
         for name, component in settings.reward.items():
             if isinstance(component, HeadConfig | RandomConfig):
-                heads[reward_role(settings, name)] = 1
+                heads[folders.reward_role(settings, name)] = 1
             if isinstance(component, HeadConfig):
-                frozen.append(reward_role(settings, name))
+                frozen.append(folders.reward_role(settings, name))
         heads |= {VALUE: 1} if config.has_critic else {}
         trained += [CRITIC] if config.has_critic and config.critic == "adapter" else []
     with torch.device("meta"):
@@ -316,11 +313,11 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
     return roles
 
 
-def print_plan(settings: Settings) -> None:
+def print_plan(settings: stage.Settings) -> None:
     """Print the memory plan of a run, and what it assumes; no weights, data or earlier stages are
     read. Raises an RLHFError as `plan_run`."""
-    check_trained_weights(settings)
-    quiet_libraries()
+    run.check_trained_weights(settings)
+    accelerator.quiet_libraries()
     data, count = settings.data, settings.trainer.processes
     get_console().print(plan_shown(plan_run(settings)))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
@@ -332,7 +329,7 @@ def print_plan(settings: Settings) -> None:
     )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
-            print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
+            print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")
 
 
 def plan_shown(plan: MemoryPlan) -> Table:

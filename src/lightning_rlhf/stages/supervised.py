@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import KeepLastBatch
-from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
+from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
 from lightning_rlhf.core import masking, memory, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
@@ -28,23 +27,18 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.io.console import Working, print_line, visible_line
-from lightning_rlhf.models import build_roles, heads
-from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
+from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
-from lightning_rlhf.report.curves import DPO_PANELS, RM_PANELS, SFT_PANELS
-from lightning_rlhf.report.fitness_page import read_judgement
-from lightning_rlhf.report.tables import spread
+from lightning_rlhf.report import curves, fitness_page, tables
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.weighted import LearnedReward
-from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.runs import folders, stage
-from lightning_rlhf.runs.console import print_problems
+from lightning_rlhf.rollout import collector, sampler
+from lightning_rlhf.runs import console, folders, stage
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.model_card import hand_over
 
@@ -103,7 +97,8 @@ class Supervised(stage.Stage):
                 pool_batches=settings.data.pool_batches,
             ),
         )
-        return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
+        keeper = evaluation.KeepLastBatch(run.folder, rows.train, train, data, run.chat)
+        return data, [self.metrics(), keeper]
 
     def load(self, run: Run, data: batches.StageData) -> Roles:
         """Return the model that the stage starts from, which has positions for all rows."""
@@ -134,7 +129,7 @@ class DPO(Supervised):
     name = "dpo"
     title = "Direct preference optimization"
     config = DPOConfig
-    panels = staticmethod(lambda measured: DPO_PANELS)
+    panels = staticmethod(lambda measured: curves.DPO_PANELS)
     data = "preferences"
     goal = (("eval/dpo_loss", "min"),)
     headlines = ("update/dpo_loss", "update/accuracy", "eval/accuracy")
@@ -148,7 +143,7 @@ class SFT(Supervised):
     name = "sft"
     title = "Supervised fine-tuning"
     config = SFTConfig
-    panels = staticmethod(lambda measured: SFT_PANELS)
+    panels = staticmethod(lambda measured: curves.SFT_PANELS)
     data = "demonstrations"
     reads_sft = False
     goal = (("eval/loss", "min"),)
@@ -173,7 +168,7 @@ class RM(Supervised):
     name = "rm"
     title = "Reward model"
     config = RMConfig
-    panels = staticmethod(lambda measured: RM_PANELS)
+    panels = staticmethod(lambda measured: curves.RM_PANELS)
     data = "preferences"
     goal = (("eval/accuracy", "max"), ("eval/rm_loss", "min"))
     headlines = ("update/rm_loss", "update/accuracy", "eval/accuracy")
@@ -190,7 +185,7 @@ class RM(Supervised):
             require_margins(rows.train)
         with Working("looking through the pairs"):
             self.problems = problems.find_problems(rows.val, rows.train)
-        print_problems(self.problems)
+        console.print_problems(self.problems)
         data, callbacks = self.read(run, rows)
         roles = self.load(run, data)
         prompts = [e.prompt for e in data.train]
@@ -238,7 +233,7 @@ class RM(Supervised):
         for logger in loggers:
             logger.log_metrics(report.metrics, step=step)
         evaluate_reward.write_fitness(report, folder, loggers, step)
-        print_line(f"fitness report: {run.final / FITNESS_PAGE}")
+        print_line(f"fitness report: {run.final / checkpoint.PAGE}")
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         """Measure the scale on the samples and write `final/`."""
@@ -246,7 +241,7 @@ class RM(Supervised):
         mean, std = collector.reward_moments(rewards)
         print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
-        verdict = None if report is None else read_judgement(report)
+        verdict = None if report is None else fitness_page.read_judgement(report)
         parts: dict[str, Any] = {"head": REWARD, "below": self.below, "more": report}
         parts |= {"reward": (mean, std), "verdicts": {"rm": verdict} if verdict else None}
         return hand_over(run, module.roles, REWARD, metrics, **parts)
@@ -294,7 +289,7 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
     """
     chat = run.chat
     different = {tuple(e.prompt): e.response for e in data.val if e.prompt}
-    some = spread(list(different.items()), RESPONSES)
+    some = tables.spread(list(different.items()), RESPONSES)
     limit: int = getattr(roles.causal_lm.config, "max_position_embeddings", None) or 10**9
     room = min(LONGEST_RESPONSE, limit - max((len(prompt) for prompt, _ in some), default=0))
     if not some or room < 1:
@@ -305,7 +300,7 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
     (sampled,) = collector.sample_reference(
         roles.to(run.device),
         collector.shard([(batch, 1)], ONE, divides=False),
-        SamplingParams(max_response_tokens=tokens, temperature=1.0, end_token_ids=ends),
+        sampler.SamplingParams(max_response_tokens=tokens, temperature=1.0, end_token_ids=ends),
         torch.Generator().manual_seed(run.settings.seed),
         role=SFT_ROLE,
     )
@@ -314,7 +309,7 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
     for i, response in zip(sampled.index.tolist(), said, strict=True):
         prompt, known, answer = map(chat.decode_response, (*some[i], response))
         texts.append({"prompt": prompt, "demonstration": known, "response": answer})
-    write_samples(run.folder / SAMPLES / HELD_OUT, texts)
+    files.write_samples(run.folder / files.SAMPLES / files.HELD_OUT, texts)
     if run.settings.samples:
         print_line("responses to held-out prompts, sampled from the trained model:")
         for one in texts:
