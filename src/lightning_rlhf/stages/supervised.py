@@ -274,7 +274,8 @@ def require_margins(rows: Rows[Preference]) -> None:
     if without := [i for i, row in enumerate(rows.rows, start=1) if row.margin is None]:
         raise DataError(
             f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
-            f"have no field 'margin' (the first: pair {without[0]}); allowed: a number >= 0 in each"
+            f"have no field 'margin' (the first is pair {without[0]}); allowed: a number >= 0 in "
+            "each"
         )
 
 
