@@ -174,11 +174,11 @@ class Run:
 
 def check_trained_weights(settings: stage.Settings) -> None:
     """Raise ConfigError where the stage trains whole weights that would be quantised."""
-    quantization = settings.model.quantization
-    for key, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
-        if quantization != "none" and getattr(settings.config, key, None) == whole:
-            key = f"{settings.stage}.{key}"
+    kind = settings.model.quantization
+    for name, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
+        if kind != "none" and getattr(settings.config, name, None) == whole:
+            key = f"{settings.stage}.{name}"
             raise ConfigError(
                 f"{key} is '{whole}', which trains whole weights, but model.quantization is "
-                f"'{quantization}'; allowed: {key}={others}, or model.quantization=none"
+                f"'{kind}'; allowed: {key}={others}, or model.quantization=none"
             )
