@@ -26,7 +26,7 @@ from common import ROOT, markdown_table
 from gpu_rows import ROWS
 from gpu_runs import DTYPE, CheckError, Place, Row
 from gpu_worker import Outcome, Worker
-from lightning_rlhf.runs.accelerator import build_of_torch
+from lightning_rlhf.runs.accelerator import BUILT
 from machine import circumstances
 
 NEEDED = "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes"
@@ -139,7 +139,7 @@ def require_gpu() -> None:
         step = "see that nvidia-smi shows a GPU, and a driver for this CUDA"
         if torch.version.cuda is None:
             step = "install one for CUDA: benchmarks/README.md#on-a-gpu has the command"
-        raise CheckError(f"gpu-check needs {NEEDED}; {build_of_torch()} and finds no GPU; {step}")
+        raise CheckError(f"gpu-check needs {NEEDED}; {BUILT} and finds no GPU; {step}")
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy
 from machine import Clock, middle, options, write
 from workloads import LONGEST, SHORTEST, Workload, build_model, low_tokens, parameters, prompts_of
 
@@ -224,7 +224,7 @@ def compute(
     if world().size > 1:
         limit = timedelta(minutes=10)
         replicas = join_group(world(), torch.device("cpu"), "gloo", "env://", limit)
-        together = {"strategy": strategy()}
+        together = {"strategy": ReplicaStrategy()}
     torch.manual_seed(0)
     if stage in RESPONSES:
         work = respond(stage, workload, replicas)

@@ -137,8 +137,6 @@ def test_checkpoints_and_findings_of_a_stage_on_ppo(place: Workplace) -> None:
     place.call("export", str(folder), "--step", "3", "--out", out, *code).succeeded  # noqa: B018
     assert weights(place.folder / "exported") == weights(folder)
 
-    kept = f"eval_policy.policies=[{folder / 'checkpoints' / '000003.ckpt'}]"
-    place.mini("stage=eval_policy", *given(place), kept).succeeded  # noqa: B018
     error = place.mini(*words, "run=wrong", "penalized.kl_in=loss").error
     assert "penalized." in error
     assert "ppo." not in error

@@ -66,19 +66,6 @@ def test_cut_off_and_resumed_it_ends_with_the_same_bits(
     assert rows(folder) == rows(trained.stage("dpo"))
 
 
-def test_its_policies_are_compared_with_those_of_ppo(trained: Workplace) -> None:
-    small = ("eval_policy.samples_per_prompt=1", "run=default", "stage=eval_policy")
-    out = trained.mini(*small).succeeded.out
-    assert "ppo, dpo and the SFT model on 4 held-out" in out
-    dpo = trained.stage("dpo")
-    both = f"eval_policy.policies=[{dpo}/final,{dpo}/checkpoints/000006.ckpt]"
-    trained.mini(*small, "job=kept", both).succeeded  # noqa: B018
-    final = trained.outputs / "default" / "mini" / "kept" / "eval_policy" / "final"
-    samples = [json.loads(line)["responses"] for line in (final / "samples.jsonl").open()]
-    for sample in samples:
-        assert sample["dpo"]["response"] == sample["dpo step 6"]["response"]
-
-
 @torch.no_grad()
 def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workplace) -> None:
     """Its logits are those of its training: in PEFT, as a start, in a chat and merged."""

@@ -13,7 +13,7 @@ import torch
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.modules.ppo import PPOModule
 
-from .conftest import Workplace, given, rows, tree, weights
+from .conftest import Workplace, given, rows, weights
 
 VARIANTS = {
     "adapter": ["ppo.critic=adapter", "ppo.critic_init=reward", "ppo.critic_warmup=1",
@@ -108,47 +108,14 @@ def test_stored_moments_are_taken_off_exactly_once(finished: Workplace) -> None:
     assert raw != pytest.approx(expected, abs=1e-2)
 
 
-def test_texts_end_responses(finished: Workplace) -> None:
-    """A text that any model of English letters says soon."""
-    command = ["stage=ppo", "ppo.stop_strings=[e]", "ppo.iterations=1", "run=next"]
-    finished.mini(*command, "ppo.max_response_tokens=48", *given(finished)).succeeded  # noqa: B018
-    with (finished.stage("ppo", "next") / "samples" / "eval_000000.jsonl").open() as file:
-        samples = [json.loads(line) for line in file]
-    stopped = [sample for sample in samples if "e" in sample["response"]]
-    assert stopped
-    for sample in stopped:
-        assert sample["ended"]
-        # Nothing but the rest of its token stands after the text.
-        assert len(sample["response"]) - sample["response"].index("e") < 20
-
-
-class TestCriticsThatDoNotFit:
-    """Each is refused, names its key, and leaves nothing."""
-
-    @pytest.fixture
-    def no_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def load(*args: object, **kwargs: object) -> None:
-            raise AssertionError("a model was loaded")
-
-        monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
-
-    def refused(self, place: Workplace, *overrides: str) -> str:
-        before = tree(place.outputs)
-        error = place.mini("stage=ppo", "run=next", *overrides).error
-        assert tree(place.outputs) == before
-        return error
-
-    @pytest.mark.usefixtures("no_model")
-    def test_a_reward_whose_scale_is_not_known_yet(self, finished: Workplace) -> None:
-        error = self.refused(finished, "ppo.critic=adapter", "ppo.critic_init=reward",
-                             "reward.normalization=running", *given(finished))  # fmt: skip
-        assert "ppo.critic_init is 'reward'" in error
-        assert "whose normalization is none or stored" in error
-
-    def test_an_adapter_from_a_whole_reward_model(self, finished: Workplace) -> None:
-        finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
-        error = self.refused(
-            finished, "ppo.critic=adapter", "ppo.critic_init=reward", *given(finished)
-        )
-        assert "ppo.critic is 'adapter'" in error
-        assert "ppo.critic=model" in error
+def test_critics_that_do_not_fit_are_refused(finished: Workplace) -> None:
+    """A reward whose scale is not known yet, and an adapter from a whole reward model."""
+    words = ["stage=ppo", "run=next", "ppo.critic=adapter", "ppo.critic_init=reward"]
+    error = finished.mini(*words, "reward.normalization=running", *given(finished)).error
+    assert "ppo.critic_init is 'reward'" in error
+    assert "whose normalization is none or stored" in error
+    finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
+    error = finished.mini(*words, *given(finished)).error
+    assert "ppo.critic is 'adapter'" in error
+    assert "ppo.critic=model" in error
+    assert not finished.stage("ppo", "next").exists()

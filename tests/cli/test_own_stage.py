@@ -136,20 +136,6 @@ def test_it_runs_resumes_and_is_in_a_recipe(place: Workplace) -> None:
         settings_of(folder)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (["slic.definition=mine/slic.py:RUN"], "has no stage 'RUN', it has ['SLiC']"),
-        (["++slic.betta=1"], "slic.betta is not a known key; did you mean slic.beta?"),
-    ],
-)
-def test_its_mistakes_are_told_as_those_of_the_other_stages(
-    place: Workplace, overrides: list[str], told: str
-) -> None:
-    assert told in slic(place, *overrides).error
-    assert not place.stage("slic").exists()
-
-
 def test_a_stage_without_a_goal_hands_over_its_last_step(place: Workplace) -> None:
     file = place.folder / "mine" / "slic.py"
     file.write_text(file.read_text().replace('    goal = (("eval/slic_loss", "min"),)\n', ""))

@@ -14,14 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.core.results import SFTEvaluation
-from lightning_rlhf.modules.supervised import SFTModule
 
-from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights
+from .conftest import MINI, MODULE, STAGES, Workplace, given, rows, weights
 
 STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 """Batches of each stage: 0.75 * 32 / 4, and ppo.iterations."""
@@ -47,18 +44,14 @@ def untimed(metrics: dict[str, float]) -> dict[str, float]:
 def test_the_run_folder(pipeline: Workplace, stage: str) -> None:
     folder = pipeline.stage(stage)
     last = f"checkpoints/{STEPS[stage]:06d}.ckpt"
-    for name in ("config.json", "metrics.csv", last, "checkpoints/best.ckpt"):
+    head = {"sft": "model", "rm": "roles/reward_head", "ppo": "roles/value_head"}[stage]
+    files = [f"final/{head}.safetensors", "final/roles/fingerprint.safetensors", "metrics.csv",
+             "final/manifest.json", "final/tokenizer.json", "final/chat_template.jinja",
+             "config.json", last, "checkpoints/best.ckpt", "curves.png"]  # fmt: skip
+    if stage != "sft":
+        files += ["final/adapter_model.safetensors", "final/adapter_config.json"]
+    for name in files:
         assert (folder / name).stat().st_size > 0, name
-    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
-    adapter = ["adapter_model.safetensors", "adapter_config.json"]
-    files = {
-        "sft": ["model.safetensors", "config.json"],
-        "rm": [*adapter, "roles/reward_head.safetensors"],
-        "ppo": [*adapter, "roles/value_head.safetensors"],
-    }[stage]
-    files += ["manifest.json", "tokenizer.json", "chat_template.jinja"]
-    for name in (*files, "roles/fingerprint.safetensors"):
-        assert (folder / "final" / name).stat().st_size > 0, name
     assert not [*folder.rglob("*.tmp"), *folder.parent.glob("*.lock")]
     # val_every 2 of 3 iterations: before the first, after the second, and at the end.
     evaluations = {"sft": [2, 4, 6], "rm": [], "ppo": [0, 2, 3]}[stage]
@@ -68,8 +61,6 @@ def test_the_run_folder(pipeline: Workplace, stage: str) -> None:
 
     written = json.loads((folder / "config.json").read_text())
     assert written == manifest(folder)["config"]
-    assert written["seed"] == 0
-    assert written["model"]["from_config"]["hidden_size"] == 32
     assert [name for name in STAGES if name in written] == [stage]
 
 
@@ -98,45 +89,7 @@ def test_what_manifests_say(pipeline: Workplace) -> None:
         assert {"reward_mean", "kl_divergence", "entropy", "ppo_loss"} <= by_step[iteration].keys()
 
 
-def test_the_reward_is_standardised_with_what_its_manifest_says(
-    pipeline: Workplace, finished: Workplace
-) -> None:
-    """Before training the same responses are scored: score = (raw - mean) / std."""
-    folder = finished.stage("rm") / "final"
-    written = manifest(finished.stage("rm"))
-    mean, std = written["reward_mean"], written["reward_std"]
-    shifted = written | {"reward_mean": mean + 3.0, "reward_std": 2 * std}
-    (folder / "manifest.json").write_text(json.dumps(shifted))
-    finished.mini("stage=ppo", "overwrite=true", "ppo.iterations=1").succeeded  # noqa: B018
-
-    def scores(place: Workplace) -> list[float]:
-        with (place.stage("ppo") / "samples" / "eval_000000.jsonl").open() as file:
-            return [json.loads(line)["score"] for line in file]
-
-    before, after = scores(pipeline), scores(finished)
-    assert len(before) == 4
-    raw = [score * std + mean for score in before]
-    assert after == pytest.approx([(r - mean - 3.0) / (2 * std) for r in raw], abs=1e-4)
-
-
 # The same again.
-
-
-@pytest.fixture(scope="module")
-def again(pipeline: Workplace) -> Workplace:
-    """The pipeline's workplace in which run=again did the same, its first stage as a process."""
-    pipeline.process(TRAIN_PY, *MINI, "stage=sft", "run=again").succeeded  # noqa: B018
-    for stage in ("rm", "ppo"):
-        pipeline.mini(f"stage={stage}", "run=again").succeeded  # noqa: B018
-    return pipeline
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_the_same_command_gives_the_same_weights(again: Workplace, stage: str) -> None:
-    first, second = again.stage(stage), again.stage(stage, "again")
-    assert weights(first) == weights(second)
-    assert rows(first) == rows(second)
-    assert untimed(manifest(first)["metrics"]) == untimed(manifest(second)["metrics"])
 
 
 def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
@@ -208,36 +161,6 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
     assert [row["step"] for row in rows(short) if "eval/reward_mean" in row] == [*"0123"]
 
 
-def test_the_best_evaluation_is_named_with_its_number(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def judged(self: SFTModule, *_: object) -> SFTEvaluation:
-        loss = {2: 1.5, 4: 1.25, 6: 2.0}[self.iteration]
-        return SFTEvaluation(nll_sum=torch.tensor(2 * loss), tokens=torch.tensor(2))
-
-    monkeypatch.setattr(SFTModule, "validation_step", judged)
-    assert (
-        "the best evaluation was that of step 4: eval/loss 1.250 (lower is better). final/ is the "
-        "last step"
-    ) in workplace.mini("stage=sft").succeeded.out
-
-
-@pytest.mark.parametrize(
-    ("stage", "override", "key"),
-    [
-        ("ppo", "ppo.kl_coef=0.9", "ppo.kl_coef"),
-        ("ppo", "+data.chat_template_kwargs.x=1", "data.chat_template_kwargs"),
-    ],
-)
-def test_resuming_with_another_value_is_refused(
-    finished: Workplace, stage: str, override: str, key: str
-) -> None:
-    shutil.rmtree(finished.stage(stage) / "final")
-    error = finished.mini(f"stage={stage}", "resume=true", override).error
-    assert f"cannot be resumed: {key}" in error
-    assert "config.json" in error
-
-
 def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
     shutil.rmtree(finished.stage("sft") / "final")
     changed = ("logger=tensorboard", "sft.checkpoints_kept=1")
@@ -271,28 +194,17 @@ LONG = ("stage=sft", "sft.epochs=15", "sft.val_every=120")
 """120 steps, of which a kill leaves some."""
 
 
-@pytest.fixture(scope="module")
-def whole(pipeline: Workplace) -> dict[str, str]:
-    """The weights after all of them."""
-    pipeline.mini(*LONG, "run=whole").succeeded  # noqa: B018
-    return weights(pipeline.stage("sft", "whole"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_process_that_is_killed(
-    workplace: Workplace, whole: dict[str, str], how: signal.Signals
-) -> None:
-    """It can be taken up again, and every kill is seen in the exit status."""
+def test_a_process_that_is_killed(workplace: Workplace) -> None:
+    """At any moment: it can be taken up again, and ends as one that was not."""
     process = start(workplace, *MINI, *LONG)
     folder = workplace.stage("sft")
     wait_for(folder / "checkpoints" / "000003.ckpt", process)
     time.sleep(random.uniform(0, 1))
-    process.send_signal(how)
-    said = process.communicate(timeout=120)[0]
+    process.kill()
+    process.communicate(timeout=120)
     assert not (folder / "final").exists(), "it was through before it was killed"
     assert 0 < int(numbered(folder / "checkpoints")[-1].stem) < 120
     workplace.mini(*LONG, "resume=true").succeeded  # noqa: B018
-    assert weights(folder) == whole
-    assert process.returncode != 0, f"{how.name} left exit status 0: {said[-500:]}"
-    assert "Traceback" not in said
+    workplace.mini(*LONG, "run=whole").succeeded  # noqa: B018
+    assert weights(folder) == weights(workplace.stage("sft", "whole"))

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from lightning_rlhf.cli import launch as launching
 from lightning_rlhf.cli.launch import run_processes
 from lightning_rlhf.core.errors import ConfigError, RLHFError
-from lightning_rlhf.parallel.replicas import join_group
 from lightning_rlhf.parallel.world import World
 from lightning_rlhf.runs import console
 from lightning_rlhf.runs.accelerator import check_processes
@@ -108,21 +106,17 @@ def test_slurm_starts_the_processes(place: Workplace, tmp_path: Path) -> None:
     assert [name for row in rows(folder) for name in row if name.startswith("lr-")]
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(None, 3), (2, 2)])
-def test_the_processes_of_a_machine_divide_its_cores(
-    monkeypatch: pytest.MonkeyPatch, threads: int | None, expected: int
-) -> None:
+def test_the_processes_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(fit, "THREADS", 6)
     asked: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    trainer = SimpleNamespace(
-        threads=threads, devices=2, matmul_precision="highest", accelerator="gpu"
-    )
-    settings: Any = SimpleNamespace(trainer=trainer, seed=0)
-    fit.set_up(settings)
-    assert asked == [expected]
+    for threads in (None, 2):
+        given = {"threads": threads, "matmul_precision": "highest", "accelerator": "gpu"}
+        settings: Any = SimpleNamespace(trainer=SimpleNamespace(devices=2, **given), seed=0)
+        fit.set_up(settings)
+    assert asked == [3, 2]
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2)])
@@ -185,32 +179,19 @@ def test_a_reward_that_fails_in_one_process_ends_all_with_its_message(
 
 
 @pytest.mark.parametrize(
-    ("size", "overrides", "expected"),
+    ("overrides", "expected"),
     [
-        (2, ["stage=ppo", "trainer.devices=3"], "torchrun has started 2 processes; allowed: equal"),
-        (2, ["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
+        (["stage=ppo", "trainer.devices=3"], "torchrun has started 2 processes; allowed: equal"),
+        (["stage=ppo", "trainer.devices=2", "ppo.samples_per_prompt=8"],
          "ppo.rollout_batch_size is 8, which is 1 prompts for 2 processes; allowed: at least 16"),
-        (1, ["stage=sft", "trainer.num_nodes=2"], "allowed: torchrun or srun on each machine"),
     ],
 )  # fmt: skip
 def test_other_numbers_of_processes_are_refused(
-    place: Workplace, monkeypatch: pytest.MonkeyPatch, size: int, overrides: list[str],
-    expected: str,
-) -> None:  # fmt: skip
-    if size > 1:
-        for name, value in {"RANK": 0, "WORLD_SIZE": size, "LOCAL_RANK": 0}.items():
-            monkeypatch.setenv(name, str(value))
-    assert expected in place.mini(*overrides, "run=refused").error
-
-
-def test_a_stage_that_does_not_train_can_compute_in_one_process_of_several_machines(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+    place: Workplace, monkeypatch: pytest.MonkeyPatch, overrides: list[str], expected: str
 ) -> None:
-    """As a command that Slurm has started once; trainer.num_nodes is that of the other stages."""
-    begun: list[Any] = []
-    monkeypatch.setattr("lightning_rlhf.stages.fit.fit", begun.append)
-    assert workplace.mini("stage=rank", "trainer.num_nodes=2").succeeded
-    assert [settings.stage for settings in begun] == ["rank"]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    assert expected in place.mini(*overrides, "run=refused").error
 
 
 def test_an_error_that_all_processes_meet_is_printed_once(
@@ -266,28 +247,13 @@ def test_a_job_of_a_sweep_is_marked_with_the_error_of_its_processes(
     assert failed.read_text() == "no such model\n"
 
 
-def test_processes_that_do_not_meet_say_where(tmp_path: Path) -> None:
-    """The first of two, whose port is taken."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-
-        def join() -> None:
-            os.environ["MASTER_PORT"] = port
-            cpu, limit = torch.device("cpu"), timedelta(seconds=10)
-            join_group(World(0, 2), cpu, "gloo", "env://", limit)
-
-        (error,) = forked(1, join, tmp_path)
-    assert isinstance(error, ConfigError)
-    assert f"process 0 of 2 cannot meet the others at 127.0.0.1:{port} (" in str(error)
-
-
-def test_an_own_stage_that_does_not_divide_its_work_is_refused() -> None:
+def test_a_stage_that_does_not_train_computes_in_one_process() -> None:
+    """Whatever trainer.devices is; in several, unless they divide its work, it is refused."""
     settings: Any = SimpleNamespace(
         stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
         definition=SimpleNamespace(trains=False, divides=False),
     )  # fmt: skip
+    check_processes(settings, World())
     with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
         check_processes(settings, World(size=2, launcher="torchrun"))
 

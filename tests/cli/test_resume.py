@@ -31,7 +31,6 @@ def checkpoints(place: Workplace, stage: str) -> list[str]:
     [
         ("ppo", "2", ["000002", "000003", "best"]),
         ("ppo", "best", ["000002", "000003", "best"]),
-        ("sft", "000005", ["000005", "000006", "best"]),
     ],
 )
 def test_the_run_goes_on_from_the_checkpoint_that_is_named(

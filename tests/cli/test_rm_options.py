@@ -20,7 +20,7 @@ from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.loading import load_tokenizer
 
-from .conftest import ROWS, Workplace, weights
+from .conftest import Workplace, weights
 
 
 def pairs(place: Workplace, split: str = "train") -> Path:
@@ -43,23 +43,6 @@ def test_margins_of_the_data_change_what_is_learned(finished: Workplace) -> None
 
 
 # Data with problems.
-
-
-def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> None:
-    """The first three pairs again at the end, the next two swapped, each chosen made longer."""
-    file = pairs(finished)
-    rewrite(file, lambda i, row: row | {"chosen": f"{row['chosen']}{' Yes, yes, yes.' * 2}"})
-    lines = file.read_text().splitlines(keepends=True)
-    swapped = [json.loads(line) for line in lines[3:5]]
-    swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
-    file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
-    out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
-    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
-    count = ROWS["preferences_train"] + ROWS["preferences_val"] + 5
-    assert f"duplicates of an earlier pair: 3 of {count} pairs" in said
-    assert f"contradictions of an earlier pair: 2 of {count} pairs" in said
-    assert "taking the longer response is right in " in said
-    assert out.index(said) < out.index("preference pairs to validate on")
 
 
 # An ensemble.
@@ -125,17 +108,3 @@ def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -
     assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
     for before, after in zip(free, priced, strict=True):
         assert after["score"] < before["score"]
-
-
-def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Workplace) -> None:
-    """The format check holds what was written down, the mean of the heads, against itself."""
-    final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
-    text = ("reward=model", f"reward.name_or_path={final}", "reward.normalization=stored")
-    command = ("stage=ppo", "job=text", *text, "reward.uncertainty_coef=2", "ppo.iterations=1")
-    outcome = ensemble.mini(*command).succeeded
-    assert "differ by 0.000 of their standard deviation" in outcome.out
-    written = find(str(final), "").require_manifest("rm")
-    for sample in before_training(ensemble, "text"):
-        heads, _ = heads_of(final, sample, ended=True)
-        raw = statistics.fmean(heads) - written.reward_mean - 2 * statistics.pstdev(heads)
-        assert sample["score"] == pytest.approx(raw / written.reward_std, abs=1e-4)

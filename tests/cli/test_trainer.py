@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import inspect
 import json
@@ -95,32 +94,6 @@ def test_auto_is_the_gpu_where_there_is_one(
     assert resolved["model"]["dtype"] == found[2]
     assert tree["trainer"] is given
     assert given["precision"] == "auto"
-
-
-def test_monitors_a_profiler_and_a_logger_of_ones_own(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (workplace.folder / "own_logger.py").write_text(OWN_LOGGER)
-    monkeypatch.syspath_prepend(workplace.folder)
-    mine = workplace.folder / "mine" / "logger"
-    mine.mkdir(parents=True)
-    (mine / "lines.yaml").write_text("_target_: own_logger.Lines\nfile: ${oc.env:OWN_KEY}.txt\n")
-    monkeypatch.setenv("OWN_KEY", "lines-of-the-environment")
-    out = workplace.mini(
-        "stage=sft", "callbacks=monitor", "trainer.profiler=simple", "logger=lines",
-        "hydra.searchpath=[file://mine]", "trainer.log_every_n_steps=1",
-    ).succeeded.out  # fmt: skip
-    assert "computing on the CPU, 32-true" in out
-    lines = (workplace.folder / "lines-of-the-environment.txt").read_text().splitlines()
-    assert any("update/grad_norm" in line for line in lines)
-    written = [path for path in workplace.stage("sft").rglob("*") if path.is_file()]
-    assert len(written) > 5
-    assert not any(b"lines-of-the-environment" in path.read_bytes() for path in written)
-    with (workplace.stage("sft") / "metrics.csv").open(newline="") as file:
-        names = csv.DictReader(file).fieldnames
-    assert names is not None
-    assert any(name.startswith("lr-AdamW") for name in names)
-    assert any(name.startswith("DeviceStatsMonitor") for name in names)
 
 
 def test_callbacks_change_no_number_and_the_run_goes_on_without_them(
@@ -247,23 +220,33 @@ def test_a_state_from_which_no_run_can_resume_is_refused(own: Workplace) -> None
     assert not list(own.stage("sft").glob("checkpoints/*"))
 
 
-def test_a_progress_bar_a_stopping_rule_and_a_logger_of_ones_own(own: Workplace) -> None:
+def test_a_profiler_a_bar_a_stopping_rule_and_a_logger_of_ones_own(
+    own: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """EarlyStopping ends the run at the first evaluation: no loss is below -1."""
     classes = "lightning.pytorch.callbacks"
+    mine = own.folder / "mine" / "logger"
+    mine.mkdir(parents=True)
+    (mine / "lines.yaml").write_text("_target_: own_logger.Lines\nfile: ${oc.env:OWN_KEY}.txt\n")
+    monkeypatch.setenv("OWN_KEY", "lines-of-the-environment")
     out = own.mini(
-        "stage=sft", "callbacks=monitor", "~callbacks.learning_rate", "callbacks.device=null",
+        "stage=sft", "callbacks=monitor", "callbacks.device=null", "trainer.profiler=simple",
         f"+callbacks.bar._target_={classes}.RichProgressBar",
         f"callbacks.stop._target_={classes}.EarlyStopping", "callbacks.stop.monitor=eval/loss",
-        "callbacks.stop.divergence_threshold=-1",
-        "logger._target_=own_logger.Lines", "logger.file=lines.txt",
+        "callbacks.stop.divergence_threshold=-1", "trainer.log_every_n_steps=1",
+        "logger=lines", "hydra.searchpath=[file://mine]",
     ).succeeded.out  # fmt: skip
+    assert "computing on the CPU, 32-true" in out
     assert "a callback ended the run after step 2 of 6" in out
     assert (own.stage("sft") / "final").is_dir()
-    assert (own.folder / "lines.txt").is_file()
+    assert "update/grad_norm" in (own.folder / "lines-of-the-environment.txt").read_text()
+    written = [path for path in own.stage("sft").rglob("*") if path.is_file()]
+    assert not any(b"lines-of-the-environment" in path.read_bytes() for path in written)
     evaluated = [row["step"] for row in rows(own.stage("sft")) if "eval/loss" in row]
     assert evaluated == ["2"]
     names = {name for row in rows(own.stage("sft")) for name in row}
-    assert not any(name.startswith(("lr-", "DeviceStats")) for name in names)
+    assert any(name.startswith("lr-AdamW") for name in names)
+    assert not any(name.startswith("DeviceStats") for name in names)
 
 
 def test_what_the_trainer_refuses_costs_no_finished_run(own: Workplace) -> None:

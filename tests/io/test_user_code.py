@@ -98,24 +98,11 @@ def test_a_file_is_executed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load_function(f"{file}:count", "key")() == 1
 
 
-@pytest.fixture
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for stage in ("sft", "ppo"):
-        (tmp_path / f"outputs/default/tiny/{stage}/final").mkdir(parents=True)
-    (tmp_path / "outputs/default/tiny/notes.txt").touch()
-    monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("runs")
-@pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ("outputs/default/tiny/sftt/final", "; the nearest is outputs/default/tiny/sft/final"),
-        ("outputs/default/tiny/zzz", ""),
-        ("org/name", ""),
-    ],
-)
 def test_the_first_missing_part_is_compared_with_what_is_beside_it(
-    missing: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert nearest_path(missing) == words
+    for stage in ("sft", "ppo"):
+        (tmp_path / f"outputs/{stage}/final").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert nearest_path("outputs/sftt/final") == "; the nearest is outputs/sft/final"
+    assert nearest_path("outputs/zzz") == nearest_path("org/name") == ""

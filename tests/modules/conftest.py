@@ -26,7 +26,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source
 from lightning_rlhf.rollout.score import Critic
-from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy
 
 from ..composing import stage_config
 from ..models.conftest import build_model
@@ -224,7 +224,7 @@ def fit(
     is_evaluated = len(held_out) > 0
     place: dict[str, Any] = {"accelerator": "cpu", "devices": world().size}
     if world().size > 1:
-        place["strategy"] = strategy()
+        place["strategy"] = ReplicaStrategy()
     trainer = L.Trainer(
         **({"devices": 1} | device if device else place),
         use_distributed_sampler=False,

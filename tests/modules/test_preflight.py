@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -29,9 +27,6 @@ from lightning_rlhf.stages.preflight import at_most, of_models, relative, traina
 
 from .conftest import (
     VOCABULARY,
-    changed,
-    parameters,
-    ppo_config,
     rm_config,
     rm_roles,
     sft_config,
@@ -87,25 +82,6 @@ def test_a_new_ppo_passes_every_check(
     assert found.keys() == OF_PPO | own | trained
 
 
-def test_checks_change_no_weight_no_role_and_no_random_state(
-    make_ppo: Callable[..., PPOModule],
-) -> None:
-    from lightning.pytorch.utilities.seed import isolate_rng
-
-    module = make_ppo(fresh=True)
-    before, head = parameters(module), module.roles.heads[VALUE]
-    states = torch.get_rng_state(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
-    with isolate_rng():
-        verdicts(module)
-    assert torch.equal(torch.get_rng_state(), states[0])
-    assert (random.getstate(), str(np.random.get_state())) == states[1:]  # noqa: NPY002
-    assert not changed(before, parameters(module))
-    assert module.roles.heads[VALUE] is head
-    assert module.roles.role == POLICY
-    assert module.iteration == 0
-    assert module.collector.sampler.params.max_response_tokens == ppo_config().max_response_tokens
-
-
 def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
     """Let the hidden states of these roles depend on all columns of a batch."""
     hidden_at = Roles.hidden_at
@@ -142,12 +118,6 @@ def test_log_probabilities_of_another_temperature_fail(
     assert failing(module) == failed
 
 
-def test_a_reference_that_is_another_model_fails(make_ppo: Callable[..., PPOModule]) -> None:
-    module = make_ppo(fresh=True)
-    module.roles._stacks[REFERENCE] = (REWARD,)
-    assert failing(module) == {"KL to the reference"}
-
-
 def test_the_kl_of_a_policy_that_was_trained_is_not_judged(
     make_ppo: Callable[..., PPOModule],
 ) -> None:
@@ -156,26 +126,37 @@ def test_the_kl_of_a_policy_that_was_trained_is_not_judged(
     assert set(found.values()) == {"passed"}
 
 
-def test_an_update_that_computes_otherwise_than_the_sampler_fails(
-    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = make_ppo(fresh=True)
+def another_reference(module: PPOModule, patch: pytest.MonkeyPatch) -> None:
+    module.roles._stacks[REFERENCE] = (REWARD,)
+
+
+def shifted_update(module: PPOModule, patch: pytest.MonkeyPatch) -> None:
     whole = score.policy_outputs
 
     def shifted(*arguments: Any) -> Any:
         outputs = whole(*arguments)
         return replace(outputs, logprobs=outputs.logprobs.roll(1))
 
-    monkeypatch.setattr(score, "policy_outputs", shifted)
-    assert failing(module) == {"ratio"}
+    patch.setattr(score, "policy_outputs", shifted)
 
 
-def test_a_policy_that_reads_padding_fails(
-    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def infinite_logits(module: PPOModule, patch: pytest.MonkeyPatch) -> None:
+    module.roles.causal_lm.get_input_embeddings().weight.data.fill_(torch.nan)
+
+
+@pytest.mark.parametrize(("plant", "failed"), [
+    (another_reference, {"KL to the reference"}), (shifted_update, {"ratio"}),
+    (infinite_logits, {"ratio"}),
+    # The sampler has a loop of its own.
+    (lambda _, patch: read_padding(patch, POLICY), {"ratio", "padding: base"}),
+])  # fmt: skip
+def test_a_fault_of_the_policy_fails(
+    make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch, plant: Any,
+    failed: set[str],
+) -> None:  # fmt: skip
     module = make_ppo(fresh=True)
-    read_padding(monkeypatch, POLICY)
-    assert failing(module) == {"ratio", "padding: base"}  # the sampler has a loop of its own
+    plant(module, monkeypatch)
+    assert failing(module) == failed
 
 
 @pytest.mark.parametrize("fault", ["critic", "reward", "no number", None])
@@ -234,10 +215,3 @@ def test_a_difference_is_relative_to_large_numbers_alone_and_nan_fails() -> None
     assert at_most("x", torch.tensor([0.11, -0.11]), 0.1).verdict == "failed"
     assert at_most("x", relative(ones * torch.nan, ones), 0.1).verdict == "failed"
     assert at_most("x", relative(ones, ones * torch.nan), 0.1).verdict == "failed"
-
-
-def test_logits_that_are_not_finite_fail(make_ppo: Callable[..., PPOModule]) -> None:
-    module = make_ppo(fresh=True)
-    with torch.no_grad():
-        module.roles.causal_lm.get_input_embeddings().weight.fill_(torch.nan)
-    assert failing(module) == {"ratio"}

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.runs.folders import Ending, write_ending
 from lightning_rlhf.runs.measured import (
     by_prompt,
     evaluation_files,
@@ -87,8 +86,8 @@ def test_the_samples_are_those_of_the_step_that_became_final(tmp_path: Path) -> 
     metrics = {name: 5.0, f"start/{name}": 0.0}
     # Of a run without ending.json, the last samples count.
     assert with_intervals(metrics, tmp_path)[name].gain_interval == (9.0, 9.0)
-    ending = Ending(final="1", step=1, last_step=2, metrics={}, stopped=None)
-    write_ending(tmp_path, ending)
+    ending = {"final": "1", "step": 1, "last_step": 2, "metrics": {}, "stopped": None}
+    (tmp_path / "ending.json").write_text(json.dumps(ending))
     samples = tmp_path / "samples"
     chosen = samples / "eval_000001.jsonl"
     assert evaluation_files(tmp_path) == (samples / "eval_000000.jsonl", chosen)

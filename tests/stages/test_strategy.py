@@ -10,7 +10,7 @@ import torch
 
 from lightning_rlhf.core.errors import ProcessEndedError
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy
 
 from ..processes import replicated
 
@@ -20,7 +20,7 @@ def test_a_process_that_ends_ends_the_others(operation: str, tmp_path: Path) -> 
     def work(replicas: Replicas) -> Any:
         if replicas.rank == 0:
             raise ValueError
-        return getattr(strategy(), operation)(torch.ones(3))
+        return getattr(ReplicaStrategy(), operation)(torch.ones(3))
 
     found = replicated(2, work, tmp_path)
     assert [type(error) for error in found] == [ValueError, ProcessEndedError]

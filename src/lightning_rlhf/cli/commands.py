@@ -255,13 +255,12 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     if out.resolve().parent != here.parent:
         parents = {name: str((here / path).resolve()) for name, path in manifest.parents.items()}
         manifest = replace(manifest, parents=parents)
-    stage = find_stage(manifest.stage)
-    write_model(
-        out, roles, head or POLICY, tokenizer, ChatFormat(tokenizer, template_kwargs), manifest,
-        f"{manifest.stage}, merged", "prompts" if stage is None else stage.data, head=head,
-        license=license_of(final.path), below=build_roles.fingerprint(final, "below"), dtype=stored,
-        run=here.parent if here.name == folders.FINAL else None,
-    )  # fmt: skip
+    stage, below = find_stage(manifest.stage), build_roles.fingerprint(final, "below")
+    kind, title = "prompts" if stage is None else stage.data, f"{manifest.stage}, merged"
+    run = here.parent if here.name == folders.FINAL else None
+    chat, license = ChatFormat(tokenizer, template_kwargs), license_of(final.path)
+    where = out, roles, head or POLICY, chat
+    write_model(*where, manifest, title, kind, license, run, head=head, below=below, dtype=stored)
     print_line(f"merged, {dtype}: {out}")
 
 

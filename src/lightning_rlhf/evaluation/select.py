@@ -1,7 +1,10 @@
 """The step that becomes `final/`: the keys that decide it, and the check that it has learned."""
 
+import json
 import math
 from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import lightning as L
@@ -17,9 +20,10 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingErr
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.modules.optim import check_parameters
-from lightning_rlhf.runs.folders import METRICS, Ending, Export, Value, read_ending, write_ending
+from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
 
@@ -131,7 +135,8 @@ def choose(
             if value.chosen is not None and value.last is not None
         )
         print_line(f"final/ is step {step} (final={final}): {found}")
-    write_ending(folder, ending)
+    with written_whole(folder / ENDING) as beside:
+        beside.write_text(json.dumps(asdict(ending), indent=2) + "\n")
     return None if step == last else measured_at(folder, step)
 
 

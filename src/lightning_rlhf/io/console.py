@@ -129,14 +129,7 @@ class Working:
         self._stopped = Event()
         self._bar: Bar | None = None
 
-    def __enter__(self) -> Working:
-        self.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
+    def start(self) -> Working:
         """Start the display; `with` blocks call it."""
         self._start = monotonic()
         if self._total is not None and get_console().is_terminal:
@@ -144,12 +137,15 @@ class Working:
             self._bar.start()
         else:
             Thread(target=self._print_lines, daemon=True).start()
+        return self
 
-    def stop(self) -> None:
+    def stop(self, *error: object) -> None:
         """Stop the display; `with` blocks call it."""
         self._stopped.set()
         if self._bar is not None:
             self._bar.stop()
+
+    __enter__, __exit__ = start, stop
 
     def _print_lines(self) -> None:
         while not self._stopped.wait(PERIOD_S):

@@ -42,35 +42,16 @@ REPLACED: dict[Kind, str] = {
 """Kind of what is to be written -> what it replaces."""
 
 
-def is_replaced(path: Path, kind: Kind) -> bool:
-    """Return whether a `kind` may replace what stands at a path; a link is not followed."""
-    is_link = path.is_symlink()
-    if not os.path.lexists(path):
-        return True
-    if kind == "folder":
-        return (path / WRITTEN).is_file() and not is_link
-    if kind == "page":
-        with suppress(OSError):
-            return path.is_file() and not is_link and MARK in path.read_bytes()[:500]
-    return kind == "file" and (is_link or path.is_file())
-
-
 def foreign_names(folder: Path) -> list[str]:
     """Return the names in a folder written whole that were not written with it, as a user's notes.
 
-    Where the list of those is missing or cannot be read, all names are foreign.
+    Where the list of those is missing or cannot be read, all names but NOBODYS are foreign.
     """
     ours: list[str] = []
     with suppress(OSError, ValueError):
         ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
-    return [
-        name for name in sorted(os.listdir(folder)) if name not in ours and not is_nobodys(name)
-    ]
-
-
-def is_nobodys(name: str) -> bool:
-    """Return whether a name is one of NOBODYS, which holds nothing that a user wrote."""
-    return any(fnmatch(name, pattern) for pattern in NOBODYS)
+    others = sorted({*os.listdir(folder)} - {*ours})
+    return [name for name in others if not any(fnmatch(name, pattern) for pattern in NOBODYS)]
 
 
 def replace_folder(beside: Path, target: Path) -> None:
@@ -104,10 +85,17 @@ def restore(target: Path) -> None:
 def refuse_foreign(target: Path, kind: Kind) -> None:
     """Raise StorageError where something stands at `target` that a `kind` does not replace.
 
-    Nothing is ever written to a path without a name, as "/" and ".".
+    A link is not followed. Nothing is ever written to a path without a name, as "/" and ".".
     """
-    if target.name in ("", "..") or not is_replaced(target, kind):
-        found = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
+    found = "link" if target.is_symlink() else "folder" if target.is_dir() else "file"
+    match kind, found:
+        case ("folder", "folder"):
+            is_replaced = (target / WRITTEN).is_file()
+        case ("page", "file"):
+            is_replaced = target.is_file() and MARK in target.read_bytes()[:500]
+        case _:
+            is_replaced = kind == "file" and (found == "link" or target.is_file())
+    if target.name in ("", "..") or not (is_replaced or not os.path.lexists(target)):
         allowed = f"no path, or {REPLACED[kind]}"
         raise StorageError(f"{target} was not written: a {found} stands there; allowed: {allowed}")
 
@@ -148,48 +136,37 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
         size = sum(file.stat().st_size for file in files if file.is_file())
         if os.path.lexists(beside):
             delete(beside)
-        more = "" if needed else " or more"
-        needs = f". It needs {readable(max(needed or 0, size))}{more}, and"
-        if (told := no_room(error, target, needs)) is not None:
-            raise told from error
-        ours = map(str, (beside, *beside.parents))
-        if isinstance(error, OSError) and str(error.filename) in ours:
-            raise StorageError(f"{target} was not written: {error.strerror}") from error
-        raise
+        needs = f"{readable(max(needed or 0, size))}{'' if needed else ' or more'}"
+        with full_disk_told(target, f". It needs {needs}, and"):
+            ours = map(str, (beside, *beside.parents))
+            if isinstance(error, OSError) and not full_disk(error) and str(error.filename) in ours:
+                raise StorageError(f"{target} was not written: {error.strerror}") from error
+            raise
 
 
 @contextmanager
-def full_disk_told(path: Path | None = None) -> Iterator[None]:
+def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]:
     """Raise StorageError in place of a system error about missing space for a file of the block.
 
     path: the file, where the block writes a single one; the system's error often does not name it.
+    needs: text between what happened and how to continue, on the size of the file.
     """
     try:
         yield
-    except StorageError:
-        raise
     except Exception as error:
-        name = path or getattr(error, "filename", None)
-        if (told := no_room(error, Path(name) if name else None)) is not None:
-            raise told from error
-        raise
-
-
-def no_room(error: BaseException, path: Path | None, needs: str = ";") -> StorageError | None:
-    """Return the error about a file that does not fit, and how to continue; None for other errors.
-
-    needs: text between what happened and what there is, on the size of the file.
-    """
-    if (number := full_disk(error)) is None:
-        return None
-    room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    if number == errno.EFBIG and limit != resource.RLIM_INFINITY:
-        room = f"a file of this process may have {readable(limit)} (ulimit -f). Raise that limit"
-    elif number == errno.EFBIG:
-        room = "the file system takes no larger file. Write to another one"
-    elif path is not None:
-        room = f"{readable(shutil.disk_usage(path.parent).free)} are free now. Make room there"
-    return StorageError(f"{path or 'a file'} was not written: {os.strerror(number)}{needs} {room}")
+        if isinstance(error, StorageError) or (number := full_disk(error)) is None:
+            raise
+        file = path or getattr(error, "filename", None)
+        room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+        if number == errno.EFBIG and limit != resource.RLIM_INFINITY:
+            room = f"a file of this process may have {readable(limit)} (ulimit -f). Raise it"
+        elif number == errno.EFBIG:
+            room = "the file system takes no larger file. Write to another one"
+        elif file is not None:
+            free = shutil.disk_usage(Path(file).parent).free
+            room = f"{readable(free)} are free now. Make room there"
+        told = f"{file or 'a file'} was not written: {os.strerror(number)}{needs} {room}"
+        raise StorageError(told) from error
 
 
 def full_disk(error: BaseException | None) -> int | None:

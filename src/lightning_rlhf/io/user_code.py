@@ -8,7 +8,7 @@ import os
 import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,14 +18,9 @@ from lightning_rlhf.core.errors import ConfigError, require
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
 run with status 0."""
+_NAMES = {"function": "function", "class": "Class", "rule": "RULE", "stage": "STAGE"}
 FORMS = {
-    kind: f"'path/to/file.py:{name}' or 'package.module:{name}'"
-    for kind, name in {
-        "function": "function",
-        "class": "Class",
-        "rule": "RULE",
-        "stage": "STAGE",
-    }.items()
+    kind: f"'path/to/file.py:{name}' or 'package.module:{name}'" for kind, name in _NAMES.items()
 }
 """Kind of an object -> how one is named in a configuration."""
 _given: Collection[str] | None = None
@@ -88,8 +83,11 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         ConfigError: where `source` does not lead to such an object.
     """
     source = permitted(source, key)
-    check_file(source, key, what)
-    where, _, name = source.rpartition(":")
+    where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")
+    require(bool(where and name), key, source, FORMS[what])
+    path = Path(os.path.expanduser(where)).resolve()
+    if where.endswith(".py") and not path.is_file():
+        raise ConfigError(f"{key} is {source!r}; there is no file {path}")
     try:
         module = _of_file(where) if where.endswith(".py") else importlib.import_module(where)
     except FAULTS as error:
@@ -98,32 +96,13 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         if missing is not None and f"{where}.".startswith(f"{missing}."):
             reason = f"there is no module {missing!r} on PYTHONPATH; allowed: {FORMS[what]}"
         raise ConfigError(f"{key} is {source!r}; {reason}") from error
-    found = vars(module)
-    if name in found and is_one(found[name]):
+    found = {n: x for n, x in vars(module).items() if is_one(x)}
+    if name in found:
         return found[name]
-    there = sorted(
-        n
-        for n, x in found.items()
-        if is_one(x)
-        and n[0] != "_"
-        and (not callable(x) or getattr(x, "__module__", None) == module.__name__)
-    )
-    shown = f"; {name} is {found[name]!r}" if name in found else ""
+    imported = {n for n, x in found.items() if callable(x) and x.__module__ != module.__name__}
+    there = sorted(n for n in found.keys() - imported if n[0] != "_")
+    shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
     raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
-
-
-def check_file(source: str, key: str, what: str = "function") -> None:
-    """Raise ConfigError unless `source` has the form of an object's name, and its file exists.
-
-    what: kind of the object, one of FORMS.
-
-    Runs no code; other errors are raised by `load_object`.
-    """
-    where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")
-    require(bool(where and name), key, source, FORMS[what])
-    path = Path(os.path.expanduser(where)).resolve()
-    if where.endswith(".py") and not path.is_file():
-        raise ConfigError(f"{key} is {source!r}; there is no file {path}")
 
 
 def _of_file(path: str) -> ModuleType:
@@ -152,10 +131,9 @@ def nearest_path(source: str) -> str:
     missing = next((p for p in (*reversed(path.parents), path) if not os.path.exists(p)), None)
     if missing is None:
         return ""
-    above, names = missing.parent, []
-    with suppress(OSError):  # no right to list it, or no such folder
-        beside = sorted(above.iterdir())
-        names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
+    above = missing.parent
+    beside = sorted(above.glob("*"))  # none where it cannot be listed
+    names = [p.name for p in beside if p.is_dir() or p.suffix == path.suffix != ""]
     if close := difflib.get_close_matches(missing.name, names, n=1):
         whole = above / close[0] / path.relative_to(missing)
         return f"; the nearest is {whole if whole.exists() else above / close[0]}"

@@ -26,7 +26,7 @@ BACKWARDS = 0.01
 taken for such a reward at most this often."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class KnownPair:
     """A held-out preference pair with the scores that the reward model gave it in its own stage."""
 

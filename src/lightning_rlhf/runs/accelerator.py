@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
 """Module -> package with kernels of linear attention; the extra `gpu` holds them."""
+CUDA = torch.version.cuda
+BUILT = f"torch {torch.__version__} is built {f'for CUDA {CUDA}' if CUDA else 'without CUDA'}"
+"""Version of CUDA for which the installed torch is built, alone and as a sentence."""
 
 
 def device_of(settings: Settings) -> torch.device:
@@ -60,10 +63,11 @@ def check_devices(settings: Settings, needed: int = 1) -> None:
     mps = torch.backends.mps.is_available()
     found = torch.cuda.device_count() if torch.cuda.is_available() else int(mps)
     if needed > found:
+        fewer = f"trainer.devices of at most {found}, or " if found else ""
         raise errors.ConfigError(
             f"trainer.accelerator is 'gpu' and trainer.devices is {settings.trainer.devices}, but "
-            f"torch finds {errors.counted(found, 'GPU')} on this machine ({build_of_torch()}); "
-            f"allowed: {f'trainer.devices of at most {found}, or ' if found else ''}trainer=cpu"
+            f"torch finds {errors.counted(found, 'GPU')} on this machine ({BUILT}); allowed: "
+            f"{fewer}trainer=cpu"
         )
     try:
         if needed == 1:  # a sum needs a kernel for this GPU, which not every build of torch has
@@ -73,12 +77,6 @@ def check_devices(settings: Settings, needed: int = 1) -> None:
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
             f"({errors.first_line(error)}); allowed: trainer=cpu"
         ) from error
-
-
-def build_of_torch() -> str:
-    """Return which version of torch is installed, and for which CUDA it is built."""
-    built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-    return f"torch {torch.__version__} is built {built}"
 
 
 def linear_attention_line(roles: Roles) -> str | None:
@@ -98,12 +96,11 @@ def print_device(settings: Settings) -> None:
     name, note = "the CPU", ""
     if settings.trainer.accelerator == "gpu":
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else "the GPU"
-    elif torch.version.cuda is None and shutil.which("nvidia-smi"):
-        note = f"; {build_of_torch()} and cannot use the GPU"
-    size = world().size
-    threads = (
-        f" of {errors.counted(torch.get_num_threads(), 'thread')} each" if name == "the CPU" else ""
-    )
+    elif CUDA is None and shutil.which("nvidia-smi"):
+        note = f"; {BUILT} and cannot use the GPU"
+    size, threads = world().size, ""
+    if name == "the CPU":
+        threads = f" of {errors.counted(torch.get_num_threads(), 'thread')} each"
     processes = f" in {size} processes{threads}" if size > 1 else ""
     print_line(f"computing on {name}{processes}, {settings.trainer.precision}{note}")
 
@@ -197,6 +194,9 @@ class ReplicaStrategy(DDPStrategy):
     Its collective operations raise ProcessEndedError where another process has ended.
     """
 
+    def __init__(self) -> None:
+        super().__init__(cluster_environment=cluster(), timeout=TIMEOUT)
+
     reduce = ended_processes()(DDPStrategy.reduce)
     broadcast = ended_processes()(DDPStrategy.broadcast)
     all_gather = ended_processes()(DDPStrategy.all_gather)
@@ -206,11 +206,6 @@ class ReplicaStrategy(DDPStrategy):
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""
-
-
-def strategy() -> ReplicaStrategy:
-    """Return the strategy of a Trainer in one of several processes."""
-    return ReplicaStrategy(cluster_environment=cluster(), timeout=TIMEOUT)
 
 
 def cluster() -> SLURMEnvironment | TorchElasticEnvironment:
@@ -225,20 +220,19 @@ def check_processes(settings: Settings, place: World) -> None:
     place: place of this process among those of the run.
     """
     trainer, stage, definition = settings.trainer, settings.stage, settings.definition
-    config, size, launcher = settings.config, place.size, place.launcher or "this command"
+    config, size = settings.config, place.size
     if size == 1 and not definition.trains:
         return  # it can compute in one process, whatever trainer.devices is
+    started = f"{place.launcher or 'this command'} has started "
+    started += "one process" if size == 1 else f"{size} processes"
     if size != trainer.processes:
         raise errors.ConfigError(
             f"trainer.devices is {trainer.devices} and trainer.num_nodes is {trainer.num_nodes}, "
-            f"but {launcher} has started {'one process' if size == 1 else f'{size} processes'}; "
-            "allowed: equal numbers"
+            f"but {started}; allowed: equal numbers"
         )
     if not (size == 1 or definition.trains or definition.divides):
-        raise errors.ConfigError(
-            f"{launcher} has started {size} processes, but stage={stage} computes in one; allowed: "
-            "one process"
-        )
+        way = f"stage={stage} computes in one; allowed: one process"
+        raise errors.ConfigError(f"{started}, but {way}")
     if isinstance(config, PPOConfig) and config.prompts_per_iteration < size:
         raise errors.ConfigError(
             f"{stage}.rollout_batch_size is {config.rollout_batch_size}, which is "
@@ -276,8 +270,7 @@ def errors_of_all(replicas: Replicas) -> Iterator[None]:
         yield
     except errors.ProcessEndedError as error:
         message = group.message_left() if replicas.is_first else None
-        is_printed = not replicas.is_first or IN_LAUNCHER in os.environ
-        if message is None and is_printed:
+        if message is None and (not replicas.is_first or IN_LAUNCHER in os.environ):
             sys.exit(1)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise errors.RLHFError(message or str(error)) from error

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,7 +16,6 @@ from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, StorageError
-from lightning_rlhf.core.validation import STRICT, PositiveInt
 from lightning_rlhf.io import storage
 from lightning_rlhf.models import checkpoint as models
 from lightning_rlhf.models.config import BASE, REWARD, SFT, ModelConfig
@@ -79,13 +77,10 @@ def is_marked(folder: Path) -> bool:
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
-    there = set(os.listdir(folder)) if folder.is_dir() and not is_marked(folder) else set()
-    ours = {LOCK, DELETED, RUN_ID, PARENTS, FAILED}
-    if found := sorted(name for name in there - ours if not storage.is_nobodys(name)):
-        raise ConfigError(
-            f"{folder} holds {found[0]} and no config.json of a run; move that away, or give "
-            "another run= or job="
-        )
+    there = storage.foreign_names(folder) if folder.is_dir() and not is_marked(folder) else []
+    if others := sorted({*there} - {LOCK, DELETED, RUN_ID, PARENTS, FAILED}):
+        way = "move that away, or give another run= or job="
+        raise ConfigError(f"{folder} holds {others[0]} and no config.json of a run; {way}")
 
 
 def leave_failed(folder: Path, reason: str) -> None:
@@ -110,14 +105,11 @@ def clear(folder: Path) -> None:
     for name in sorted(n for n in ours if n.startswith(FINAL) or n in INSIDE):
         if not (folder / name).is_dir():
             foreign.append(name)
-        elif name.startswith(FINAL):
-            foreign += [f"{name}/{n}" for n in storage.foreign_names(folder / name)]
-        else:
-            foreign += [
-                f"{name}/{n}"
-                for n in sorted(os.listdir(folder / name))
-                if not fnmatch(n, INSIDE[name]) and not storage.is_nobodys(n)
-            ]
+            continue
+        others = storage.foreign_names(folder / name)
+        if name in INSIDE:
+            others = [n for n in others if not fnmatch(n, INSIDE[name])]
+        foreign += [f"{name}/{n}" for n in others]
     if foreign:
         raise StorageError(
             f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"
@@ -161,12 +153,10 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
-    trees = read_config(file, "overwrite=true starts over"), tree
+    trees, none = (read_config(file, "overwrite=true starts over"), tree), "not there"
     keys = differing_keys(*trees, (*volatile(stage), *stage.unread))
     old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in trees)
-    return [
-        f"{key} was {old.get(key, 'not there')}, is {new.get(key, 'not there')}" for key in keys
-    ]
+    return [f"{key} was {old.get(key, none)}, is {new.get(key, none)}" for key in keys]
 
 
 def read_config(file: Path, way: str) -> dict[str, Any]:
@@ -188,13 +178,10 @@ def differing_keys(
     """Return the keys in which two configurations differ, except `ignored` keys and nested ones."""
     ours, theirs = flatten(one), flatten(other)
     prefixes = tuple(f"{key}." for key in ignored)
-    return [
-        key
-        for key in sorted(ours.keys() | theirs.keys())
-        if not f"{key}.".startswith(prefixes)
-        and not re.fullmatch(DECIDES, key)
-        and (key not in ours or key not in theirs or ours[key] != theirs[key])
-    ]
+    changed = ours.keys() ^ theirs.keys()
+    changed |= {key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]}
+    counted = (key for key in sorted(changed) if not f"{key}.".startswith(prefixes))
+    return [key for key in counted if not re.fullmatch(DECIDES, key)]
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -210,7 +197,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 # ending.json.
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class Value:
     """A metric at the chosen step and at the last one."""
 
@@ -222,15 +209,15 @@ class Value:
     """Value at the last step; None where it was not measured."""
 
 
-@dataclass(frozen=True, kw_only=True, config=STRICT)
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class Ending:
     """The end of a run."""
 
     final: str
     """Rule that chose the step: last, best or its number."""
-    step: PositiveInt
+    step: validation.PositiveInt
     """Step whose model was chosen."""
-    last_step: PositiveInt
+    last_step: validation.PositiveInt
     """Last step of the run."""
     metrics: dict[str, Value]
     """Metrics that tell which evaluation is the best, by name."""
@@ -252,12 +239,6 @@ class Export:
     """Metrics of the evaluation at that step; {} where there was none."""
     ending: Ending
     """Step of the checkpoint, and the metrics there and at the last step."""
-
-
-def write_ending(folder: Path, ending: Ending) -> None:
-    """Write the ending of the run in `folder`."""
-    with storage.written_whole(folder / ENDING) as beside:
-        beside.write_text(json.dumps(asdict(ending), indent=2) + "\n")
 
 
 def read_ending(folder: Path) -> Ending | None:
@@ -286,6 +267,13 @@ def is_unbegun(folder: Path) -> bool:
 # The models that a run starts from, and the configuration that a `final/` was trained with.
 
 
+NEEDS = {
+    "sft": ("starts from an SFT model", "policy.checkpoint=base to start from the model as it is"),
+    "rm": ("needs a reward model", "reward=random for a random head that means nothing"),
+}
+"""Earlier stage -> why a stage reads its model, and what to give to do without."""
+
+
 def find_parents(settings: Settings) -> dict[str, models.Final]:
     """Return the checkpoints that this stage starts from, by role.
 
@@ -293,37 +281,27 @@ def find_parents(settings: Settings) -> dict[str, models.Final]:
     """
     stage, given = settings.definition, settings.policy.checkpoint
     if not stage.reads_sft and given not in (None, BASE):
-        raise ConfigError(
-            f"policy.checkpoint is {given!r}, but stage={stage.name} starts from "
-            "model.name_or_path; set that instead"
-        )
+        way = "starts from model.name_or_path; set that instead"
+        raise ConfigError(f"policy.checkpoint is {given!r}, but stage={stage.name} {way}")
 
-    def found_or(
-        checkpoint: str | None, key: str, before: str, need: str, ways: str
-    ) -> models.Final:
+    def final_of(before: str, checkpoint: str | None, key: str) -> models.Final:
         if checkpoint:
             return models.find(checkpoint, key)
         if (final := earlier(settings, before)) is None:
-            where = folder_of(settings, before)
-            raise CheckpointError(f"stage={stage.name} {need}, and {where} has none. {ways}")
+            need, way = NEEDS[before]
+            raise CheckpointError(
+                f"stage={stage.name} {need}, and {folder_of(settings, before)} has none. Run "
+                f"stage={before} first, or give {key}=FOLDER_OR_HUB_ID, or {way}"
+            )
         return final
 
     found = {}
     if stage.reads_sft and given != BASE:  # without one: the base model itself
-        found[SFT] = found_or(
-            given, "policy.checkpoint", "sft", "starts from an SFT model", "Run stage=sft first, "
-            "or give policy.checkpoint=FOLDER_OR_HUB_ID, or policy.checkpoint=base to start from "
-            "the model as it is",
-        )  # fmt: skip
+        found[SFT] = final_of("sft", given, "policy.checkpoint")
     for name, component in settings.reward.items() if stage.reads_reward else ():
         role, key = reward_role(settings, name), reward_key(settings, name)
         if isinstance(component, HeadConfig):
-            key = f"{key}.checkpoint"
-            found[role] = found_or(
-                component.checkpoint, key, "rm", "needs a reward model", "Train one with stage=rm, "
-                f"or give {key}=FOLDER_OR_HUB_ID, or reward=random for a random head that means "
-                "nothing",
-            )  # fmt: skip
+            found[role] = final_of("rm", component.checkpoint, f"{key}.checkpoint")
         elif isinstance(component, TextModelConfig):
             models.refuse_missing_folder(component.name_or_path, f"{key}.name_or_path")
             if models.is_folder(component.name_or_path):
@@ -356,9 +334,7 @@ def config_of(final: models.Final) -> Iterator[Mapping[str, Any]]:
     Raises CheckpointError where there is no manifest, or a value is missing or not allowed.
     """
     if final.manifest is None:
-        raise CheckpointError(
-            f"{final.path} has no {models.MANIFEST}; allowed: the final/ of a run"
-        )
+        raise CheckpointError(f"{final.path} has no manifest.json; allowed: the final/ of a run")
     try:
         yield final.manifest.config
     except ConfigError as error:
@@ -382,8 +358,7 @@ def sampled_as(final: models.Final) -> tuple[float, int]:
     key, stage = "max_response_tokens", "" if final.manifest is None else final.manifest.stage
     with config_of(final) as config:
         sampling = {"temperature": 1.0, **section(config, "data", key), **section(config, stage)}
-        validation.check_value(
-            f"{stage}.temperature", sampling["temperature"], validation.Temperature
-        )
-        validation.check_value(f"{stage}.{key}", sampling[key], PositiveInt)
+        kinds = {"temperature": validation.Temperature, key: validation.PositiveInt}
+        for name, kind in kinds.items():
+            validation.check_value(f"{stage}.{name}", sampling[name], kind)
     return sampling["temperature"], sampling[key]

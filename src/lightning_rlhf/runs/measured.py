@@ -22,7 +22,7 @@ from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS, read_config, rea
 from lightning_rlhf.runs.stage import Stage, find_stage
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RunFiles:
     """The contents of a run's folder."""
 
@@ -74,8 +74,7 @@ def read_run(folder: Path, definition: Stage | None = None) -> RunFiles:
             raise CheckpointError(f"{folder / CONFIG} is damaged: it names no stage and no model")
     file = folder / FINAL / MANIFEST
     manifest = read_manifest(file) if file.is_file() else None
-    return RunFiles(folder=folder, tree=tree, definition=definition, curves=read_metrics(folder),
-                    manifest=manifest)  # fmt: skip
+    return RunFiles(folder, tree, definition, read_metrics(folder), manifest)
 
 
 def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
@@ -152,7 +151,7 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
         metrics = {n: curves[n][1][-1] for n in (LOWEST, HIGHEST) if n in curves} | {**metrics}
     found = {}
     for name in (name for name in metrics if not name.startswith("start/")):
-        value, start = metrics[name], metrics.get(f"start/{name}")
+        start = metrics.get(f"start/{name}")
         before, after = (by_prompt(samples, name) for samples in (first, last))
         known = after[~np.isnan(after)]
         are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
@@ -161,10 +160,13 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
             interval = metrics[LOWEST], metrics[HIGHEST]
         has_gain = start is not None and len(before) == len(after)
         found[name] = Evaluated(
-            metric=name, value=value, interval=interval, before=start,
-            gain=None if start is None else value - start,
+            metric=name,
+            value=metrics[name],
+            interval=interval,
+            before=start,
+            gain=None if start is None else metrics[name] - start,
             gain_interval=interval_of(after - before) if has_gain else None,
-        )  # fmt: skip
+        )
     return found
 
 
@@ -191,10 +193,8 @@ def by_prompt(samples: Samples, name: str) -> np.ndarray:
     _, prompts = np.unique([sample["index"] for sample in samples], return_inverse=True)
     known = ~np.isnan(values)
     size = len(set(prompts))
-    sums, counts = (
-        np.bincount(prompts[known], values[known], size),
-        np.bincount(prompts[known], None, size),
-    )
+    sums = np.bincount(prompts[known], values[known], size)
+    counts = np.bincount(prompts[known], None, size)
     with np.errstate(invalid="ignore"):
         return sums / counts
 

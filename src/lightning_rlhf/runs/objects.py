@@ -1,6 +1,6 @@
 """Objects that a configuration names by `_target_`: callbacks, loggers, and the Trainer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,25 @@ from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, re
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.runs.accelerator import strategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy
 from lightning_rlhf.runs.folders import check_writable
 from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
 
-_BATCHES = "microbatch_size in the section of the stage splits a batch"
-_CHECKPOINTS = (
-    "a run writes checkpoints from which it resumes exactly; checkpoint_every, checkpoint_minutes "
-    "and checkpoints_kept in the section of the stage say when and how many"
-)
-_TRAINED = "lr, ema_decay, finetune and model.lora say how the weights are trained"
-REFUSED: Mapping[type, str] = {
-    **dict.fromkeys((lightnings.Checkpoint, CheckpointIO), _CHECKPOINTS),
-    **dict.fromkeys(
-        (lightnings.GradientAccumulationScheduler, lightnings.BatchSizeFinder), _BATCHES
-    ),
-    **dict.fromkeys(
-        (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging, lightnings.ModelPruning,
-         lightnings.BaseFinetuning, lightnings.LearningRateFinder), _TRAINED,
-    ),
-}  # fmt: skip
-"""Class of Lightning that a run cannot use -> the reason, and what to use instead."""
+_AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
+_TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
+REFUSED: Mapping[tuple[type, ...], str] = {
+    (lightnings.Checkpoint, CheckpointIO): "a run writes checkpoints from which it resumes exactly;"
+    " checkpoint_every, checkpoint_minutes and checkpoints_kept in the section of the stage say "
+    "when and how many",
+    (lightnings.GradientAccumulationScheduler, lightnings.BatchSizeFinder): "microbatch_size in "
+    "the section of the stage splits a batch",
+    (*_AVERAGING, *_TUNING): "lr, ema_decay, finetune and model.lora say how the weights are "
+    "trained",
+}
+"""Classes of Lightning that a run cannot use -> the reason, and what to use instead."""
+TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
+ALONE = "auto, single_device: the processes of a run sum their gradients themselves"
+"""Allowed values of an argument of the Trainer, and of its strategy."""
 
 
 def own_objects(settings: Settings) -> dict[str, Any]:
@@ -55,17 +53,15 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     options = {key: x for key, x in settings.trainer.options.items() if key != "_target_"}
     arguments = instantiated(options, "trainer")
     found = [("trainer.callbacks", x) for x in listed(arguments.pop("callbacks", None))]
-    for name, node in settings.callbacks.items():
-        if node is not None:
-            found.append((f"callbacks.{name}", instantiated(node, f"callbacks.{name}")))
-    checked: list[tuple[str, Any, type]] = [(key, x, lightnings.Callback) for key, x in found]
-    loggers = []
-    if settings.custom_logger is not None:
-        loggers.append(logger := instantiated(settings.custom_logger, "logger"))
-        checked.append(("logger", logger, Logger))
-    for key, one, kind in checked:
-        is_one = isinstance(one, kind)
-        require(is_one, key, one, f"a {kind.__name__}: a mapping with its class as _target_")
+    nodes = {f"callbacks.{name}": node for name, node in settings.callbacks.items()}
+    found += [(key, instantiated(node, key)) for key, node in nodes.items() if node is not None]
+    loggers, custom = [], settings.custom_logger
+    if custom is not None:
+        loggers.append(("logger", instantiated(custom, "logger")))
+    for kind, ones in ((lightnings.Callback, found), (Logger, loggers)):
+        for key, one in ones:
+            is_one = isinstance(one, kind)
+            require(is_one, key, one, f"a {kind.__name__}: a mapping with its class as _target_")
     plugins = [("trainer.plugins", x) for x in listed(arguments.get("plugins"))]
     for key, one in (*found, *plugins):
         for refused, why in REFUSED.items():
@@ -73,25 +69,23 @@ def own_objects(settings: Settings) -> dict[str, Any]:
                 name = type(one).__name__
                 raise ConfigError(f"{key} is a {name}, which is not to be set: {why}")
     for key, value in arguments.items():
-        require(not isinstance(value, Mapping), f"trainer.{key}", value,
-                "a value that lightning.Trainer takes, or a mapping with _target_")  # fmt: skip
+        require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
     is_alone = own in (None, AUTO, "single_device") or isinstance(own, SingleDeviceStrategy)
-    allowed = "auto, single_device: the processes of a run sum their gradients themselves"
     shown = own if isinstance(own, str) else type(own).__name__
-    require(is_alone, "trainer.strategy", shown, allowed)
-    for logger in loggers:
+    require(is_alone, "trainer.strategy", shown, ALONE)
+    for _, logger in loggers:
         if (folder := logger.save_dir) is not None and "://" not in str(folder):
             check_writable("logger.save_dir", Path(folder), Path(folder))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    build_trainer(settings.trainer, arguments, Stop(), (), (), **quiet)
-    return {"callbacks": [x for _, x in found], "loggers": loggers, "arguments": arguments}
+    build_trainer(settings.trainer, arguments, Stop(), **quiet)
+    own_callbacks, own_loggers = ([x for _, x in ones] for ones in (found, loggers))
+    return {"callbacks": own_callbacks, "loggers": own_loggers, "arguments": arguments}
 
 
 def build_trainer(
-    config: TrainerConfig, options: Mapping[str, Any], stop: Stop,
-    callbacks: Sequence[lightnings.Callback], plugins: Sequence[Any], **arguments: Any,
-) -> L.Trainer:  # fmt: skip
+    config: TrainerConfig, options: Mapping[str, Any], stop: Stop, **arguments: Any
+) -> L.Trainer:
     """Return the Trainer of a configuration.
 
     options: `arguments` as of `own_objects`.
@@ -100,29 +94,28 @@ def build_trainer(
 
     Raises ConfigError where Lightning refuses an argument.
     """
-    target, own_plugins = config.options["_target_"], listed(options.get("plugins"))
-    rest = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
-    is_alone = world().size == 1
-    if not is_alone:
-        rest["strategy"] = strategy()
-    elif not any(isinstance(own, ClusterEnvironment) for own in own_plugins):
+    target, plugins = config.options["_target_"], listed(options.get("plugins"))
+    limit = [MaxTime(time, stop)] if (time := options.get("max_time")) is not None else []
+    given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
+    given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
+    if world().size > 1:
+        given |= {"devices": config.devices, "num_nodes": config.num_nodes}
+        given["strategy"] = ReplicaStrategy()
+    elif not any(isinstance(own, ClusterEnvironment) for own in plugins):
         # Lightning would count the tasks of the whole job in a batch script of Slurm.
-        plugins = [*plugins, LightningEnvironment()]
+        plugins = [LightningEnvironment(), *plugins]
+    given["callbacks"] = [*limit, *arguments.get("callbacks", ())]
+    given["plugins"] = [*arguments.get("plugins", ()), *plugins]
     try:
         is_own = target != "lightning.Trainer"
         cls: Any = get_class(permitted(target, "trainer._target_") if is_own else target)
-        require(issubclass(cls, L.Trainer), "trainer._target_", target, "lightning.Trainer, or a "
-                "class derived from it")  # fmt: skip
-        limit = [MaxTime(time, stop)] if (time := options.get("max_time")) is not None else []
+        allowed = "lightning.Trainer, or a class derived from it"
+        require(issubclass(cls, L.Trainer), "trainer._target_", target, allowed)
         trainer: L.Trainer = cls(
             accelerator=config.accelerator,
-            devices=1 if is_alone else config.devices,
-            num_nodes=1 if is_alone else config.num_nodes,
             precision=config.precision,
             log_every_n_steps=config.log_every_n_steps,
-            callbacks=[*limit, *callbacks],
-            plugins=[*plugins, *own_plugins],
-            **{"enable_model_summary": False, **rest, **arguments},
+            **given,
         )
     except ConfigError:
         raise

@@ -46,8 +46,9 @@ def held(settings: Settings, folder: Path) -> Iterator[None]:
                     f"it ends, or give {name_beside(settings)} to write beside it"
                 ) from None
             except OSError as error:
-                named = f"outputs={settings.outputs}: {error.strerror}: {folder}"
-                raise ConfigError(named) from error
+                raise ConfigError(
+                    f"outputs={settings.outputs}: {error.strerror}: {folder}"
+                ) from error
             yield
     finally:
         for path in made:
@@ -67,12 +68,11 @@ def state_of(settings: Settings) -> State:
     if folders.is_unbegun(folder):
         return "new"
     if changed := folders.changes(settings.definition, settings.tree, folder / folders.CONFIG):
-        more = [f"and {len(changed) - LISTED} more"] if len(changed) > LISTED else []
+        more = f"; and {len(changed) - LISTED} more" * (len(changed) > LISTED)
         raise ConfigError(
             f"{folder} holds a run of another configuration and cannot be resumed: "
-            f"{'; '.join([*changed[:LISTED], *more])} ({folder / folders.CONFIG}). Give what it "
-            f"was started with, {name_beside(settings)} to keep both, or overwrite=true to start "
-            "over"
+            f"{'; '.join(changed[:LISTED])}{more} ({folder / folders.CONFIG}). Give what it was "
+            f"started with, {name_beside(settings)} to keep both, or overwrite=true to start over"
         )
     if is_stale(settings):
         print_line(f"{folder}: the models it was started from are others now")
@@ -96,39 +96,33 @@ def decide(settings: Settings) -> Start | None:
     is_new = not settings.overwrite and resume in (False, AUTO) and folders.is_unbegun(folder)
     if is_new or not resume:
         folders.refuse_foreign_files(folder)
-    if settings.overwrite:
-        for parent in folders.find_parents(settings).values():
-            if parent.path.resolve().is_relative_to(folder.resolve()):
-                raise ConfigError(
-                    f"overwrite=true would delete {folder}, and with it {parent.path}, which the "
-                    f"run starts from. Give {beside} to keep both"
-                )
+    for parent in folders.find_parents(settings).values() if settings.overwrite else ():
+        if parent.path.resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                f"overwrite=true would delete {folder}, and with it {parent.path}, which the run "
+                f"starts from. Give {beside} to keep both"
+            )
     if settings.overwrite or is_new:
         return False, settings.overwrite, None
     if not (folder / folders.CONFIG).is_file():
-        raise ConfigError(
-            f"{folder} holds no run to resume: no {folders.CONFIG}; leave resume=true out"
-        )
-    there, is_finished = saved(folder), final.is_dir()
-    ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
-    if resume != AUTO and (is_finished or not there or not resume):
+        raise ConfigError(f"{folder} holds no run to resume: no config.json; leave out resume=true")
+    there = saved(folder)
+    state, way = "was cut off", "resume=true to go on, "
+    if final.is_dir():
         state, way = "finished", ""
-        if not is_finished:
-            state = "was cut off" if there else "was cut off and has no checkpoint to go on from"
-            way = "resume=true to go on, " if there else "resume=auto or "
+    elif not there:
+        state, way = "was cut off and has no checkpoint to go on from", "resume=auto or "
+    ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
+    if not resume or (resume != AUTO and way != "resume=true to go on, "):
         raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
     if state_of(settings) == "outdated":
-        raise ConfigError(
-            f"{folder} cannot be resumed: the models it was started from are others now. Give "
-            f"{ways}"
-        )
-    if is_finished:
+        told = "the models it was started from are others now"
+        raise ConfigError(f"{folder} cannot be resumed: {told}. Give {ways}")
+    if final.is_dir():
         print_line(f"{settings.stage}: finished already, {final}")
         return None
     if not there:
-        print_line(
-            f"{folder} holds a run that was cut off before its first checkpoint; it starts over"
-        )
+        print_line(f"{folder}: cut off before its first checkpoint; it starts over")
         return False, True, None
     path = chosen_checkpoint(settings, there)
     return path.stem, False, path
@@ -149,10 +143,10 @@ def chosen_checkpoint(settings: Settings, there: list[Path]) -> Path:
             check_resumable(path, settings)
         except CheckpointError as error:
             failures.append(error)
-        else:
-            for failure in failures:
-                print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
-            return path
+            continue
+        for failure in failures:
+            print_line(f"warning: {failure}: resume=auto goes on from {path.name}", "yellow")
+        return path
     raise failures[0]
 
 
@@ -203,11 +197,8 @@ def check_resumable(path: Path, settings: Settings) -> None:
                 f"NaN or infinite, first {spoiled[0]}"
             )
     except CheckpointError as error:
-        before = [
-            p
-            for p in files.numbered(path.parent)
-            if not path.stem.isdigit() or files.step_named(p) < files.step_named(path)
-        ]
+        limit = files.step_named(path) if path.stem.isdigit() else float("inf")
+        before = [p for p in files.numbered(path.parent) if files.step_named(p) < limit]
         way = "Give overwrite=true to start over"
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"
@@ -225,8 +216,6 @@ def run_id(folder: Path) -> str:
     file = folder / folders.RUN_ID
     run = read_text(file)
     if re.fullmatch("[0-9a-f]{16}", run) is None:
-        raise CheckpointError(
-            f"{file} is damaged: found {run[:40]!r}; allowed: the 16 digits that stand in the "
-            "run's checkpoints"
-        )
+        allowed = "the 16 digits that stand in the run's checkpoints"
+        raise CheckpointError(f"{file} is damaged: found {run[:40]!r}; allowed: {allowed}")
     return run

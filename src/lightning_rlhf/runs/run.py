@@ -30,15 +30,11 @@ from lightning_rlhf.runs import accelerator, folders, objects, stage
 from lightning_rlhf.runs.console import print_lengths
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
-NOUNS: Mapping[formats.Kind, str] = {
-    "demonstrations": "demonstration",
-    "preferences": "preference pair",
-    "prompts": "prompt",
-}
+NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
 """Kind of data -> noun for a row."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Run:
     """A run in one of its processes; built and checked once, then passed as one thing."""
 
@@ -61,27 +57,18 @@ class Run:
     """Time at which the run started, by time.perf_counter()."""
 
     @classmethod
-    def of(
-        cls,
-        settings: stage.Settings,
-        *,
-        checkpoint: Path | None = None,
-        export: folders.Export | None = None,
-    ) -> Run:
+    def of(cls, settings: stage.Settings, **given: Any) -> Run:
         """Find the models that the run starts from and load their tokenizer; write nothing.
 
+        given: `checkpoint` or `export` of the run.
         Raises an RLHFError where one is missing, or the user's own objects cannot be used.
         """
         check_trained_weights(settings)
         parents, own = folders.find_parents(settings), objects.own_objects(settings)
-        tokenizer = loading.load_tokenizer(
-            settings.model, parents[config.SFT].path if config.SFT in parents else None
-        )
+        sft = parents[config.SFT].path if config.SFT in parents else None
+        tokenizer = loading.load_tokenizer(settings.model, sft)
         chat = ChatFormat(tokenizer, settings.data.chat_template_kwargs)
-        return cls(
-            settings=settings, tokenizer=tokenizer, chat=chat, parents=parents,
-            checkpoint=checkpoint, export=export, **own,
-        )  # fmt: skip
+        return cls(settings, tokenizer, chat, parents, **own, **given)
 
     @property
     def folder(self) -> Path:
@@ -111,6 +98,9 @@ class Run:
         """
         settings, folder = self.settings, self.folder
         digests = {role: digest(final.path) for role, final in self.parents.items()}
+        texts = {} if settings.resume else {folders.RUN_ID: secrets.token_hex(8)}
+        for name, tree in ((folders.PARENTS, digests), (folders.CONFIG, settings.tree)):
+            texts[name] = json.dumps(tree, indent=2) + "\n"
         try:
             make_folder(folder)
             delete(folder / folders.DELETED)  # may be left over from a killed process
@@ -118,10 +108,7 @@ class Run:
             if is_new and folders.is_marked(folder):
                 folders.clear(folder)
             folders.delete_unfinished(folder)
-            texts = {} if settings.resume else {folders.RUN_ID: secrets.token_hex(8)}
             (folder / folders.ENDING).unlink(missing_ok=True)
-            for name, tree in ((folders.PARENTS, digests), (folders.CONFIG, settings.tree)):
-                texts[name] = json.dumps(tree, indent=2) + "\n"
             for name, text in texts.items():
                 with written_whole(folder / name) as beside:
                     beside.write_text(text)
@@ -174,12 +161,11 @@ class Run:
         All weights are trainable for full fine-tuning, `finetune=full` of the stage's section.
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
+        settings, sft = self.settings, self.parents.get(config.SFT)
+        is_full = getattr(settings.config, "finetune", None) == "full"
         with Working("loading the model"):
             roles = build_roles.start_from(
-                self.settings.model,
-                self.parents.get(config.SFT),
-                trainable=getattr(self.settings.config, "finetune", None) == "full",
-                seed=self.settings.seed,
+                settings.model, sft, trainable=is_full, seed=settings.seed
             )
         build_roles.check_vocabulary(roles, self.tokenizer)
         return roles
@@ -187,11 +173,11 @@ class Run:
 
 def check_trained_weights(settings: stage.Settings) -> None:
     """Raise ConfigError where the stage trains whole weights that would be quantised."""
-    quantization = settings.model.quantization
-    for key, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
-        if quantization != "none" and getattr(settings.config, key, None) == whole:
-            key = f"{settings.stage}.{key}"
+    kind = settings.model.quantization
+    for name, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
+        if kind != "none" and getattr(settings.config, name, None) == whole:
+            key = f"{settings.stage}.{name}"
             raise ConfigError(
                 f"{key} is '{whole}', which trains whole weights, but model.quantization is "
-                f"'{quantization}'; allowed: {key}={others}, or model.quantization=none"
+                f"'{kind}'; allowed: {key}={others}, or model.quantization=none"
             )

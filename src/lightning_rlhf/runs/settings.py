@@ -18,7 +18,6 @@ from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys,
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards
-from lightning_rlhf.rewards.config import ComponentConfig, redacted
 from lightning_rlhf.runs import stage as stages
 from lightning_rlhf.runs.stage import AUTO, DEFINITION, SUM, Settings, TrainerConfig, section
 
@@ -116,8 +115,8 @@ def read_tree(tree: dict[str, Any]) -> Settings:
     for key, kind in TYPES.items():
         validation.check_value(key, tree[key], kind)
     tree["resume"] = resume = read_resume(tree["resume"])
-    both = f"resume={str(resume).lower()} and overwrite=true"
     if resume and tree["overwrite"]:
+        both = f"resume={str(resume).lower()} and overwrite=true"
         raise ConfigError(f"{both} exclude each other; give one of them")
     tree = resolve_auto(tree | folder_names(tree))
     reward, node = read_reward(tree["reward"]), tree[stage]
@@ -163,8 +162,7 @@ def folder_names(tree: Mapping[str, Any]) -> dict[str, Any]:
     model, names = section(tree, "model", "name"), stages.stage_names(tree)
     for key, name in {"run": tree["run"], "model.name": model["name"], "job": tree["job"]}.items():
         if key != "job" or name is not None:
-            is_text = isinstance(name, str | int) and not isinstance(name, bool)
-            text = str(name) if is_text else ""
+            text = str(name) if isinstance(name, str | int) and not isinstance(name, bool) else ""
             is_name = re.fullmatch(NAME, text) is not None and text.isprintable()
             fits = is_name and len(text.encode()) <= 255
             require(fits, key, name, FOLDER_NAME.format(key=key))
@@ -181,8 +179,8 @@ def plain(cfg: DictConfig) -> dict[str, Any]:
     try:
         unresolved: Any = OmegaConf.to_container(cfg)
         stage = OmegaConf.select(cfg, "stage")
-        allowed = "the name of one stage; -m stage=A,B runs several"
         is_node = OmegaConf.is_config
+        allowed = "the name of one stage; -m stage=A,B runs several"
         require(not is_node(stage), "stage", stage, allowed)
         others = {*stages.stage_names(unresolved)} - {stage}
         keys = [str(key) for key in cfg if key not in others]
@@ -224,7 +222,7 @@ def read_logger(tree: Mapping[str, Any]) -> tuple[LoggerConfig, Mapping[str, Any
     return LoggerConfig(kind="csv"), node
 
 
-REWARDS: Mapping[str, type[ComponentConfig]] = {
+REWARDS: Mapping[str, type[rewards.ComponentConfig]] = {
     "function": rewards.FunctionConfig,
     "head": rewards.HeadConfig,
     "http": rewards.HTTPConfig,
@@ -234,24 +232,23 @@ REWARDS: Mapping[str, type[ComponentConfig]] = {
 """Kind of a component of the reward -> class of its configuration."""
 
 
-def read_reward(node: Any) -> dict[str, ComponentConfig]:
+def read_reward(node: Any) -> dict[str, rewards.ComponentConfig]:
     """Return the components of the section `reward` by name; a single one is named by its kind."""
     kind = section({"reward": node}, "reward", "kind")["kind"]
     parts, key, kinds = {str(kind): node}, "reward", ", ".join(REWARDS)
     if kind == SUM:
         parts, key = node.get("components"), "reward.components.{}"
         validation.refuse_unknown(node, {"kind", "components"}, "reward.")
-        require(isinstance(parts, Mapping) and bool(parts), "reward.components", parts,
-                "one or more rewards by name: +reward@reward.components.NAME=KIND")  # fmt: skip
-        kinds += "; +reward@reward.components.NAME=KIND sets all keys of a component"
+        word = "+reward@reward.components.NAME=KIND"
+        are_named = isinstance(parts, Mapping) and bool(parts)
+        require(are_named, "reward.components", parts, f"one or more rewards by name: {word}")
+        kinds += f"; {word} sets all keys of a component"
     else:
         kinds += f", {SUM}"
-    reward = {}
+    reward, letters = {}, "letters, digits and _, a letter first"
     for name, part in parts.items():
         is_name = re.fullmatch(r"[A-Za-z]\w*", str(name)) is not None or kind != SUM
-        require(
-            is_name, "a name in reward.components", name, "letters, digits and _, a letter first"
-        )
+        require(is_name, "a name in reward.components", name, letters)
         own = key.format(name)
         found = section({own: part}, own).get("kind", "missing")
         require(found in list(REWARDS), f"{own}.kind", found, kinds)
@@ -266,7 +263,7 @@ def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
     """Return the section `reward` with users, passwords and queries removed from its URLs."""
     shown = dict(node)
     if "url" in shown:
-        shown["url"] = redacted(shown["url"])
+        shown["url"] = rewards.redacted(shown["url"])
     if "components" in shown:
         parts = shown["components"].items()
         shown["components"] = {name: redacted_section(part) for name, part in parts}
@@ -275,18 +272,17 @@ def redacted_section(node: Mapping[str, Any]) -> dict[str, Any]:
 
 def read_trainer(node: Any) -> TrainerConfig:
     """Return the section, checked. Raises ConfigError naming the key."""
-    node = section({"trainer": node}, "trainer")
+    node, options = section({"trainer": node}, "trainer"), {"_target_": "lightning.Trainer"}
     for key in OWNED.keys() & node.keys():
         found = f"trainer.{key} is {node[key]!r}"
         raise ConfigError(f"{found}, but it is not to be set: {OWNED[key]}")
-    ours = {key for key in TrainerConfig.__dataclass_fields__ if key != "options"}
+    ours = TrainerConfig.__dataclass_fields__.keys() - {"options"}
     validation.refuse_unknown(node, {*ours, *PASSED, "_target_"}, "trainer.")
     for key in PASSED.keys() & node.keys():
         validation.check_value(f"trainer.{key}", node[key], PASSED[key])
-    options = {key: value for key, value in node.items() if key not in ours}
+    options |= {key: value for key, value in node.items() if key not in ours}
     mine = {key: value for key, value in node.items() if key in ours}
-    mine["options"] = {"_target_": "lightning.Trainer", **options}
-    return validation.build(TrainerConfig, mine, "trainer")
+    return validation.build(TrainerConfig, mine | {"options": options}, "trainer")
 
 
 def resolve_auto(tree: dict[str, Any]) -> dict[str, Any]:

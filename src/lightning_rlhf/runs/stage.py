@@ -138,16 +138,13 @@ class Stage:
 
 
 STAGES: Mapping[str, tuple[str, type]] = {
-    "sft": ("lightning_rlhf.stages.supervised:SFT", sections.SFTConfig),
-    "rm": ("lightning_rlhf.stages.supervised:RM", sections.RMConfig),
-    "ppo": ("lightning_rlhf.stages.ppo:PPO", sections.PPOConfig),
-    "dpo": ("lightning_rlhf.stages.supervised:DPO", sections.DPOConfig),
-    "rank": ("lightning_rlhf.evaluation.evaluate_policy:Rank", sections.RankConfig),
-    "eval_policy": (
-        "lightning_rlhf.evaluation.evaluate_policy:EvalPolicy",
-        sections.PolicyEvalConfig,
-    ),
-    "eval_reward": ("lightning_rlhf.evaluation.evaluate_reward:EvalReward", sections.EvalConfig),
+    "sft": ("stages.supervised:SFT", sections.SFTConfig),
+    "rm": ("stages.supervised:RM", sections.RMConfig),
+    "ppo": ("stages.ppo:PPO", sections.PPOConfig),
+    "dpo": ("stages.supervised:DPO", sections.DPOConfig),
+    "rank": ("evaluation.evaluate_policy:Rank", sections.RankConfig),
+    "eval_policy": ("evaluation.evaluate_policy:EvalPolicy", sections.PolicyEvalConfig),
+    "eval_reward": ("evaluation.evaluate_reward:EvalReward", sections.EvalConfig),
 }
 """Name -> class of a stage of this package, imported when it is chosen, and that of its section."""
 DEFINITION = "definition"
@@ -157,7 +154,7 @@ DEFINITION = "definition"
 @cache
 def find_stage(name: str) -> Stage | None:
     """Return the stage of this package with that name; None where there is none."""
-    return pkgutil.resolve_name(STAGES[name][0])() if name in STAGES else None
+    return pkgutil.resolve_name(f"lightning_rlhf.{STAGES[name][0]}")() if name in STAGES else None
 
 
 def stage_names(tree: Mapping[Any, Any]) -> list[str]:
@@ -174,10 +171,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     """
     names, name = stage_names(tree), tree.get("stage")
     if name is None:
-        raise ConfigError(
-            f"no stage is chosen; allowed: stage={'|'.join(names)}, or recipe=quickstart for all "
-            "of them"
-        )
+        allowed = f"stage={'|'.join(names)}, or recipe=quickstart for all of them"
+        raise ConfigError(f"no stage is chosen; allowed: {allowed}")
     is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
@@ -185,13 +180,12 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     node, key = tree.get(name), f"{name}.{DEFINITION}"
     source = node.get(DEFINITION) if isinstance(node, Mapping) else None
     if name in STAGES:
-        require(source is None, key, source, f"no key of {name}, a stage of the package; a stage "
-                "of your own has another name")  # fmt: skip
+        allowed = f"no key of {name}, a stage of the package; a stage of your own has another name"
+        require(source is None, key, source, allowed)
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
     own: type[Stage] = load_object(
-        str(source), key, "stage",
-        lambda found: isinstance(found, type) and issubclass(found, Stage) and found is not Stage,
-    )  # fmt: skip
+        str(source), key, "stage", lambda x: isinstance(x, type) and Stage in x.__mro__[1:]
+    )
     missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]
     require(not missing, key, source, f"a class with {', '.join(missing)}")
     require(own.name == name, key, source, f"a stage of the name {name!r}; it is {own.name!r}")

@@ -21,7 +21,7 @@ from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, TrainingError, counted, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted, refusal
 from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -84,9 +84,9 @@ def fit(settings: Settings) -> Path:
         stage, run = begun
         if not stage.trains:
             final = stage.measure(run)
-            is_folder = isinstance(final, Path) and final.is_dir()
-            require(is_folder, f"what `measure` of stage={stage.name} returned", final,
-                    "the path of the folder that it wrote")  # fmt: skip
+            if not (isinstance(final, Path) and final.is_dir()):
+                what = f"what `measure` of stage={stage.name} returned"
+                raise ConfigError(refusal(what, final, "the path of the folder that it wrote"))
             return final
         module, data, callbacks = build(stage, run)
         steps, replicas = len(data.schedule), run.replicas
@@ -97,13 +97,11 @@ def fit(settings: Settings) -> Path:
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
-        goal = select.goal_of(run.settings)
+        goal, gain = select.goal_of(run.settings), select.goal_of(run.settings, "stop")
         saver = checkpoints.Checkpoints(
             run.folder / folders.CHECKPOINTS, config, origin(run.settings), stop, goal, replicas
         )
-        rule = stopping.EarlyStop(
-            stage.name, config.stop, next(iter(select.goal_of(run.settings, "stop")), None)
-        )
+        rule = stopping.EarlyStop(stage.name, config.stop, next(iter(gain), None))
         trainer = trainer_of(run, stop, config, loggers, callbacks, [rule, saver])
         exit_code = 1
         try:
@@ -133,10 +131,9 @@ def fit(settings: Settings) -> Path:
         print_curves(run, stage, saver)
         metrics = stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
-        counted_rows = [row for row in rows if compute.PEAK in row]
-        if counted_rows:  # else the run had ended before its compute was counted
-            last_row = counted_rows[-1].items()
-            computed = {n: float(cell) for n, cell in last_row if n.startswith(compute.PREFIX)}
+        last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
+        if last_row is not None:  # else the run had ended before its compute was counted
+            computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
             metrics |= computed
         return stage.finish(run, module, metrics)
@@ -190,7 +187,7 @@ def check(settings: Settings) -> None:
 
 def export(settings: Settings, given: folders.Export) -> Path:
     """Write the model of a checkpoint as a folder like `final/`; return its path."""
-    with entered(settings, given=given) as (stage, run):
+    with entered(settings, export=given) as (stage, run):
         module = stage.restore(run)
         select.load_weights(module, given.checkpoint, given.origin)
         stage.report(run, module, [], given.ending.step)
@@ -200,7 +197,7 @@ def export(settings: Settings, given: folders.Export) -> Path:
 def require_trained(stage: Stage, done: str) -> None:
     """Raise ConfigError unless the stage trains. done: what is to be done with it, a participle."""
     if not stage.trains:
-        raise errors.ConfigError(
+        raise ConfigError(
             f"stage={stage.name} cannot be {done}: it does not train; allowed: sft, rm, ppo, dpo, "
             "or a stage of your own that trains"
         )
@@ -218,12 +215,11 @@ def complete(settings: Settings) -> None:
 
 
 @contextmanager
-def entered(
-    settings: Settings, *, checkpoint: Path | None = None, given: folders.Export | None = None
-) -> Iterator[tuple[Stage, Run]]:
+def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
     """Within the block, compute as a run of these settings does; yield the stage and its run.
 
     Errors name the keys of the stage's section, and those of a training come with advice.
+    given: as for `Run.of`.
     """
     accelerator.quiet_libraries()
     accelerator.check_devices(settings)
@@ -232,8 +228,7 @@ def entered(
     try:
         with accelerator.denormals_flushed(), errors.naming_own_keys(settings.stage, names):
             accelerator.print_device(settings)
-            run = Run.of(settings, checkpoint=checkpoint, export=given)
-            yield copy(settings.definition), run
+            yield copy(settings.definition), Run.of(settings, **given)
     except TrainingError as error:
         advise(error, settings.stage)
         raise
@@ -284,7 +279,11 @@ def trainer_of(
     if run.checkpoint is not None:
         print_line(f"going on from {run.checkpoint}")
     return objects.build_trainer(
-        run.settings.trainer, run.arguments, stop, callbacks, [checkpoints.WholeFiles()],
+        run.settings.trainer,
+        run.arguments,
+        stop,
+        callbacks=callbacks,
+        plugins=[checkpoints.WholeFiles()],
         max_epochs=1,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,
@@ -293,7 +292,7 @@ def trainer_of(
         logger=loggers,
         enable_checkpointing=False,
         default_root_dir=run.folder,
-    )  # fmt: skip
+    )
 
 
 def rhythm(settings: Settings, steps: int) -> StageConfig:

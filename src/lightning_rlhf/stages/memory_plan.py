@@ -28,10 +28,7 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALU
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
-from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import reward_role
-from lightning_rlhf.runs.run import check_trained_weights
-from lightning_rlhf.runs.stage import Settings, reward_key
+from lightning_rlhf.runs import accelerator, folders, run, stage
 
 PLANNED = (SFTConfig, RMConfig, DPOConfig, PPOConfig)
 """Configurations of the stages that have a plan."""
@@ -128,11 +125,10 @@ def plan_memory(
         prompts = min(ceil(config.prompts_per_iteration / processes), prompts)
         layer = ends(model.base_model) // text.num_hidden_layers
         tokens, count = longest + config.max_response_tokens, prompts * samples
-        size = tokens * (
-            build_roles.cache_bytes(text, model.dtype) + build_roles.SAMPLING_BYTES
-        ) + state_bytes(text)
-        rollout = Bytes(weights=copied, activations=prompts * longest * layer * number,
-                        logits=logits * count, cache=size * count)  # fmt: skip
+        each = build_roles.cache_bytes(text, model.dtype) + build_roles.SAMPLING_BYTES
+        cache = count * (tokens * each + state_bytes(text))
+        read = prompts * longest * layer * number
+        rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
         longest = max(tokens, *(one.length for one in demonstrations), 0)
         imitated = (len(one.imitated) for one in demonstrations)
         predicted = max(config.max_response_tokens, *imitated, 0)
@@ -143,8 +139,8 @@ def plan_memory(
         sides = max(len(row.chosen) + len(row.rejected) for row in rows)
         predicted = sides if isinstance(config, DPOConfig) else 0
     row = Bytes(activations=longest * number * activation_numbers(model), logits=logits * predicted)
-    return MemoryPlan(roles=roles, rollout=rollout, row=row, device=device,
-                      rows=config.microbatch_size, batch=batch or config.batch_size)  # fmt: skip
+    size, batch = config.microbatch_size, batch or config.batch_size
+    return MemoryPlan(roles=roles, rollout=rollout, row=row, device=device, rows=size, batch=batch)
 
 
 def activation_numbers(model: PreTrainedModel) -> int:
@@ -189,24 +185,22 @@ def plan_of(
 
     rows: examples of its data. sharing: number of processes that divide the memory of `device`.
     """
-    roles, config = module.roles, module.config
-    here = {
-        role: [p for p in group if p.device.type == device.type]
+    model, config, copied = module.roles.causal_lm, module.config, 0
+    demonstrations: Sequence[DemonstrationTokens] = ()
+    found = {
+        role: bytes_of([p for p in group if p.device.type == device.type], config)
         for role, group in by_role(module).items()
     }
-    found = {role: bytes_of(group, config) for role, group in here.items()}
     loaded = sum(role.weights for role in found.values())
     free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
-    trunks, ptx, copies = [roles.causal_lm], getattr(module, "ptx", None), False
+    number = computing_dtype(model).itemsize
     if isinstance(module, PPOModule):
-        copies = roles.kernels.kind == "fast"
-        trunks += [] if module.critic is None else [module.critic.roles.causal_lm]
-    return plan_memory(
-        config, roles.causal_lm, found, rows, [] if ptx is None else ptx.examples,
-        number=max(computing_dtype(trunk).itemsize for trunk in trunks),
-        copied=copied_bytes(roles.causal_lm) if copies else 0,
-        processes=processes, device=free // sharing,
-    )  # fmt: skip
+        demonstrations = () if module.ptx is None else module.ptx.examples
+        copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
+        if module.critic is not None:
+            number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
+    sizes = {"number": number, "copied": copied, "device": free // sharing}
+    return plan_memory(config, model, found, rows, demonstrations, processes=processes, **sizes)
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -236,7 +230,7 @@ def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
     return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
 
 
-def plan_run(settings: Settings) -> MemoryPlan:
+def plan_run(settings: stage.Settings) -> MemoryPlan:
     """Return the plan of a process of a run, of whose model only the configuration is read.
 
     Rows are as long as `data.max_prompt_tokens` and the limit of responses allow. Raises
@@ -272,21 +266,20 @@ def plan_run(settings: Settings) -> MemoryPlan:
         row = PromptTokens(prompt, 0)
     elif not isinstance(config, SFTConfig):
         row = PreferenceTokens(prompt, response, response, 0.0)
-    is_mixed, copied = settings.trainer.precision == "bf16-mixed", 0
+    trainer, copied = settings.trainer, 0
+    is_mixed, on_cpu = trainer.precision == "bf16-mixed", trainer.accelerator == "cpu"
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
         number = computing_dtype(model).itemsize
-        on_cpu = own.kernels == "auto" and settings.trainer.accelerator == "cpu"
-        if (own.kernels == "fast" or on_cpu) and family(model) and own.quantization == "none":
+        is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
+        if is_fast and family(model) and own.quantization == "none":
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
-    return plan_memory(
-        config, model, sizes, [row], demonstrations,
-        number=number, copied=copied, processes=settings.trainer.processes,
-    )  # fmt: skip
+    counts = {"number": number, "copied": copied, "processes": trainer.processes}
+    return plan_memory(config, model, sizes, [row], demonstrations, **counts)
 
 
-def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
+def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:
     """Return the roles with those that a stage adds to its base, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
@@ -296,16 +289,17 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
     """
     config = settings.config
     starts_from_sft = settings.definition.reads_sft and settings.policy.checkpoint != BASE
-    frozen = [SFT] * starts_from_sft
-    is_rm = isinstance(config, RMConfig)
-    trained = [SFT if isinstance(config, SFTConfig) else REWARD if is_rm else POLICY]
-    heads = {REWARD: config.heads} if is_rm else {}
-    if isinstance(config, PPOConfig):
+    frozen, trained, heads = [SFT] * starts_from_sft, [POLICY], {}
+    if is_rm := isinstance(config, RMConfig):
+        trained, heads = [REWARD], {REWARD: config.heads}
+    elif isinstance(config, SFTConfig):
+        trained = [SFT]
+    elif isinstance(config, PPOConfig):
         for name, component in settings.reward.items():
             if isinstance(component, HeadConfig | RandomConfig):
-                heads[reward_role(settings, name)] = 1
+                heads[folders.reward_role(settings, name)] = 1
             if isinstance(component, HeadConfig):
-                frozen.append(reward_role(settings, name))
+                frozen.append(folders.reward_role(settings, name))
         heads |= {VALUE: 1} if config.has_critic else {}
         trained += [CRITIC] if config.has_critic and config.critic == "adapter" else []
     with torch.device("meta"):
@@ -319,11 +313,11 @@ def assumed_roles(settings: Settings, roles: Roles, *, is_full: bool) -> Roles:
     return roles
 
 
-def print_plan(settings: Settings) -> None:
+def print_plan(settings: stage.Settings) -> None:
     """Print the memory plan of a run, and what it assumes; no weights, data or earlier stages are
     read. Raises an RLHFError as `plan_run`."""
-    check_trained_weights(settings)
-    quiet_libraries()
+    run.check_trained_weights(settings)
+    accelerator.quiet_libraries()
     data, count = settings.data, settings.trainer.processes
     get_console().print(plan_shown(plan_run(settings)))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
@@ -335,7 +329,7 @@ def print_plan(settings: Settings) -> None:
     )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
-            print_line(f"not counted: the model of {reward_key(settings, name)}", "yellow")
+            print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")
 
 
 def plan_shown(plan: MemoryPlan) -> Table:

@@ -8,17 +8,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.formats import Kind
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models import checkpoint, heads
@@ -27,7 +24,7 @@ from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.runs.folders import read_ending, run_name
+from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.measured import with_intervals
 from lightning_rlhf.runs.run import Run
 
@@ -38,52 +35,52 @@ OPTIONS = {
     "nf4": 'BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")',
 }
 """Kind of quantised weights -> code of the argument with which transformers makes them."""
+TEMPLATE = Environment(
+    loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True
+).get_template("card.md.jinja")
 
 
 def hand_over(
-    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *, head: str | None,
-    reward: tuple[float, float] | None = None, below: torch.Tensor | None = None,
-    more: Path | None = None, verdicts: Mapping[str, checkpoint.Verdict] | None = None,
+    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *,
+    reward: tuple[float | None, float | None] = (None, None),
+    verdicts: Mapping[str, checkpoint.Verdict] | None = None, **parts: Any,
 ) -> Path:  # fmt: skip
     """Write `final/`, or the folder of an export, and return its path.
 
     reward: mean and standard deviation of a reward model's scores of SFT samples.
-    below, more: as for `write_final`; verdicts: as in `Manifest`.
+    verdicts: as in `Manifest`; parts: `head`, `below` and `more` of `write_final`.
     """
     settings, export, folder = run.settings, run.export, run.final
-    ending = read_ending(run.folder) if export is None else export.ending
-    sft, base = run.parents.get(SFT), settings.model.name_or_path
+    ending = folders.read_ending(run.folder) if export is None else export.ending
+    sft, source = run.parents.get(SFT), settings.model.name_or_path
+    base = str(Path(source).resolve()) if source and Path(source).is_dir() else source
     inherited = sft.manifest if sft is not None and sft.is_adapter else None
     outputs, here = settings.outputs.resolve(), folder.resolve()
-    paths = {name: final.path.resolve() for name, final in run.parents.items()}
+    parents = {name: str(final.path.resolve()) for name, final in run.parents.items()}
+    for name, path in parents.items():  # relative in outputs/, which may be moved
+        if Path(path).is_relative_to(outputs) and here.is_relative_to(outputs):
+            parents[name] = os.path.relpath(path, here)
+    mean, std = reward
     manifest = checkpoint.Manifest(
         stage=settings.stage,
-        base=str(Path(base).resolve())
-        if base and Path(base).is_dir()
-        else base or checkpoint.FROM_CONFIG,
+        base=base or checkpoint.FROM_CONFIG,
         base_seed=inherited.base_seed if inherited else settings.seed,
-        parents={  # relative in outputs/, which may be moved
-            name: os.path.relpath(path, here)
-            if path.is_relative_to(outputs) and here.is_relative_to(outputs) else str(path)
-            for name, path in paths.items()
-        },
+        parents=parents,
         tokenizer_hash=checkpoint.tokenizer_hash(run.tokenizer),
         chat_template=str(run.tokenizer.chat_template),
-        reward_mean=reward[0] if reward else None,
-        reward_std=reward[1] if reward else None,
+        reward_mean=mean,
+        reward_std=std,
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - run.started},
         config=settings.tree,
         versions=checkpoint.versions(),
         verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
         chosen={} if ending is None else asdict(ending),
-    )  # fmt: skip
+    )
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
-    write_model(
-        folder, roles, role, run.tokenizer, run.chat, manifest, run_name(settings),
-        settings.definition.data, head=head, below=below, more=more,
-        license=license_of(sft.path if sft else None, Path(loaded) if loaded else None),
-        run=run.folder if export is None else None,
-    )  # fmt: skip
+    stated = license_of(sft.path if sft else None, Path(loaded) if loaded else None)
+    measured, title = None if export else run.folder, folders.run_name(settings)
+    kind = settings.definition.data
+    write_model(folder, roles, role, run.chat, manifest, title, kind, stated, measured, **parts)
     if export is None:
         leave_report(run.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
@@ -91,10 +88,9 @@ def hand_over(
 
 
 def write_model(
-    folder: Path, roles: Roles, role: str, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat,
-    manifest: checkpoint.Manifest, title: str, kind: Kind, *, head: str | None,
-    license: Mapping[str, Any], run: Path | None, below: torch.Tensor | None,
-    more: Path | None = None, dtype: torch.dtype | None = None,
+    folder: Path, roles: Roles, role: str, chat: ChatFormat, manifest: checkpoint.Manifest,
+    title: str, kind: str, license: Mapping[str, Any], run: Path | None, *, head: str | None,
+    **parts: Any,
 ) -> None:  # fmt: skip
     """Write a model as `write_final` does, with a README.md of that title.
 
@@ -102,20 +98,18 @@ def write_model(
     kind: section of `data` that the stage was trained on.
     license: keys of the base's license in the metadata of a card; {} where it is not known.
     run: folder of the run with its samples, of which metrics have intervals; None for none.
+    parts: `below`, `more` and `dtype` of `write_final`.
     """
     if (generation := roles.causal_lm.generation_config) is not None:
         generation.eos_token_id = list(chat.end_token_ids)
         generation.pad_token_id = chat.pad_token_id
-    is_reward, bias = head == REWARD, 0.0
+    is_reward, bias, tokenizer = head == REWARD, 0.0, chat.tokenizer
     if is_reward:
         tokenizer = heads.with_padding(tokenizer, chat.end_token_ids)
         bias = heads.score_bias(roles.heads[REWARD])
     is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
-    config, hub, is_random = (
-        manifest.config,
-        hub_id(manifest.base),
-        manifest.base == checkpoint.FROM_CONFIG,
-    )
+    config, hub = manifest.config, hub_id(manifest.base)
+    is_random = manifest.base == checkpoint.FROM_CONFIG
     node = (config.get("data") or {}).get(kind) or {}
     sources = {x: node[x] for x in ("train", "val") if isinstance(node.get(x), str)}
     data = ModelCardData(
@@ -137,10 +131,7 @@ def write_model(
     if manifest.chosen:
         origin["step"] = "{step} of {last_step} (final={final})".format(**manifest.chosen)
     kept = (config.get("model") or {}).get("quantization") if is_adapter else None
-    jinja = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True,
-        keep_trailing_newline=True)  # fmt: skip
-    card = jinja.get_template("card.md.jinja").render(
+    card = TEMPLATE.render(
         version=lightning_rlhf.__version__,
         name="path/to/final" if folder.is_absolute() else folder.as_posix(),  # it may be moved
         title=title,
@@ -159,7 +150,7 @@ def write_model(
         std=repr(manifest.reward_std or 1.0),
     )
     with Working(f"writing {folder}"):
-        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card, dtype)
+        write_final(folder, roles, role, tokenizer, manifest, head, card=card, **parts)
 
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
@@ -180,9 +171,8 @@ def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
 def hub_id(source: str) -> str | None:
     """Return `source` where it can be the id of a repository on the hub, else None."""
     is_id = source.count("/") == 1 and not source.startswith((".", "~", "/")) and ":" not in source
-    return (
-        source if is_id and not Path(source).suffix and not checkpoint.is_folder(source) else None
-    )
+    is_local = Path(source).suffix or checkpoint.is_folder(source)
+    return source if is_id and not is_local else None
 
 
 def license_of(*folders: Path | None) -> dict[str, Any]:

@@ -76,10 +76,8 @@ class PPO(stage.Stage):
         reward = build_reward(roles, microbatch)
         roles.to(run.device)
         check_formats(run, reward)
-        prompts = {
-            split: [row.columns for row in some.rows]
-            for split, some in (("train", rows.train), ("val", held_out))
-        }
+        splits = {"train": rows.train, "val": held_out}
+        prompts = {name: [row.columns for row in some.rows] for name, some in splits.items()}
         data = StageData(
             train=train.examples,
             val=val.examples * config.val_samples_per_prompt,
@@ -139,11 +137,9 @@ class PPO(stage.Stage):
         assert first is not None and last is not None and ending is not None  # noqa: PT018
         last = last if ending.step == ending.last_step else metrics
         get_console().print(before_after_table(first, last, self.verdicts))
-        trained = [
-            row for row in files.read_rows(run.folder / folders.METRICS).values() if KL in row
-        ]
-        final = {name: float(cell) for name, cell in trained[-1].items()} if trained else {}
-        if final and (why := collapsed(final, self.name)) is not None:
+        trained = files.read_rows(run.folder / folders.METRICS).values()
+        final = next((row for row in reversed(trained) if KL in row), None)
+        if final is not None and (why := collapsed(final, self.name)) is not None:
             print_line(f"warning: {why}", "yellow")
         print_diminishing(run.folder, folders.run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last

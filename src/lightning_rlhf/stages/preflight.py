@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any, Literal
 
 import lightning as L
@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Int
 from lightning.pytorch.utilities.seed import isolate_rng
 from rich import get_console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
@@ -82,24 +82,23 @@ def preflight(
     with Working("preflight"):
         checks, plan = examine(ready, module, data, resumed=resumed)
     failed = [check for check in checks if check.verdict == "failed"]
-    doubted = [check for check in checks if check.verdict == "warning"]
-    if mode in ("strict", "only") or failed or doubted:
-        table = Table(title="preflight", title_justify="left")
-        for column in ("check", "measured", "allowed", "verdict"):
-            table.add_column(column, overflow="fold")
+    told = [*(check for check in checks if check.verdict == "warning"), *failed]
+    if mode in ("strict", "only") or told:
+        names = ("check", "measured", "allowed", "verdict")
+        columns = (Column(name, overflow="fold") for name in names)
+        table = Table(*columns, title="preflight", title_justify="left")
         for check in checks:
-            cells = map(Text, (check.name, check.measured, check.allowed))
-            table.add_row(*cells, Text(check.verdict, STYLES[check.verdict]))
+            *cells, verdict = astuple(check)
+            table.add_row(*map(Text, cells), Text(verdict, STYLES[verdict]))
         get_console().print(table)
         if plan is not None:
             get_console().print(plan_shown(plan))
-    tried = sum(check.verdict != "not applicable" for check in checks)
-    count = tried - len(failed) - len(doubted)
-    passed = counted(count, "check") if count == tried else f"{count} of {tried} checks"
+    count = sum(check.verdict == "passed" for check in checks)
+    passed = f"{count} of {count + len(told)} checks" if told else counted(count, "check")
     print_line(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
     if failed and mode != "warn":
         raise PreflightError(f"preflight: {'; '.join(map(str, failed))}")
-    for check in (*doubted, *failed):
+    for check in told:
         print_line(f"warning: preflight: {check}", STYLES["warning"])
 
 
@@ -134,28 +133,25 @@ def of_memory(plan: MemoryPlan, key: str) -> Check:
     peak, largest = plan.peak(plan.rows), plan.largest
     verdict: Verdict = "passed" if peak <= plan.device else "warning" if largest else "failed"
     fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
-    return Check(
-        "memory", f"{readable(peak)} with {key}={plan.rows}",
-        f"<= {readable(plan.device)}, with a size {fits}", verdict,
-    )  # fmt: skip
+    measured = f"{readable(peak)} with {key}={plan.rows}"
+    return Check("memory", measured, f"<= {readable(plan.device)}, with a size {fits}", verdict)
 
 
 def trainable(module: Any) -> Iterator[Check]:
     """Yield a check of the trainable parameters of each role."""
-    any_trained = False
-    for role, group in by_role(module).items():
-        all_of_it = sum(p.numel() for p in group)
+    roles = by_role(module)
+    for role, group in roles.items():
+        size = sum(p.numel() for p in group)
         some = sum(p.numel() for p in group if p.requires_grad)
-        any_trained = any_trained or some > 0
-        wanted: tuple[int, ...] = (0, all_of_it)
+        allowed = "none or all"
         if isinstance(module, PPOModule | DPOModule):
-            wanted = (all_of_it,) if role in (POLICY, CRITIC) else (0,)
+            allowed = "all" if role in (POLICY, CRITIC) else "none"
         elif isinstance(module, RewardModule) and role == REWARD:
-            wanted = (all_of_it,)
-        allowed = " or ".join("none" if n == 0 else "all" for n in wanted)
-        verdict: Verdict = "passed" if some in wanted else "failed"
-        yield Check(f"trainable: {role}", f"{some:,} of {all_of_it:,}", allowed, verdict)
-    if not any_trained:
+            allowed = "all"
+        found = "all" if some == size else "none" if some == 0 else "some"
+        verdict: Verdict = "passed" if found in allowed.split() else "failed"
+        yield Check(f"trainable: {role}", f"{some:,} of {size:,}", allowed, verdict)
+    if not any(p.requires_grad for group in roles.values() for p in group):
         yield Check("trainable: any role", "none", "some", "failed")
 
 

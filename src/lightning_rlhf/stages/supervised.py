@@ -17,8 +17,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import KeepLastBatch
-from lightning_rlhf.callbacks.files import HELD_OUT, SAMPLES, write_samples
+from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
 from lightning_rlhf.core import masking, memory, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
@@ -28,23 +27,18 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.io.console import Working, print_line, visible_line
-from lightning_rlhf.models import build_roles, heads
-from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
+from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel.replicas import ONE
-from lightning_rlhf.report.curves import DPO_PANELS, RM_PANELS, SFT_PANELS
-from lightning_rlhf.report.fitness_page import read_judgement
-from lightning_rlhf.report.tables import spread
+from lightning_rlhf.report import curves, fitness_page, tables
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.weighted import LearnedReward
-from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.runs import folders, stage
-from lightning_rlhf.runs.console import print_problems
+from lightning_rlhf.rollout import collector, sampler
+from lightning_rlhf.runs import console, folders, stage
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.model_card import hand_over
 
@@ -87,9 +81,9 @@ class Supervised(stage.Stage):
         self.held_out, train, val = run.tokenised(rows)
         count = len(train.examples)
         steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
-        require(steps > 0, f"{self.name}.epochs", config.epochs,
-                f"a number >= {1 / count:.6g}, which is 1 of the {count} examples")  # fmt: skip
-        data = batches.StageData(
+        allowed = f"a number >= {1 / count:.6g}, which is 1 of the {count} examples"
+        require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
+        self.batches = data = batches.StageData(
             train=train.examples,
             val=val.examples,
             columns=(),
@@ -103,7 +97,8 @@ class Supervised(stage.Stage):
                 pool_batches=settings.data.pool_batches,
             ),
         )
-        return data, [self.metrics(), KeepLastBatch(run.folder, rows.train, train, data, run.chat)]
+        keeper = evaluation.KeepLastBatch(run.folder, rows.train, train, data, run.chat)
+        return data, [self.metrics(), keeper]
 
     def load(self, run: Run, data: batches.StageData) -> Roles:
         """Return the model that the stage starts from, which has positions for all rows."""
@@ -134,7 +129,7 @@ class DPO(Supervised):
     name = "dpo"
     title = "Direct preference optimization"
     config = DPOConfig
-    panels = staticmethod(lambda measured: DPO_PANELS)
+    panels = staticmethod(lambda measured: curves.DPO_PANELS)
     data = "preferences"
     goal = (("eval/dpo_loss", "min"),)
     headlines = ("update/dpo_loss", "update/accuracy", "eval/accuracy")
@@ -148,7 +143,7 @@ class SFT(Supervised):
     name = "sft"
     title = "Supervised fine-tuning"
     config = SFTConfig
-    panels = staticmethod(lambda measured: SFT_PANELS)
+    panels = staticmethod(lambda measured: curves.SFT_PANELS)
     data = "demonstrations"
     reads_sft = False
     goal = (("eval/loss", "min"),)
@@ -156,10 +151,6 @@ class SFT(Supervised):
     summary = ("eval/loss",)
     module_class = SFTModule
     role = SFT_ROLE
-
-    def load(self, run: Run, data: batches.StageData) -> Roles:
-        self.batches = data
-        return super().load(run, data)
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         data = self.batches
@@ -177,7 +168,7 @@ class RM(Supervised):
     name = "rm"
     title = "Reward model"
     config = RMConfig
-    panels = staticmethod(lambda measured: RM_PANELS)
+    panels = staticmethod(lambda measured: curves.RM_PANELS)
     data = "preferences"
     goal = (("eval/accuracy", "max"), ("eval/rm_loss", "min"))
     headlines = ("update/rm_loss", "update/accuracy", "eval/accuracy")
@@ -194,7 +185,7 @@ class RM(Supervised):
             require_margins(rows.train)
         with Working("looking through the pairs"):
             self.problems = problems.find_problems(rows.val, rows.train)
-        print_problems(self.problems)
+        console.print_problems(self.problems)
         data, callbacks = self.read(run, rows)
         roles = self.load(run, data)
         prompts = [e.prompt for e in data.train]
@@ -242,7 +233,7 @@ class RM(Supervised):
         for logger in loggers:
             logger.log_metrics(report.metrics, step=step)
         evaluate_reward.write_fitness(report, folder, loggers, step)
-        print_line(f"fitness report: {run.final / FITNESS_PAGE}")
+        print_line(f"fitness report: {run.final / checkpoint.PAGE}")
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         """Measure the scale on the samples and write `final/`."""
@@ -250,26 +241,23 @@ class RM(Supervised):
         mean, std = collector.reward_moments(rewards)
         print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
-        verdict = None if report is None else read_judgement(report)
-        return hand_over(
-            run, module.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
-            below=self.below, more=report, verdicts={} if verdict is None else {"rm": verdict},
-        )  # fmt: skip
+        verdict = None if report is None else fitness_page.read_judgement(report)
+        parts: dict[str, Any] = {"head": REWARD, "below": self.below, "more": report}
+        parts |= {"reward": (mean, std), "verdicts": {"rm": verdict} if verdict else None}
+        return hand_over(run, module.roles, REWARD, metrics, **parts)
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
     """Return some pairs with the reward model's scores in its training format: right-padded."""
     known = []
     for pair in pairs[:COUNT]:
-        prompt = chat.prompt_tokens(pair.prompt)
+        prompt, row = chat.prompt_tokens(pair.prompt), prompt_row(pair.prompt)
         sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
         tokens, mask = batches.pad(sides, chat.pad_token_id, "right")
         with torch.no_grad():
             chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
-        known.append(KnownPair(
-            row=prompt_row(pair.prompt), chosen=pair.chosen, rejected=pair.rejected,
-            chosen_score=chosen, rejected_score=rejected, rendered=chat.show(sides[0]),
-        ))  # fmt: skip
+        shown = chat.show(sides[0])
+        known.append(KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown))
     return known
 
 
@@ -283,12 +271,11 @@ def scored_samples(
 
 def require_margins(rows: Rows[Preference]) -> None:
     """Raise DataError unless every pair has a margin between its two responses."""
-    without = [i for i, row in enumerate(rows.rows) if row.margin is None]
-    if without:
+    if without := [i for i, row in enumerate(rows.rows, start=1) if row.margin is None]:
         raise DataError(
             f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
-            f"have no field 'margin' (the first is pair {without[0] + 1}); allowed: a number >= 0 "
-            "in each"
+            f"have no field 'margin' (the first is pair {without[0]}); allowed: a number >= 0 in "
+            "each"
         )
 
 
@@ -303,29 +290,27 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
     """
     chat = run.chat
     different = {tuple(e.prompt): e.response for e in data.val if e.prompt}
-    some = spread(list(different.items()), RESPONSES)
+    some = tables.spread(list(different.items()), RESPONSES)
     limit: int = getattr(roles.causal_lm.config, "max_position_embeddings", None) or 10**9
     room = min(LONGEST_RESPONSE, limit - max((len(prompt) for prompt, _ in some), default=0))
     if not some or room < 1:
         return
     prompts = [lengths.PromptTokens(prompt, i) for i, (prompt, _) in enumerate(some)]
     batch = batches.collate_prompts(prompts, chat.pad_token_id)
-    tokens = min(room, run.settings.data.max_response_tokens)
+    tokens, ends = min(room, run.settings.data.max_response_tokens), chat.end_token_ids
     (sampled,) = collector.sample_reference(
         roles.to(run.device),
         collector.shard([(batch, 1)], ONE, divides=False),
-        SamplingParams(max_response_tokens=tokens, temperature=1.0,
-                       end_token_ids=chat.end_token_ids),
+        sampler.SamplingParams(max_response_tokens=tokens, temperature=1.0, end_token_ids=ends),
         torch.Generator().manual_seed(run.settings.seed),
         role=SFT_ROLE,
-    )  # fmt: skip
+    )
     said = masking.real_tokens(sampled.responses, sampled.response_mask)
-    keys = ("prompt", "demonstration", "response")
-    texts = [
-        dict(zip(keys, map(chat.decode_response, (*some[i], response)), strict=True))
-        for i, response in zip(sampled.index.tolist(), said, strict=True)
-    ]
-    write_samples(run.folder / SAMPLES / HELD_OUT, texts)
+    texts = []
+    for i, response in zip(sampled.index.tolist(), said, strict=True):
+        prompt, known, answer = map(chat.decode_response, (*some[i], response))
+        texts.append({"prompt": prompt, "demonstration": known, "response": answer})
+    files.write_samples(run.folder / files.SAMPLES / files.HELD_OUT, texts)
     if run.settings.samples:
         print_line("responses to held-out prompts, sampled from the trained model:")
         for one in texts:
