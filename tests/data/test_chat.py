@@ -76,17 +76,11 @@ def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
         ChatFormat(make_tokenizer(template), {})
 
 
-@pytest.mark.parametrize(
-    ("template", "lost"),
-    [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "assistant's"),
-        ("{{ messages[0].content }}{{ messages[1].content[:5] }}", "assistant's"),
-    ],
-)
-def test_a_template_that_loses_text_is_refused(
-    template: str, lost: str, make_tokenizer: Make
-) -> None:
-    with pytest.raises(ConfigError, match=f"does not reproduce the {lost} text"):
+def test_a_template_that_loses_text_is_refused(make_tokenizer: Make) -> None:
+    template = "{{ messages[0].content }}{{ messages[1].content[:5] }}"
+    with pytest.raises(
+        ConfigError, match="does not write the text of a user and an assistant turn"
+    ):
         ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
 
 
@@ -105,14 +99,11 @@ def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
     )
 
 
-@pytest.mark.parametrize("name", ["padding", "return_tensors", "add_generation_prompt"])
-def test_a_name_that_the_template_never_sees_is_refused(
-    name: str, chatml: PreTrainedTokenizerFast
-) -> None:
+def test_a_name_that_the_template_never_sees_is_refused(chatml: PreTrainedTokenizerFast) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^data\.chat_template_kwargs is .*, which {name} is not"
+        ConfigError, match=r"^data\.chat_template_kwargs is .*, which padding is not"
     ):
-        ChatFormat(chatml, {name: 5})
+        ChatFormat(chatml, {"padding": 5})
 
 
 def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:

@@ -193,7 +193,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     (SFT, "native", {"prompt": "a", "response": 5}, "field 'response' is neither text nor a list"),
     (SFT, "native", {"prompt": "a", "response": "\ud83d"}, "holds half a surrogate pair"),
     (SFT, "native", {"messages": [*chat("a"), {"from": "gpt"}]},
-     'a turn of \'messages\' is not {"role", "content"} (messages[1] has \'from\')'),
+     'a turn of \'messages\' is not {"role", "content"} (messages[1] is {\'from\''),
     (SFT, "native", {"messages": chat("a", " ")}, "empty or blank (messages[1].content)"),
     (SFT, "native", {"messages": [{"role": "robot", "content": "x"}]},
      "unknown role in 'messages' (found 'robot' in messages[0].role; known are system, user"),

@@ -61,18 +61,14 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
     assert read("demonstrations", str(file), "skip").left_out == Counter({
         "broken JSON": 3, "not UTF-8": 1, "not a JSON object": 1,
     })  # fmt: skip
-    assert f"{name}, line 3: broken JSON (Unterminated string starting, column 17)" in error(file)
+    assert f"{name}, line 3: broken JSON (Unterminated string starting, column 17; " in error(file)
 
 
 JSON_LINES = [
     (b"", NOTHING),
     (BOM + b"\n \r\n", NOTHING),
-    (
-        b'{"prompt": "\xc3\xa9\xff"}',
-        "line 1: not UTF-8 (at byte 15 of the line; allowed: UTF-8, not",
-    ),
-    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (at byte 1 of the line"),
-    (b'{\n"prompt": "a"\n}', "line 1: broken JSON (allowed: one JSON object a line)"),
+    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (allowed: UTF-8, not UTF-16"),
+    (b'{\n"prompt": "a"\n}', "column 2; allowed: one JSON object a line)"),
     (b"null", "not a JSON object (found NoneType; allowed: one JSON object a line)"),
     (b'{"prompt": "a", "prompt": "b"}', "line 1: broken JSON (the field 'prompt' stands twice"),
 ]

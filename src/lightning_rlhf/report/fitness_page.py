@@ -210,8 +210,8 @@ def of_probe(probe: ProbeResult) -> Finding:
 
 def find_in_pairs(problems: Problems) -> Iterator[Finding]:
     """Yield the finding of every check of the pairs."""
-    shares = (problems.duplicates, problems.contradictions, problems.leaks)
-    for check, problem in zip(PAIR_CHECKS, shares, strict=False):
+    for check, name in zip(PAIR_CHECKS, ("duplicates", "contradictions", "leaks"), strict=False):
+        problem = problems.counted.get(name)
         if problem is not None and problem.of < MIN_COUNT:
             yield check.finds(None, f"{problem.of:,} {problem.unit}; {MIN_COUNT} are needed")
         elif problem is not None:
@@ -347,20 +347,20 @@ class FitnessReport:
             probes=_probes(probes) if probes else "None was scored.",
             data="Not looked through." if problems is None else "\n".join([
                 *("\n  - ".join([f"- {one.line}", *(plain(x, CHARACTERS) for x in one.examples)])
-                  for one in problems.counted),
+                  for one in problems.counted.values()),
                 f"- {problems.length.line}",
             ]),
             min_count=MIN_COUNT, min_probes=MIN_PROBES,
         )  # fmt: skip
         (folder / PAGE).write_text(text, encoding="utf-8")
-        measured = asdict(self.fitness)
+        measured, pairs = asdict(self.fitness), None if problems is None else asdict(problems)
         del measured["pairs"], measured["samples"]
         content = {
             "metrics": self.metrics,
             "fitness": measured,
             "findings": list(map(asdict, findings)),
             "probes": [asdict(probe) | {"wins": probe.lead > 0} for probe in probes],
-            "problems": None if problems is None else asdict(problems),
+            "problems": None if pairs is None else pairs["counted"] | {"length": pairs["length"]},
             "judgement": asdict(self.verdict),
             "title": self.title,
             "verdict": words[0],
