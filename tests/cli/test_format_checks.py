@@ -57,22 +57,13 @@ def stopped(place: Workplace, *command: str) -> list[str]:
     return [*said[start:], error.removeprefix(f"{said[start]}. ")]
 
 
-BROKEN = {
-    "separator": (TEMPLATE.replace("\\n", " "), " [assistant]"),
-    "start": ("{{ bos_token }}" + TEMPLATE, "[start][start][user]"),
-}
-
-
-@pytest.mark.parametrize("fault", BROKEN)
-def test_a_fault_in_the_format_stops_ppo(
-    judged: Workplace, changed: Callable[[str], Path], fault: str
-) -> None:
-    template, here = BROKEN[fault]
+def test_a_fault_in_the_format_stops_ppo(judged: Workplace, changed: Callable[[str], Path]) -> None:
+    """Here a space in the place of each line's end."""
+    start = f"policy.checkpoint={judged.stage('sft') / 'final'}"
+    model, here = changed(TEMPLATE.replace("\\n", " ")), " [assistant]"
     first, there_line, here_line, difference, last = stopped(
-        judged, "stage=ppo", "run=stopped", "reward=model",
-        f"policy.checkpoint={judged.stage('sft') / 'final'}",
-        f"reward.name_or_path={changed(template)}",
-    )  # fmt: skip
+        judged, "stage=ppo", "run=stopped", "reward=model", start, f"reward.name_or_path={model}"
+    )
     assert first.startswith("reward model: 4 held-out pairs read through PPO's path, ")
     assert float(first.partition("differ by ")[2].split()[0]) > 0.05
     prompt = json.loads((judged.folder / "data" / "preferences_val.jsonl").open().readline())
@@ -80,7 +71,6 @@ def test_a_fault_in_the_format_stops_ppo(
     assert there_line == f"  text of a pair there: {said}"
     assert here_line.startswith("  text of a pair here:  ")
     assert here in here_line
-    assert here not in there_line
     assert difference.startswith("  first difference: at character ")
     assert "reward.format_check=warn" in last
 
@@ -93,9 +83,8 @@ def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
 
 
 def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Path]) -> None:
-    outcome = ppo(
-        judged, "warned", changed(BROKEN["start"][0]), "reward.format_check=warn", "debug=true"
-    ).succeeded
+    folder = changed("{{ bos_token }}" + TEMPLATE)
+    outcome = ppo(judged, "warned", folder, "reward.format_check=warn", "debug=true").succeeded
     assert "text of a pair here:  '[start][start][user]" in outcome.out
     assert "first difference: at character 8, " in outcome.out
     assert (judged.stage("ppo", "warned") / "final").is_dir()
@@ -112,45 +101,37 @@ def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
     assert lines[1].startswith("  text of a pair: '[start][user]")
 
 
-class TestClassifiers:
-    """Nobody wrote down what they said: the text alone tells, and the pairs of the data."""
-
-    def classifier(self, place: Workplace, tmp_path: Path, template: str) -> list[str]:
-        folder = save_classifier(tmp_path / "classifier")
-        (folder / "chat_template.jinja").write_text(template)
-        return ["stage=ppo", "ppo.iterations=1", "reward=model", "reward.max_tokens=256",
-                f"policy.checkpoint={place.stage('sft') / 'final'}",
-                f"reward.name_or_path={folder}"]  # fmt: skip
-
-    def test_a_doubled_start_stops_ppo(self, judged: Workplace, tmp_path: Path) -> None:
-        command = self.classifier(judged, tmp_path, "{{ bos_token }}" + TEMPLATE)
-        lines = stopped(judged, *command, "run=stopped")
-        assert lines[1].startswith("  text of a pair: '[start][start][user]")
-        assert lines[2:] == [
-            "  it starts with '[start]' twice",
-            "Mend the text; or reward.format_check=warn goes on all the same",
-        ]
-
-    def test_one_that_likes_what_people_do_not_stops_ppo(
-        self, judged: Workplace, tmp_path: Path
-    ) -> None:
-        """A label of its other output does that."""
-        command = self.classifier(judged, tmp_path, TEMPLATE)
-        rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]
-        for row in rows:
-            sides = [{**row, "response": row[side]} for side in ("chosen", "rejected")]
-            low, high = classifier_scores(tmp_path / "classifier", sides)
-            if low > high:
-                row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-        file = tmp_path / "pairs.jsonl"
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        command.append(f"data.preferences.val={file}")
-        lines = stopped(judged, *command, "run=stopped")
-        assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
-        assert "reward.format_check=warn" in lines[3]
-        outcome = judged.mini(*command, "run=penalty", "reward.weight=-1").succeeded
-        assert "0.00 of them ranked as labelled" in outcome.out
-        assert "the other way round" not in outcome.out
+def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
+    judged: Workplace, tmp_path: Path
+) -> None:
+    """A doubled start stops PPO, and so does one that likes what people do not: a label of its
+    other output does that."""
+    folder = save_classifier(tmp_path / "classifier")
+    command = [
+        *("stage=ppo", "ppo.iterations=1", "reward=model", "reward.max_tokens=256"),
+        *(f"policy.checkpoint={judged.stage('sft') / 'final'}", f"reward.name_or_path={folder}"),
+    ]
+    (folder / "chat_template.jinja").write_text("{{ bos_token }}" + TEMPLATE)
+    lines = stopped(judged, *command, "run=stopped")
+    assert lines[1].startswith("  text of a pair: '[start][start][user]")
+    assert lines[2:] == [
+        "  it starts with '[start]' twice",
+        "Mend the text; or reward.format_check=warn goes on all the same",
+    ]
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]
+    for row in rows:
+        sides = [{**row, "response": row[side]} for side in ("chosen", "rejected")]
+        low, high = classifier_scores(folder, sides)
+        if low > high:
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command.append(f"data.preferences.val={file}")
+    lines = stopped(judged, *command, "run=stopped")
+    assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
+    outcome = judged.mini(*command, "run=penalty", "reward.weight=-1").succeeded
+    assert "the other way round" not in outcome.out
 
 
 def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.core.validation import build
-from lightning_rlhf.data.config import DataConfig, Split
+from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.runs.console import HOME
 
 SPECIALS = ["<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>", "<|eot|>"]
 
@@ -75,26 +77,9 @@ def ids() -> Callable[..., list[int]]:
 @pytest.fixture
 def make_config() -> Callable[..., DataConfig]:
     def make(**changes: Any) -> DataConfig:
-        nothing = Split(train=None, val=None)
-        values: dict[str, Any] = {
-            "demonstrations": nothing,
-            "preferences": nothing,
-            "prompts": nothing,
-            "format": "auto",
-            "columns": {},
-            "train_on": "last",
-            "val_fraction": 0.25,
-            "max_val_rows": None,
-            "on_bad_row": "stop",
-            "max_prompt_tokens": 100,
-            "long_prompts": "drop",
-            "max_response_tokens": 100,
-            "long_responses": "drop",
-            "pool_batches": 1,
-            "chat_template_kwargs": {},
-            "judge": None,
-        }
-        return build(DataConfig, values | changes, "data")
+        preset = yaml.safe_load((HOME / "conf" / "data" / "files.yaml").read_text())
+        limits = {"max_prompt_tokens": 100, "max_response_tokens": 100, "max_val_rows": None}
+        return build(DataConfig, preset | limits | changes, "data")
 
     return make
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 import torch
@@ -53,8 +52,7 @@ def test_bos_once_and_never_in_the_response(llama: PreTrainedTokenizerFast, ids:
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
-        # The marker may be eos itself, be missing, follow white space, or be no special token.
-        ("{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}", ["<|eos|>"]),
+        # The marker may be missing, follow white space, or be no special token.
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", ["<|eos|>"]),
         ("{% for m in messages %}{{ m.content }} \n<|eot|>{% endfor %}", ["<|eot|>", "<|eos|>"]),
         ("{% for m in messages %}{{ m.content }}---{% endfor %}", ["<|eos|>"]),
@@ -76,17 +74,11 @@ def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
         ChatFormat(make_tokenizer(template), {})
 
 
-@pytest.mark.parametrize(
-    ("template", "lost"),
-    [
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", "assistant's"),
-        ("{{ messages[0].content }}{{ messages[1].content[:5] }}", "assistant's"),
-    ],
-)
-def test_a_template_that_loses_text_is_refused(
-    template: str, lost: str, make_tokenizer: Make
-) -> None:
-    with pytest.raises(ConfigError, match=f"does not reproduce the {lost} text"):
+def test_a_template_that_loses_text_is_refused(make_tokenizer: Make) -> None:
+    template = "{{ messages[0].content }}{{ messages[1].content[:5] }}"
+    with pytest.raises(
+        ConfigError, match="does not write the text of a user and an assistant turn"
+    ):
         ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
 
 
@@ -105,14 +97,11 @@ def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
     )
 
 
-@pytest.mark.parametrize("name", ["padding", "return_tensors", "add_generation_prompt"])
-def test_a_name_that_the_template_never_sees_is_refused(
-    name: str, chatml: PreTrainedTokenizerFast
-) -> None:
+def test_a_name_that_the_template_never_sees_is_refused(chatml: PreTrainedTokenizerFast) -> None:
     with pytest.raises(
-        ConfigError, match=rf"^data\.chat_template_kwargs is .*, which {name} is not"
+        ConfigError, match=r"^data\.chat_template_kwargs is .*, which padding is not"
     ):
-        ChatFormat(chatml, {name: 5})
+        ChatFormat(chatml, {"padding": 5})
 
 
 def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
@@ -126,30 +115,17 @@ def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     assert tokenizer.chat_template == PLAIN_TEMPLATE
 
 
-@pytest.mark.parametrize(
-    ("pieces", "said"),
-    [
-        (("Hello", "<|im_end|>"), "Hello"),
-        (("Hello", "<|im_end|>", "<|pad|>", "<|pad|>"), "Hello"),
-        (("Hel", "<|im_start|>", "lo", "<|im_end|>"), "Hel<|im_start|>lo"),
-        (("<|im_end|>",), ""),
-    ],
-)
-def test_decoding_shows_what_was_said(
-    pieces: tuple[str, ...], said: str, chatml: PreTrainedTokenizerFast, ids: Ids
-) -> None:
-    assert ChatFormat(chatml, {}).decode_response(ids(chatml, *pieces)) == said
+def test_decoding_shows_what_was_said(chatml: PreTrainedTokenizerFast, ids: Ids) -> None:
+    chat = ChatFormat(chatml, {})
+    assert chat.decode_response(ids(chatml, "Hello", "<|im_end|>", "<|pad|>", "<|pad|>")) == "Hello"
+    shown = chat.decode_response(ids(chatml, "Hel", "<|im_start|>", "lo", "<|im_end|>"))
+    assert shown == "Hel<|im_start|>lo"
 
 
+CALL = {"function": {"name": "clock", "arguments": {"zone": "UTC"}}}
 TOOLS = (
     Message("user", "Time?"),
-    Message.of(
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"function": {"name": "clock", "arguments": {"zone": "UTC"}}}],
-        }
-    ),
+    Message.of({"role": "assistant", "content": "", "tool_calls": [CALL]}),
     Message("tool", "noon"),
 )
 CALLS = (
@@ -209,8 +185,6 @@ CHATML_MARKED = (
 @pytest.mark.parametrize(
     ("template", "learned"),
     [
-        (CHATML, ["Hello, who?<|im_end|>", " Ann. <|im_end|>"]),
-        (LLAMA, ["Hello, who?<|eot|>", " Ann. <|eot|>"]),
         (None, ["Hello, who?<|eos|>", " Ann. <|eos|>"]),
         (CHATML_MARKED, ["Hello, who?<|im_end|>", " Ann. <|im_end|>"]),
         # A template may trim the text, write a space before the marker, or have no marker.
@@ -221,12 +195,6 @@ CHATML_MARKED = (
         (
             "{% for m in messages %}{{ m.role }}:{{ m.content | trim }} <|eot|>{% endfor %}",
             ["Hello, who?", "<|eot|>", "Ann.", "<|eot|>"],
-        ),
-        # The author of a template decides what is learned.
-        (
-            "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}"
-            "{% generation %}<|eot|>{% endgeneration %}{% endif %}{% endfor %}",
-            ["<|eot|>", "<|eot|>"],
         ),
     ],
 )
@@ -264,38 +232,21 @@ def test_the_same_as_by_prefixes(template: str, make_tokenizer: Make, tiny: Chat
 
 
 def test_calls_of_tools_are_learned_and_their_answers_are_not(make_tokenizer: Make) -> None:
-    template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
-        "{% for c in m.tool_calls %}({{ c.function.name }}){% endfor %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
-    calls = [{"function": {"name": "clock", "arguments": {}}}]
-    prompt = (
-        Message("user", "Time?"),
-        Message.of({"role": "assistant", "content": "", "tool_calls": calls}),
-        Message("tool", "(clock)"),
-        Message.of({"role": "assistant", "content": "So:", "tool_calls": calls}),
-        Message("tool", "noon"),
-    )
-    chat = ChatFormat(make_tokenizer(template, **EOS), {})
-    assert pieces(chat, prompt) == ["(clock)<|im_end|>", "So:(clock)<|im_end|>"]
-
-
-def examples(train_on: str, make_config: MakeConfig, chat: ChatFormat, **limits: Any) -> Any:
-    row = Demonstration(ANSWERED, "So long")
-    rows: Rows[Demonstration] = Rows("x.jsonl", (row,), Counter(), "line", (1,))
-    config = make_config(**{"max_prompt_tokens": 500, "train_on": train_on, **limits})
-    return tokenise(rows, chat, config).examples
+    again = Message.of({"role": "assistant", "content": "So:", "tool_calls": [CALL]})
+    prompt = (*TOOLS[:2], Message("tool", 'clock {"zone": "UTC"}'), again, TOOLS[2])
+    said = 'clock {"zone": "UTC"}<|im_end|>'
+    assert pieces(ChatFormat(make_tokenizer(CALLS, **EOS), {}), prompt) == [said, f"So:{said}"]
 
 
 def test_the_targets_of_a_batch(make_config: MakeConfig, chatml: PreTrainedTokenizerFast) -> None:
     """The sequence is the same; with "all" the earlier turns of the assistant are targets too."""
-    chat = ChatFormat(chatml, {})
-    (last,), (every,) = (examples(on, make_config, chat) for on in ("last", "all"))
+    chat, row = ChatFormat(chatml, {}), Demonstration(ANSWERED, "So long")
+    rows: Rows[Demonstration] = Rows("x.jsonl", (row,), Counter(), "line", (1,))
+    configs = [make_config(max_prompt_tokens=500, train_on=on) for on in ("last", "all")]
+    (last,), (every,) = (tokenise(rows, chat, config).examples for config in configs)
     assert asdict(every) == asdict(last) | {"learned": every.learned}
     batches = [collate_demonstrations([e], chat.pad_token_id) for e in (last, every)]
     assert torch.equal(batches[0].tokens, batches[1].tokens)
     shown = [chat.show(batch.tokens[batch.target_mask].tolist()) for batch in batches]
     assert shown[0] == "So long<|im_end|>"
     assert shown[1] == "Hello, who?<|im_end|> Ann. <|im_end|>So long<|im_end|>"
-    assert batches[1].target_mask.sum() == len(every.learned) + len(last.response)

@@ -64,10 +64,8 @@ def test_a_cut_response_has_no_end_token(
     result = tokenise(
         rows(Demonstration(user("Hi"), "Hello"), Demonstration(user("Hi"), "Hell")), chat, config
     )
-    assert [list(e.response) for e in result.examples] == [
-        ids(chat.tokenizer, "Hello"),
-        ids(chat.tokenizer, "Hell", "<|eot|>"),
-    ]
+    expected = [ids(chat.tokenizer, "Hello"), ids(chat.tokenizer, "Hell", "<|eot|>")]
+    assert [list(e.response) for e in result.examples] == expected
     assert result.cut == Counter({"response cut": 1})
 
 
@@ -89,7 +87,6 @@ LONG = (
         (94, "[system]Kind.<|eot|>[user]three<|eot|>[assistant]four<|eot|>"
              "[user]five 6789<|eot|>"),
         (69, "[system]Kind.<|eot|>[user]five 6789<|eot|>"),
-        (41, "[system]Kind.<|eot|>[user]ive 6789<|eot|>"),
         # The space before 6789 would come first and is left out with "five".
         (38, "[system]Kind.<|eot|>[user]6789<|eot|>"),
         (34, "[system]Kind.<|eot|>[user]9<|eot|>"),
@@ -143,20 +140,8 @@ def test_pairs_that_cutting_makes_identical_are_dropped(
     assert result.cut == Counter({"response cut": 2})  # rows, not responses
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"max_prompt_tokens": 5}, "1 prompt too long"),
-        ({"max_response_tokens": 5}, "1 response too long"),
-    ],
-)
-def test_nothing_left_names_what_to_change(
-    changes: dict[str, int], reason: str, chat: ChatFormat, make_config: MakeConfig
-) -> None:
-    with pytest.raises(DataError) as error:
-        tokenise(rows(Demonstration(user("Hi"), "Hello")), chat, make_config(**changes))
-    message = str(error.value)
-    assert "mine.jsonl" in message
-    assert reason in message
-    (key,) = changes
-    assert f"data.{key} (5)" in message
+def test_nothing_left_names_what_to_change(chat: ChatFormat, make_config: MakeConfig) -> None:
+    said = r"mine\.jsonl is left: 1 response too long; raise .* data\.max_response_tokens \(5\)"
+    config = make_config(max_response_tokens=5)
+    with pytest.raises(DataError, match=said):
+        tokenise(rows(Demonstration(user("Hi"), "Hello")), chat, config)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from lightning_rlhf.data.rows import Message, Preference
 BOM = b"\xef\xbb\xbf"
 GOOD = b'{"prompt": "a", "response": "b"}\n'
 PAIR = {"prompt": "Hi", "chosen": "A", "rejected": "B"}
-NOTHING = "holds no row that can be used, it is empty"
 ONE_BYTE = pa.py_buffer(bytes([0, 0, 0, 0, 1, 0, 0, 0]))
 NO_UTF8 = pa.Array.from_buffers(pa.string(), 1, [None, ONE_BYTE, pa.py_buffer(b"\xff")])
 FAR = pa.array([2**62], pa.timestamp("ms"))
@@ -47,8 +45,7 @@ def parquet(folder: Path, **columns: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "start", "end"),
-    [("x.jsonl", b"", b"\n"), ("x.jsonl.gz", BOM, b"\n"), ("x.json", BOM, b"\r\n")],
+    ("name", "start", "end"), [("x.jsonl.gz", BOM, b"\n"), ("x.json", b"", b"\r\n")]
 )
 def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None:
     """Blank lines count; bad ones are left out and counted, or named."""
@@ -61,31 +58,22 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
     assert read("demonstrations", str(file), "skip").left_out == Counter({
         "broken JSON": 3, "not UTF-8": 1, "not a JSON object": 1,
     })  # fmt: skip
-    assert f"{name}, line 3: broken JSON (Unterminated string starting, column 17)" in error(file)
+    assert f"{name}, line 3: broken JSON (Unterminated string starting, column 17; " in error(file)
 
 
 JSON_LINES = [
-    (b"", NOTHING),
-    (BOM + b"\n \r\n", NOTHING),
-    (
-        b'{"prompt": "\xc3\xa9\xff"}',
-        "line 1: not UTF-8 (at byte 15 of the line; allowed: UTF-8, not",
-    ),
-    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (at byte 1 of the line"),
-    (b'{\n"prompt": "a"\n}', "line 1: broken JSON (allowed: one JSON object a line)"),
-    (b"null", "not a JSON object (found NoneType; allowed: one JSON object a line)"),
+    (BOM + b"\n \r\n", "holds no row that can be used, it is empty"),
+    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (allowed: UTF-8, not UTF-16"),
+    (b'{\n"prompt": "a"\n}', "column 2; allowed: one JSON object a line)"),
     (b'{"prompt": "a", "prompt": "b"}', "line 1: broken JSON (the field 'prompt' stands twice"),
 ]
 ARRAYS = [
-    (b'[{"prompt": "a", "prompt": "b"}]', "broken JSON (the field 'prompt' stands twice"),
     (b'[{"prompt": "a"},\n{"prompt": }]', "line 2: broken JSON (Expecting value)"),
     (b'[{"prompt": "a"},\n"\xff"]', "line 2: not UTF-8"),
-    (b"[" * 100_000, "broken JSON (maximum recursion"),
 ]
 CSV = [
     (b'prompt\n"a\nb\n', "x.csv, line 2: broken CSV (unexpected end of data)"),
     (b"prompt,prompt\na,b\n", "x.csv has two columns 'prompt'"),
-    (b"prompt\n\xff\n", "1 not UTF-8"),
 ]
 
 
@@ -94,12 +82,7 @@ CSV = [
     [
         *(("json", *case) for case in ARRAYS),
         *(("csv", *case) for case in CSV),
-        ("jsonl.gz", GOOD, "x.jsonl.gz cannot be read: Not a gzipped file"),
-        (
-            "jsonl.gz",
-            gzip.compress(GOOD * 99, mtime=0)[:-9],
-            "x.jsonl.gz cannot be read: Compressed file",
-        ),
+        ("jsonl.gz", gzip.compress(GOOD * 99, mtime=0)[:-9], "cannot be read: Compressed file"),
         ("parquet", b"PAR1 nothing", "x.parquet cannot be read: "),
     ],
 )
@@ -162,10 +145,7 @@ def test_csv(tmp_path: Path) -> None:
     assert found.left_out == Counter({"another number of cells than columns": 2, "broken CSV": 1})
     said = "line 6: another number of cells than columns (found 1 cell, the first row names 2 colu"
     assert f"x.csv, {said}" in error(file)
-
-
-def test_a_byte_that_is_not_utf_8_spoils_its_own_record_of_csv_alone(tmp_path: Path) -> None:
-    file = tmp_path / "x.csv"
+    # A byte that is not UTF-8 spoils its own record alone.
     bad = b'"first\xff line\nsecond line",good'
     file.write_bytes(b"prompt,response\na,b\n" + bad + b"\nc,d\n")
     assert numbered(file) == [(2, "a"), (5, "c")]
@@ -177,8 +157,7 @@ def test_a_text_file_of_prompts(tmp_path: Path) -> None:
     file.write_bytes(BOM + "Größe?\r\n\n \n 中 \nc\n".encode() + b"\xff")
     assert numbered(file, "prompts") == [(1, "Größe?"), (4, " 中 "), (5, "c")]
     (first, *_) = read("prompts", str(file), "skip").rows
-    messages = [{"role": "user", "content": "Größe?"}]
-    assert first.columns == {"text": "Größe?", "prompt": "Größe?", "messages": messages}
+    assert (first.columns["text"], first.columns["prompt"]) == ("Größe?", "Größe?")
     assert "x.txt, line 6: not UTF-8" in error(file, "prompts")
 
 
@@ -190,25 +169,10 @@ def test_parquet(tmp_path: Path) -> None:
     )  # fmt: skip
     assert numbered(Path(source)) == [(1, "Hi"), (3, "Ho")]
     assert "x.parquet, row 2: the last turn of 'messages'" in error(source)
-    one = pa.array(["a"])
-    pq.write_table(pa.Table.from_arrays([one, one, one], ["prompt", "response", "prompt"]), source)
-    assert "x.parquet has two columns 'prompt'" in error(source)
-
-
-def test_only_the_columns_that_are_needed_are_read(tmp_path: Path) -> None:
-    """A reward may want any column of a prompt."""
+    # Only the columns that are needed are read; a reward may want any column of a prompt.
     source = parquet(tmp_path, prompt=["a"], response=["b"], x=NO_UTF8, y=FAR)
     assert len(read("demonstrations", source, "stop")) == 1
     assert "x.parquet, after row 0, cannot be read: " in error(source, "prompts")
-
-
-def test_a_long_text_is_a_bad_row(
-    jsonl: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("lightning_rlhf.data.rows.MAX_CHARACTERS", 5)
-    source = jsonl(PAIR | {"chosen": "é" * 5}, PAIR | {"chosen": "é" * 6})
-    said = error(source, "preferences")
-    assert "line 2: field 'chosen' is longer than 5 characters" in said
 
 
 def test_a_source_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

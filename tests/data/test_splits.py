@@ -15,8 +15,6 @@ from lightning_rlhf.data.readers import draw_rows, load
 MakeConfig = Callable[..., DataConfig]
 Jsonl = Callable[..., str]
 
-CONF = Path(__file__).parents[2] / "conf" / "data"
-
 
 @pytest.fixture
 def forty(jsonl: Jsonl) -> str:
@@ -40,13 +38,11 @@ def test_a_quarter_of_the_prompts_is_held_out_with_all_their_rows(
     assert others[0] == split.val.rows != others[1]
 
 
-@pytest.mark.parametrize(("fraction", "held_out"), [(0.001, 1), (0.999, 19)])
-def test_neither_side_is_empty(
-    fraction: float, held_out: int, make_config: MakeConfig, forty: str
-) -> None:
-    config = make_config(prompts=Split(train=forty, val=None), val_fraction=fraction)
-    split = load("prompts", config, seed=0)
-    assert (len(split.train), len(split.val)) == (20 - held_out, held_out)
+def test_neither_side_is_empty(make_config: MakeConfig, forty: str) -> None:
+    for fraction, held_out in ((0.001, 1), (0.999, 19)):
+        config = make_config(prompts=Split(train=forty, val=None), val_fraction=fraction)
+        split = load("prompts", config, seed=0)
+        assert (len(split.train), len(split.val)) == (20 - held_out, held_out)
 
 
 def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) -> None:
@@ -56,8 +52,6 @@ def test_a_large_validation_set_is_sampled(make_config: MakeConfig, forty: str) 
     samples = [draw_rows(val, 7, seed) for seed in (0, 0, 1)]
     assert samples[0] == samples[1] != samples[2]
     numbers = [int(row.response[1:]) for row in samples[0].rows]
-    assert len(set(numbers)) == 7
-    assert numbers == sorted(numbers)
     assert [number - 1 for number in samples[0].numbers] == numbers
     assert numbers != list(range(7))
     assert samples[0].left_out == {"over data.max_val_rows": 33}

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from lightning_rlhf.core.records import DecodedResponses, Rollout
 from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rewards.server import RewardServer, Score, listening_socket
+from lightning_rlhf.runs.console import HOME
 
 Answer = tuple[int, dict[str, str], bytes]
 """Status, headers, body."""
@@ -30,18 +32,16 @@ def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> DecodedRe
         others = {name: values[i] for name, values in columns.items() if values[i] is not ...}
         rows.append({"prompt": prompt, "messages": messages(prompt), **others})
     size = len(texts)
+    masks = {"mask": (size, 2), "response_mask": (size, 1), "ended": (size,)}
     rollout = Rollout(
         tokens=torch.zeros(size, 2, dtype=torch.long),
-        mask=torch.ones(size, 2, dtype=torch.bool),
-        response_mask=torch.ones(size, 1, dtype=torch.bool),
-        ended=torch.ones(size, dtype=torch.bool),
         logprobs=torch.zeros(size, 1),
         values=torch.zeros(size, 1),
         index=torch.arange(size),
+        **{name: torch.ones(shape, dtype=torch.bool) for name, shape in masks.items()},
     )
-    return DecodedResponses(
-        rollout=rollout, rows=rows, responses=[response for _, response in texts]
-    )
+    responses = [response for _, response in texts]
+    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
 
 
 TOKENS = torch.tensor([[0, 3, 5], [2, 4, 0], [6, 7, 8]])
@@ -52,14 +52,10 @@ def three_replies(
     responses: Sequence[str] = ("one", "two", "three"), rows: Sequence[int] = (0, 1, 2)
 ) -> DecodedResponses:
     """Three replies of 2, 2 and 3 tokens, two padded; `rows`: in which order they come."""
-    found = make_replies(
-        *((f"question {i}", text) for i, text in zip(rows, responses, strict=True))
-    )
-    order = torch.tensor(rows)
-    rollout = replace(
-        found.rollout, tokens=TOKENS[order], mask=MASK[order], response_mask=MASK[order, 2:]
-    )
-    return replace(found, rollout=rollout)
+    texts = [(f"question {i}", text) for i, text in zip(rows, responses, strict=True)]
+    found, order = make_replies(*texts), torch.tensor(rows)
+    tensors = {"tokens": TOKENS[order], "mask": MASK[order], "response_mask": MASK[order, 2:]}
+    return replace(found, rollout=replace(found.rollout, **tensors))
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
@@ -76,11 +72,9 @@ def make_reward(url: str, **changes: Any) -> HTTPReward:
     """A reward that asks `url`, by default up to four times without a pause."""
     own: dict[str, Any] = {"name": "reward", "warn": lambda line: None}
     own |= {key: changes.pop(key) for key in own if key in changes}
-    config: dict[str, Any] = {
-        "kind": "http", "weight": 1.0, "normalization": "none", "clip": None, "batch_size": 8,
-        "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100, "token_env": None,
-    }  # fmt: skip
-    return HTTPReward(HTTPConfig(url=url, **config | changes), **own)
+    preset = yaml.safe_load((HOME / "conf" / "reward" / "http.yaml").read_text())
+    limits = {"batch_size": 8, "timeout_s": 5.0, "retries": 3, "backoff_s": 0.0, "cache_size": 100}
+    return HTTPReward(HTTPConfig(**preset | limits | changes | {"url": url}), **own)
 
 
 class Scripted(ThreadingHTTPServer):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from lightning_rlhf.rewards.format_check import (
     FLATTERY,
     PROBES,
     REFUSAL,
-    FormatResult,
     KnownPair,
     Probe,
     compare_scores,
@@ -26,14 +24,9 @@ from lightning_rlhf.rewards.format_check import (
 
 
 def known(chosen: float, rejected: float, rendered: str = "<q>a<r>b<e>") -> KnownPair:
-    return KnownPair(
-        row={"prompt": "é\n", "messages": [{"role": "user", "content": "é\n"}]},
-        chosen="b",
-        rejected="c",
-        chosen_score=chosen,
-        rejected_score=rejected,
-        rendered=rendered,
-    )
+    row = {"prompt": "é\n", "messages": [{"role": "user", "content": "é\n"}]}
+    scores = {"chosen_score": chosen, "rejected_score": rejected}
+    return KnownPair(row=row, chosen="b", rejected="c", rendered=rendered, **scores)
 
 
 def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
@@ -41,16 +34,9 @@ def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
     # Here 3, 2, 4, 6: squared differences 0, 1, 4, 0, their mean 5 / 4; the root of 5 / 14.
     pairs = [known(3, 1), known(2, 6)]
     result = compare_scores(pairs, [3, 4], [2, 6], "<q>a<r>b<e>", ["odd"])
-    assert result == FormatResult(
-        pairs=2,
-        accuracy=0.5,
-        own_accuracy=0.5,
-        gap=pytest.approx(math.sqrt(5 / 14), rel=1e-12),
-        rendered="<q>a<r>b<e>",
-        own_rendered="<q>a<r>b<e>",
-        problems=("odd",),
-        doubts=(),
-    )
+    assert (result.pairs, result.accuracy, result.own_accuracy) == (2, 0.5, 0.5)
+    assert result.gap == pytest.approx(math.sqrt(5 / 14), rel=1e-12)
+    assert result.rendered == result.own_rendered
 
 
 @pytest.mark.parametrize(
@@ -71,26 +57,13 @@ def ranked(right: int, wrong: int, ties: int = 0) -> list[str]:
     return ranked_backwards(chosen, [0.5] * (right + wrong) + [0.0] * ties)
 
 
-@pytest.mark.parametrize(
-    ("right", "wrong", "chance"),
-    [
-        (2, 14, "0.0021"),  # (1 + 16 + 120) / 2^16 = 137 / 65536
-        (1, 10, "0.0059"),  # (1 + 11) / 2^11
-    ],
-)
-def test_pairs_that_are_ranked_backwards(right: int, wrong: int, chance: str) -> None:
+def test_pairs_that_are_ranked_backwards() -> None:
     for ties in (0, 5):  # which say neither
-        (line,) = ranked(right, wrong, ties)
-        assert line.startswith(f"it ranks {right} pairs as labelled and {wrong} the other way ")
-        assert f"with probability {chance}: " in line
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong", "ties"),
-    [(3, 13, 0), (0, 6, 10)],  # 137 + 560 of 65536: 0.0106; 1 / 2^6: 0.016
-)
-def test_pairs_that_guessing_may_rank_so(right: int, wrong: int, ties: int) -> None:
-    assert ranked(right, wrong, ties) == []
+        (line,) = ranked(2, 14, ties)
+        assert line.startswith("it ranks 2 pairs as labelled and 14 the other way ")
+        assert "with probability 0.0021: " in line  # (1 + 16 + 120) / 2^16 = 137 / 65536
+    # Guessing may rank so: 137 + 560 of 65536: 0.0106; 1 / 2^6: 0.016
+    assert ranked(3, 13) == ranked(0, 6, 10) == []
 
 
 def test_another_text_is_shown_beside_its_own() -> None:
@@ -111,29 +84,14 @@ def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:
     pairs = [known(0.1, -1e-9, "é\u2028\n"), known(2, 1)]
     write_pairs(tmp_path, pairs)
     assert read_pairs(tmp_path) == pairs
-    lines = (tmp_path / "pairs.jsonl").read_text(encoding="utf-8").split("\n")
-    assert [json.loads(line) for line in lines[:-1]] == [asdict(pair) for pair in pairs]
-    assert lines[-1] == ""
+    for line in ("{", '{"row": {}}'):
+        (tmp_path / "pairs.jsonl").write_text(line + "\n")
+        with pytest.raises(CheckpointError, match=r"pairs\.jsonl is damaged: "):
+            read_pairs(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["{", '{"row": {}}'])
-def test_a_damaged_file_is_named(tmp_path: Path, line: str) -> None:
-    write_pairs(tmp_path, [known(1, 0)])
-    file = tmp_path / "pairs.jsonl"
-    file.write_text(file.read_text(encoding="utf-8") + line + "\n", encoding="utf-8")
-    with pytest.raises(CheckpointError) as error:
-        read_pairs(tmp_path)
-    assert str(error.value).startswith(f"{file} is damaged: ")
-
-
-ROW = {
-    "prompt": "User: hello\n\nAssistant: hi\n\nUser: what is\na cat?",
-    "messages": [
-        {"role": "user", "content": "hello"},
-        {"role": "assistant", "content": "hi"},
-        {"role": "user", "content": "what is\na cat?"},
-    ],
-}
+ROW = {"messages": [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"},
+                    {"role": "user", "content": "what is\na cat?"}]}  # fmt: skip
 
 
 def test_a_probe_of_every_kind_for_every_row() -> None:

@@ -26,9 +26,6 @@ def test_the_length_of_a_response_has_a_band() -> None:
     counts = [0, 1, 3, 4, 7, 10, 11, 15, 20, 40]
     found = length_band([], [words(n) for n in counts], shortest=4, longest=10)
     assert found == pytest.approx([0, 0.25, 0.75, 1, 1, 1, 0.9, 0.5, 0, 0], rel=1e-12)
-
-
-def test_the_band_may_be_of_characters_and_start_at_nothing() -> None:
     # 0 to 2 characters: 1, 1, 1, 2 - 3/2; an accent and an emoji are one each
     responses = ["", "é", "🎈 ", "a b"]
     found = length_band([], responses, shortest=0, longest=2, unit="characters")
@@ -54,9 +51,7 @@ def test_an_answer_is_extracted() -> None:
     responses = ["it is 4. Or is 5", "4", "it is four", "is "]
     pattern = r"is (\d)?"
     assert exact_match([], responses, [4, 4, 4, ""], extract=pattern) == [1, 0, 0, 0]
-
-
-def test_a_row_without_an_answer_has_no_score() -> None:
+    # A row without an answer has no score.
     assert exact_match([], ["", "4"], [None, "4"]) == [None, 1]
 
 

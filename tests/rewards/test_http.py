@@ -49,30 +49,19 @@ def test_a_request_holds_messages_responses_and_columns(script: Script) -> None:
         raw=[b"bytes", "text"], noise=[math.nan, math.inf], gone=[None, None],
     )  # fmt: skip
     assert make_reward(server.url)(decoded) == [1.0, 2.5]
-    assert server.requests == [
-        {
-            "prompts": [messages("2+2?"), messages("é")],
-            "responses": ["4", "\U0001f388"],
-            "columns": {
-                "answer": ["4", None],
-                "level": [1, None],
-                "tags": [{"a": [1]}, []],
-                "raw": [None, "text"],
-            },
-        }
-    ]
+    columns = {"answer": ["4", None], "level": [1, None], "tags": [{"a": [1]}, []]}
+    sent = {"prompts": [messages("2+2?"), messages("é")], "responses": ["4", "\U0001f388"]}
+    assert server.requests == [sent | {"columns": columns | {"raw": [None, "text"]}}]
     assert server.headers[0]["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize(("batch_size", "requests"), [(1, [1, 1, 1, 1]), (3, [3, 1])])
-def test_the_batch_size_changes_no_score(
-    script: Script, batch_size: int, requests: list[int]
-) -> None:
-    server = script(lengths)
-    found = make_reward(server.url, batch_size=batch_size)(make_replies(*TEXTS))
-    # characters: 4 + 4, 4 + 7, 6 + 0, 4 + 7 (half an emoji is one)
-    assert found == [8, 11, 6, 11]
-    assert [len(request["responses"]) for request in server.requests] == requests
+def test_the_batch_size_changes_no_score(script: Script) -> None:
+    for batch_size, requests in ((1, [1, 1, 1, 1]), (3, [3, 1])):
+        server = script(lengths)
+        found = make_reward(server.url, batch_size=batch_size)(make_replies(*TEXTS))
+        # characters: 4 + 4, 4 + 7, 6 + 0, 4 + 7 (half an emoji is one)
+        assert found == [8, 11, 6, 11]
+        assert [len(request["responses"]) for request in server.requests] == requests
 
 
 # What is kept
@@ -104,27 +93,20 @@ def test_what_was_wanted_longest_ago_is_forgotten(script: Script) -> None:
 # What is asked again
 
 
-@pytest.mark.parametrize("status", [408, 503])
-def test_a_server_in_trouble_is_asked_again(script: Script, status: int) -> None:
-    server = script((status, {}, b""), (status, {}, b"busy"), scores(3))
-    assert make_reward(server.url, retries=2)(make_replies(("p", "r"))) == [3]
-
-
 def test_the_pause_doubles(script: Script, naps: list[float]) -> None:
-    server, told = script(*[(500, {}, b"")] * 4, scores(3)), list[str]()
+    server, told = script((408, {}, b""), *[(500, {}, b"")] * 3, scores(3)), list[str]()
     reward = make_reward(server.url, retries=4, backoff_s=0.5, warn=told.append)
     reward(make_replies(("p", "r")))
     assert naps == [0, 1, 2, 4]  # none after the first try, then 0.5 * 2^1, 2^2, 2^3
     line = f"reward: the server {server.url} answered 500; try"
-    assert told == [f"{line} {k} of 5 in {s} s" for k, s in ((2, 0), (3, 1), (4, 2), (5, 4))]
+    assert told[1:] == [f"{line} {k} of 5 in {s} s" for k, s in ((3, 1), (4, 2), (5, 4))]
 
 
 def test_a_server_may_say_how_long_to_wait(script: Script, naps: list[float]) -> None:
     later = {"retry-after": "7"}
-    server, told = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3)), []
-    make_reward(server.url, backoff_s=0.5, warn=told.append)(make_replies(("p", "r")))
+    server = script((429, later, b""), (503, later, b""), (500, {}, b""), scores(3))
+    make_reward(server.url, backoff_s=0.5)(make_replies(("p", "r")))
     assert naps == [7, 7, 2]
-    assert [line.rpartition(" in ")[2] for line in told] == ["7 s", "7 s", "2 s"]
 
 
 # Where there are no scores to be had
@@ -175,7 +157,6 @@ def test_a_server_that_never_was_there_is_told_at_once() -> None:
     with nobody() as url:
         told = failure(url, retries=8, backoff_s=100.0)
     assert told.startswith(f"{url} is away: ")
-    assert "Connection refused" in told
     assert told.endswith("; it has never answered: start it, or mend reward.components.far.url")
 
 
@@ -184,10 +165,8 @@ def test_a_server_that_goes_away_is_waited_for() -> None:
     reward = make_reward(server.url, cache_size=0, retries=2)
     with conftest.running(server):
         reward(REPLIES)
-    with pytest.raises(RewardError) as found:
+    with pytest.raises(RewardError, match=r"did not answer in 3 tries: it is away: .* refused"):
         reward(REPLIES)
-    assert f"{server.url} did not answer in 3 tries: it is away: " in str(found.value)
-    assert "Connection refused" in str(found.value)
 
 
 def test_no_secret_is_told_or_logged(
@@ -216,16 +195,6 @@ def test_no_secret_is_told_or_logged(
         assert secret not in " ".join(told) + log
 
 
-def greeted(url: str, **changes: Any) -> list[str]:
-    """What is told while nobody is asked for anything; nothing where all is well."""
-    told: list[str] = []
-    try:
-        make_reward(url, warn=told.append, **changes).greet()
-    except RewardError as error:
-        told.append(str(error))
-    return [line.removeprefix(f"reward: the server {url} ") for line in told]
-
-
 @pytest.mark.parametrize("answer", [scores(), (503, {}, b""), None])
 def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: Any) -> None:
     """None: it breaks down, and hangs up."""
@@ -233,10 +202,11 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
     def broken(k: int, request: Any) -> Answer:
         raise ConnectionAbortedError
 
-    server = script(broken if answer is None else answer)
-    told = " ".join(greeted(server.url))
-    assert told.startswith("did not answer the greeting: it gave no" if answer is None else "")
-    assert bool(told) == (answer is None)
+    server, told = script(broken if answer is None else answer), list[str]()
+    make_reward(server.url, warn=told.append).greet()
+    assert ["did not answer the greeting: it gave no" in line for line in told] == (
+        [True] * (answer is None)
+    )
     assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]
 
 
@@ -283,16 +253,14 @@ def for_ever(piece: bytes, pause_s: float = 0.0, head: bytes = b"") -> Talk:
     return talk
 
 
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "talk",
-    [
-        for_ever(b"", 0.05),
-        for_ever(b"x", 0.05, OK + b"X: "),
-        for_ever(b"1\r\n \r\n", 0.05, OK + b"Transfer-Encoding: chunked\r\n\r\n"),
-    ],
-    ids=["silence", "drips a header", "drips chunks"],
+    "talk", [for_ever(b"x", 0.05, OK + b"X: "), for_ever(b"1\r\n \r\n", 0.05, CHUNKED)]
 )
 def test_a_try_ends_with_its_deadline(talk: Talk) -> None:
+    """Although the server drips a header, or chunks of its answer, without end."""
     began = time.monotonic()
     with talking(talk) as (url, came):
         told = failure(url, retries=1, timeout_s=0.2)

@@ -19,12 +19,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from lightning_rlhf.core.errors import DataError
-from lightning_rlhf.rewards.server import (
-    Columns,
-    Messages,
-    RewardServer,
-    read_request,
-)
+from lightning_rlhf.rewards.server import RewardServer, read_request
 
 from .conftest import messages, serving
 
@@ -36,9 +31,7 @@ class Scorer:
         self.scores: Any = None
         self.asked: list[Any] = []
 
-    def __call__(
-        self, prompts: list[Messages], responses: list[str], columns: Columns
-    ) -> Sequence[float]:
+    def __call__(self, prompts: Any, responses: list[str], columns: Any) -> Sequence[float]:
         self.asked.append((prompts, responses, columns))
         if isinstance(self.scores, BaseException):
             raise self.scores
@@ -85,9 +78,7 @@ def test_responses_are_scored(server: RewardServer, scorer: Scorer) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"", "the request: Invalid JSON: EOF"),
         ({"prompts": [], "responses": [], "a\nb": []}, "a b: Extra inputs are not permitted"),
-        ({"prompts": [], "responses": ["r"]}, "'prompts' has 0 values for 1 response"),
         ({"prompts": [messages("p"), [{"role": "user"}]], "responses": ["r", "s"]},
          "prompts.1.0.content: Field required"),
         (request("r", columns={"a": [1, 2]}), "'columns.a' has 2 values for 1 response"),
@@ -95,7 +86,7 @@ def test_responses_are_scored(server: RewardServer, scorer: Scorer) -> None:
 )  # fmt: skip
 def test_a_bad_request_is_told_precisely(body: Any, message: str) -> None:
     with pytest.raises(HTTPException) as found:
-        read_request(body if isinstance(body, bytes) else json.dumps(body).encode())
+        read_request(json.dumps(body).encode())
     assert found.value.status_code == 400
     assert found.value.detail.startswith(message)
     assert len(found.value.detail.splitlines()) == 1
@@ -111,24 +102,13 @@ def test_a_request_has_a_largest_size(
     assert found == (413, {"error": f"the request has over {len(body)} bytes"})
 
 
-# Who may ask
-
-
-@pytest.mark.parametrize(
-    ("given", "status"),
-    [
-        ({}, 401),
-        ({"authorization": "Bearer wrong"}, 401),
-        ({"authorization": "Bearer s3cret"}, 200),
-    ],
-)
-def test_a_token_is_wanted(scorer: Scorer, given: dict[str, str], status: int) -> None:
+def test_a_token_is_wanted(scorer: Scorer) -> None:
     with serving(scorer, token="s3cret") as server:
-        found, answer = ask(server, request("r"), **given)
-        assert found == status
-        assert "s3cret" not in str(answer)
+        for given in ({}, {"authorization": "Bearer wrong"}):
+            status, answer = ask(server, request("r"), **given)
+            assert (status, "s3cret" in str(answer), scorer.asked) == (401, False, [])
+        assert ask(server, request("r"), authorization="Bearer s3cret")[0] == 200
         assert ask(server, b"", "GET", "/health")[0] == 200
-    assert len(scorer.asked) == (status == 200)
 
 
 @pytest.mark.parametrize(
@@ -136,17 +116,12 @@ def test_a_token_is_wanted(scorer: Scorer, given: dict[str, str], status: int) -
     [
         ([1.0, float("nan")], "the reward gave [1.0, nan] for 2 responses; allowed: one finite "
          "number each"),
-        (RuntimeError("out of \x1b]0;title\x07"), "RuntimeError: out of \x1b]0;title\x07"),
-        (SystemExit(0), "SystemExit: 0"),
+        (SystemExit("\x1b]0;title\x07"), "SystemExit: \x1b]0;title\x07"),
         (DataError("an unknown role"), "an unknown role"),
     ],
 )  # fmt: skip
 def test_a_fault_of_the_reward_is_told(
-    server: RewardServer,
-    scorer: Scorer,
-    scores: Any,
-    message: str,
-    caplog: pytest.LogCaptureFixture,
+    server: RewardServer, scorer: Scorer, scores: Any, message: str, caplog: Any
 ) -> None:
     scorer.scores = scores
     with caplog.at_level(logging.ERROR):
@@ -162,9 +137,6 @@ def post(body: Any) -> bytes:
     """A request as it is sent."""
     data = json.dumps(body).encode()
     return b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
-
-
-# Addresses
 
 
 PROGRAM = """
@@ -186,17 +158,12 @@ commands.serve_reward(["final", "--port", "0"])
 """
 
 
-@pytest.mark.parametrize(
-    ("sign", "busy"),
-    [(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")],
-)
+@pytest.mark.parametrize(("sign", "busy"), [(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")])
 def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     """Also with a reward that does not come to its end, and with a client that sends no more."""
-    pipe = subprocess.PIPE
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", PROGRAM]
     with (
-        subprocess.Popen(
-            [sys.executable, "-c", PROGRAM], stdout=pipe, stderr=pipe, text=True
-        ) as process,
+        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
         contextlib.ExitStack() as stack,
     ):
         stack.callback(process.kill)

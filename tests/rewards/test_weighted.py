@@ -33,23 +33,15 @@ def test_each_component_is_a_column() -> None:
     assert found.dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [[1, 2.5, -3], torch.tensor([1, 2.5, -3]).double(), np.array([1, 2.5, -3], np.float32)],
-    ids=["list", "tensor", "array"],
-)
-def test_numbers_come_in_many_forms(numbers: Any) -> None:
-    found = Reward.of(lambda found: numbers)(decoded())
-    assert found.tolist() == [[1.0], [2.5], [-3.0]]
-    assert found.dtype == torch.float32
+def test_numbers_come_in_many_forms() -> None:
+    for numbers in ((1, 2.5, -3), torch.tensor([1, 2.5, -3]).double(), np.array([1, 2.5, -3])):
+        found = Reward.of(lambda _, numbers=numbers: numbers)(decoded())
+        assert found.tolist() == [[1.0], [2.5], [-3.0]]
+        assert found.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
-    ("numbers", "gave"),
-    [
-        ([1.0, math.nan, 2.0], "nan"),
-        ([1.0, None, 2.0], "None"),
-    ],
+    ("numbers", "gave"), [([1.0, math.nan, 2.0], "nan"), ([1.0, None, 2.0], "None")]
 )
 def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str) -> None:
     reward = Reward((term("fine"), term("bad")), (lambda found: [1, 2, 3], lambda found: numbers))

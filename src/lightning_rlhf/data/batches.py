@@ -55,7 +55,7 @@ class Schedule(Sampler[list[int]]):
         self.seed, self.pool_batches = seed, pool_batches
         self.start = 0
         """Index of the first batch to yield: 0, or the one after the last that was trained on."""
-        self._latest: tuple[int, NDArray[np.int64]] | None = None
+        self._latest: tuple[int, NDArray[np.int64]] = -1, np.array([], np.int64)
 
     def __len__(self) -> int:
         """Return the number of batches in the whole run, including those before `start`.
@@ -69,14 +69,12 @@ class Schedule(Sampler[list[int]]):
 
     def batch(self, k: int) -> list[int]:
         """Return the positions of the examples in batch k."""
-        size = len(self.lengths)
-        first, end = k * self.batch_size, (k + 1) * self.batch_size
         found: list[int] = []
-        for epoch in range(first // size, -(-end // size)):
-            if self._latest is None or self._latest[0] != epoch:
+        for place in range(k * self.batch_size, (k + 1) * self.batch_size):
+            epoch, number = divmod(place, len(self.lengths))
+            if self._latest[0] != epoch:
                 self._latest = epoch, self._order(epoch)
-            start = epoch * size
-            found += self._latest[1][max(0, first - start) : end - start].tolist()
+            found.append(int(self._latest[1][number]))
         return found
 
     def _order(self, epoch: int) -> NDArray[np.int64]:

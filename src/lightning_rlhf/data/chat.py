@@ -110,10 +110,8 @@ class ChatFormat:
 
     def show(self, tokens: Sequence[int]) -> str:
         """Return tokens as text, with special tokens visible."""
-        text: str = self.tokenizer.decode(
-            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
+        options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        return str(self.tokenizer.decode(tokens, **options))
 
     def stop_at(self, texts: Sequence[str]) -> StoppingCriteria | None:
         """Return a criterion that stops rows ending with one of `texts`; None if there is none."""
@@ -125,11 +123,8 @@ class ChatFormat:
         form: further arguments of `apply_chat_template`.
         Raises whatever exception a chat template that rejects these messages raises.
         """
-        turns = [message.as_dict() for message in messages]
-        text: str = self.tokenizer.apply_chat_template(
-            turns, tokenize=False, **form, **self.template_kwargs
-        )
-        return text
+        turns, options = [message.as_dict() for message in messages], form | self.template_kwargs
+        return str(self.tokenizer.apply_chat_template(turns, tokenize=False, **options))
 
     def opened(self, prompt: str | Messages) -> str:
         """Return the prompt as the template renders it, with the opening of the next turn."""
@@ -151,8 +146,7 @@ class ChatFormat:
         return text
 
     def _encode(self, text: str) -> list[int]:
-        tokens: list[int] = self.tokenizer(text, add_special_tokens=False).input_ids
-        return tokens
+        return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 
     def _find_end_token(self) -> tuple[int, str | None]:
         """Return the special token that follows an assistant's text in the template and its text,
@@ -160,18 +154,17 @@ class ChatFormat:
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
-            _, found_question, rest = self.render(_SENTINELS).partition(question)
+            _, _, rest = self.render(_SENTINELS).partition(question)
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
                 f"{error!r:.200}; data.chat_template_kwargs is {self.template_kwargs}"
             ) from error
-        _, found_answer, after = rest.partition(answer)
-        if not (found_question and found_answer):
-            lost = "assistant's" if found_question else "user's"
+        _, found, after = rest.partition(answer)
+        if not found:
             raise ConfigError(
-                f"the chat template of tokenizer {name!r} does not reproduce the {lost} text; "
-                "give the tokenizer a template that writes every turn as it is"
+                f"the chat template of tokenizer {name!r} does not write the text of a user and an "
+                "assistant turn; give the tokenizer a template that writes every turn as it is"
             )
         marker = self._encode(after.lstrip())[:1]
         added = self.tokenizer.added_tokens_decoder

@@ -112,25 +112,25 @@ def _sharegpt(row: rows.Row, kind: Kind) -> Found:
     """Read {"conversations": [{"from", "value"}, ...]} from the first turn of the user on, and for
     demonstrations to the last of the assistant.
     """
+
+    def renamed(turn: Any) -> Any:
+        if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
+            return turn
+        role = str(turn["from"]).lower()
+        return {"role": _SHAREGPT_ROLES.get(role, role), "content": turn["value"]}
+
     value = row["conversations"]
-    if isinstance(value, list):
-        named = [turn if isinstance(turn, dict) else {} for turn in value]
-        roles = [str(turn.get("from")).lower() for turn in named]
-        value = [
-            {"role": _SHAREGPT_ROLES.get(role, role), "content": turn["value"]}
-            if {"from", "value"} <= turn.keys() else raw
-            for raw, turn, role in zip(value, named, roles, strict=True)
-        ]  # fmt: skip
+    value = [*map(renamed, value)] if isinstance(value, list) else value
     turns = rows.turns_in(value, "conversations")
-    start = next((i for i, turn in enumerate(turns) if turn.role == "user"), len(turns))
-    end = len(turns)
-    if kind != "prompts":
-        end = max((i + 1 for i, turn in enumerate(turns) if turn.role == "assistant"), default=0)
-    if end < start or (kind != "prompts" and end == start):
+    roles = [turn.role for turn in turns]
+    system = turns[:1] if roles[0] == "system" else ()
+    start = roles.index("user") if "user" in roles else len(turns)
+    if kind == "prompts":
+        return (*system, *turns[start:])
+    end = max((i + 1 for i, role in enumerate(roles) if role == "assistant"), default=0)
+    if end <= start:
         raise rows.BadRow("no turn of the assistant answers one of the user")
-    system = turns[:1] if turns[0].role == "system" else ()
-    found = (*system, *turns[start:end])
-    return found if kind == "prompts" else rows.split_last(found, "conversations")
+    return rows.split_last((*system, *turns[start:end]), "conversations")
 
 
 def _ultrafeedback(row: rows.Row, kind: Kind) -> Found:
@@ -239,23 +239,19 @@ def _text(row: rows.Row, kind: Kind) -> Found:
     return (rows.Message("user", text),) if kind == "prompts" else rows.Demonstration((), text)
 
 
-_SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
-_RM: tuple[Kind, ...] = ("preferences", "prompts")
-
-
 @dataclass(frozen=True)
 class Format:
     """Columns of a row, and the function that reads it; a name may have several."""
 
     name: str
+    function: Callable[[rows.Row, Kind], Found]
+    kinds: tuple[Kind, ...]
+    """Kinds of data that the rows hold."""
     columns: tuple[str, ...]
     """Columns that a row must have."""
-    function: Callable[[rows.Row, Kind], Found]
-    kinds: tuple[Kind, ...] = get_args(Kind)
-    """Kinds of data that the rows hold."""
-    also: tuple[str, ...] = ()
+    also: tuple[str, ...]
     """Columns that are read where they are present."""
-    prompt_columns: tuple[str, ...] = ()
+    prompt_columns: tuple[str, ...]
     """Columns that prompts are read from where the others are missing; empty: `columns`."""
 
     @property
@@ -275,52 +271,53 @@ class Format:
             columns = ", ".join(self.columns)
             raise rows.missing(lacking[0], row, f"data.format={self.name} ({columns}) is read")
         found = self.function(row, kind)
-        if isinstance(found, rows.Preference):
-            if found.chosen.strip() == found.rejected.strip():
-                raise rows.BadRow(rows.IDENTICAL)
-            if kind == "demonstrations":
-                return rows.Demonstration(found.prompt, found.chosen)
-        if kind != "prompts":
-            return found
-        turns = found if isinstance(found, tuple) else found.prompt
-        if turns and turns[-1].role == "assistant":
-            turns = turns[:-1]
-        others = {key: value for key, value in raw.items() if key not in ("prompt", "messages")}
-        answers = {"response", "completion", "chosen", "messages", *self.columns} - {"prompt"}
-        is_answered = not answers.isdisjoint(row.keys() - {*self.prompt_columns})
-        columns_read = others | rows.prompt_row(turns)
-        return rows.Prompt(rows.checked_prompt(turns), columns_read, is_answered)
+        if kind == "prompts":
+            turns = found if isinstance(found, tuple) else found.prompt
+            if turns and turns[-1].role == "assistant":
+                turns = turns[:-1]
+            others = {key: value for key, value in raw.items() if key not in ("prompt", "messages")}
+            answers = {"response", "completion", "chosen", "messages", *self.columns} - {"prompt"}
+            is_answered = not answers.isdisjoint(row.keys() - {*self.prompt_columns})
+            columns_read = others | rows.prompt_row(turns)
+            return rows.Prompt(rows.checked_prompt(turns), columns_read, is_answered)
+        if isinstance(found, rows.Preference) and found.chosen.strip() == found.rejected.strip():
+            raise rows.BadRow(rows.IDENTICAL)
+        if isinstance(found, rows.Preference) and kind == "demonstrations":
+            return rows.Demonstration(found.prompt, found.chosen)
+        return found
 
 
-FORMATS: tuple[Format, ...] = (
-    Format("native", ("prompt", "response"), native, _SFT),
-    Format("native", ("messages",), native, _SFT),
-    Format("native", ("chosen", "rejected"), native, also=("margin",)),
-    Format("native", ("chosen",), native, _SFT),
-    Format("native", ("prompt",), native, ("prompts",)),
-    Format("alpaca", ("instruction", "output"), _alpaca, _SFT, ("input",), ("instruction",)),
-    Format("sharegpt", ("conversations",), _sharegpt, _SFT),
-    Format("messages", ("messages",), _messages, _SFT),
-    Format("hh", ("chosen", "rejected"), native, also=("margin",)),
-    Format("ultrafeedback", ("chosen", "rejected", "score_chosen", "score_rejected"),
-           _ultrafeedback, also=("prompt",), prompt_columns=("prompt",)),
-    Format("shp", ("history", "human_ref_A", "human_ref_B", "labels"), _shp, also=("score_ratio",)),
-    Format("tldr", ("prompt", "completion"), _completion, _SFT, prompt_columns=("prompt",)),
-    Format("tldr", ("prompt", "chosen", "rejected"), native, also=("margin",)),
-    Format("tldr", ("info", "summaries", "choice"), _tldr, _RM),
-    Format("tldr", ("subreddit", "title", "post", "summary"), _tldr, _SFT,
-           prompt_columns=("subreddit", "title", "post")),
-    Format("helpsteer", ("prompt", "response", "helpfulness"), _helpsteer,
-           prompt_columns=("prompt",)),
-    Format("helpsteer", ("prompt", "response_1", "response_2", "preference_strength"), _helpsteer,
-           _RM),
-    Format("helpsteer", ("context", "response1", "response2", "overall_preference"), _helpsteer,
-           _RM),
-    Format("kto", ("prompt", "completion", "label"), _kto, prompt_columns=("prompt",)),
-    Format("prompt_completion", ("prompt", "completion"), _completion, _SFT,
-           prompt_columns=("prompt",)),
-    Format("text", ("text",), _text, _SFT, prompt_columns=("text",)),
-)  # fmt: skip
+_SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
+_RM: tuple[Kind, ...] = ("preferences", "prompts")
+_ALL: tuple[Kind, ...] = get_args(Kind)
+_PPO: tuple[Kind, ...] = ("prompts",)
+_POST, _SCORES = "subreddit title post", "score_chosen score_rejected"
+FORMATS = tuple(
+    Format(name, function, kinds, *(tuple(names.split()) for names in columns))
+    for name, function, kinds, *columns in (
+        ("native", native, _SFT, "prompt response", "", ""),
+        ("native", native, _SFT, "messages", "", ""),
+        ("native", native, _ALL, "chosen rejected", "margin", ""),
+        ("native", native, _SFT, "chosen", "", ""),
+        ("native", native, _PPO, "prompt", "", ""),
+        ("alpaca", _alpaca, _SFT, "instruction output", "input", "instruction"),
+        ("sharegpt", _sharegpt, _SFT, "conversations", "", ""),
+        ("messages", _messages, _SFT, "messages", "", ""),
+        ("hh", native, _ALL, "chosen rejected", "margin", ""),
+        ("ultrafeedback", _ultrafeedback, _ALL, f"chosen rejected {_SCORES}", "prompt", "prompt"),
+        ("shp", _shp, _ALL, "history human_ref_A human_ref_B labels", "score_ratio", ""),
+        ("tldr", _completion, _SFT, "prompt completion", "", "prompt"),
+        ("tldr", native, _ALL, "prompt chosen rejected", "margin", ""),
+        ("tldr", _tldr, _RM, "info summaries choice", "", ""),
+        ("tldr", _tldr, _SFT, f"{_POST} summary", "", _POST),
+        ("helpsteer", _helpsteer, _ALL, "prompt response helpfulness", "", "prompt"),
+        ("helpsteer", _helpsteer, _RM, "prompt response_1 response_2 preference_strength", "", ""),
+        ("helpsteer", _helpsteer, _RM, "context response1 response2 overall_preference", "", ""),
+        ("kto", _kto, _ALL, "prompt completion label", "", "prompt"),
+        ("prompt_completion", _completion, _SFT, "prompt completion", "", "prompt"),
+        ("text", _text, _SFT, "text", "", "text"),
+    )
+)
 """All formats. Where a row has the columns of several, the package's own come first, then those
 with the most columns; but before the package's own those that have its columns and further ones,
 unless the row has a `margin`, which is the package's own."""
@@ -343,23 +340,19 @@ def fitting(columns: Collection[str], name: str, kind: Kind) -> Format | None:
     best = max(fit, key=lambda form: (form.name == "native", len(form.columns)), default=None)
     if best is None or best.name != "native" or "margin" in columns:
         return best
-    further = [form for form in fit if form.function is not native
-               and {*best.columns} < {*form.columns} <= {*columns}]  # fmt: skip
+    whole = [form for form in fit if form.function is not native and {*form.columns} <= {*columns}]
+    further = [form for form in whole if {*best.columns} < {*form.columns}]
     return max(further, key=lambda form: len(form.columns), default=best)
 
 
 def hint(columns: Collection[str], kind: Kind) -> str:
     """Return what columns were found and what is allowed, for a source that fits no format."""
-    found = ", ".join(map(repr, columns))[:200]
-    # The nearest forms first: those that lack the fewest columns, the package's own among them.
-    forms = sorted(
-        formats_of(AUTO, kind),
-        key=lambda form: (len({*form.needed(kind)} - {*columns}), form.name != "native"),
-    )
+    # The nearest forms first: those that lack the fewest columns.
+    forms = sorted(formats_of(AUTO, kind), key=lambda f: len({*f.needed(kind)} - {*columns}))
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
     return (
-        f"; its columns are {found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of "
-        "another name"
+        f"; its columns are {', '.join(map(repr, columns))[:200]}; {kind} have {near}; "
+        "data.columns.COLUMN=NAME reads one of another name"
     )
 
 

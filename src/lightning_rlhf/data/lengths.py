@@ -19,17 +19,9 @@ from os.path import commonprefix
 from typing import Any, Generic, TypeVar
 
 from lightning_rlhf.core.errors import DataError, require
+from lightning_rlhf.data import rows
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.rows import (
-    Demonstration,
-    Message,
-    Messages,
-    Preference,
-    Prompt,
-    Rows,
-    counts_text,
-)
 
 E = TypeVar("E")
 _OTHER_TEXT = "\ue000"
@@ -112,11 +104,11 @@ class _Dropped(Exception):
     """Raised for a row that does not fit; the message is the reason by which it is counted."""
 
 
-def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
+def tokenise(read: rows.Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
     """Return the tokens of demonstrations, of preferences or of prompts.
 
     With data.train_on=all the earlier turns of the assistant are learned too; pairs whose two
-    responses have the same tokens are dropped; prompts keep their positions in `rows`.
+    responses have the same tokens are dropped; prompts keep their positions in `read`.
 
     Raises:
         DataError: no row is left.
@@ -128,14 +120,14 @@ def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised
 
     # Arrays hold a token in four bytes; a list of Python integers takes forty.
     @cache  # many rows often share a prompt
-    def fit(prompt: Messages) -> tuple[Messages, array[int], set[str]]:
+    def fit(prompt: rows.Messages) -> tuple[rows.Messages, array[int], Sequence[str]]:
         tokens = chat.prompt_tokens(prompt)
         if len(tokens) <= config.max_prompt_tokens:
-            return prompt, array("i", tokens), set()
+            return prompt, array("i", tokens), ()
         if config.long_prompts == "drop":
             raise _Dropped("prompt too long")
         fitting = _cut_prompt(prompt, chat, config.max_prompt_tokens)
-        return fitting, array("i", chat.prompt_tokens(fitting)), {"prompt cut"}
+        return fitting, array("i", chat.prompt_tokens(fitting)), ("prompt cut",)
 
     def response(text: str, cut: set[str]) -> array[int]:
         tokens = chat.response_tokens(text)
@@ -145,40 +137,36 @@ def tokenise(rows: Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised
             cut.add("response cut")
         return array("i", tokens[: config.max_response_tokens])
 
-    def example(index: int, row: Demonstration | Preference | Prompt, cut: set[str]) -> Any:
-        messages, prompt, prompt_cut = fit(row.prompt)
-        cut |= prompt_cut
-        if isinstance(row, Prompt):
-            return PromptTokens(prompt, index)
-        if isinstance(row, Preference):
-            chosen, rejected = response(row.chosen, cut), response(row.rejected, cut)
-            if chosen == rejected:
-                raise _Dropped("chosen and rejected are the same tokens")
-            return PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0)
-        answer = response(row.response, cut)
-        learned = turn_targets(chat, messages) if config.train_on == "all" else ()
-        return DemonstrationTokens(prompt, answer, array("i", learned))
-
-    for index, row in enumerate(rows.rows):
-        cut: set[str] = set()
+    for index, row in enumerate(read.rows):
         try:
-            examples.append(example(index, row, cut))
+            messages, prompt, notes = fit(row.prompt)
+            cut = set(notes)
+            if isinstance(row, rows.Prompt):
+                examples.append(PromptTokens(prompt, index))
+            elif isinstance(row, rows.Preference):
+                chosen, rejected = response(row.chosen, cut), response(row.rejected, cut)
+                if chosen == rejected:
+                    raise _Dropped("chosen and rejected are the same tokens")
+                examples.append(PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0))
+            else:
+                answer = response(row.response, cut)
+                learned = turn_targets(chat, messages) if config.train_on == "all" else ()
+                examples.append(DemonstrationTokens(prompt, answer, array("i", learned)))
         except _Dropped as reason:
             dropped[str(reason)] += 1
         else:
-            numbers.append(rows.numbers[index])
+            numbers.append(read.numbers[index])
             cuts.update(cut)
     if not examples:
-        keys = ("max_prompt_tokens", "max_response_tokens")
-        limits = " or ".join(f"data.{key} ({getattr(config, key)})" for key in keys)
         raise DataError(
-            f"no row of {rows.source} is left: {counts_text(dropped)}; raise {limits}, or set "
-            "data.long_prompts=cut, data.long_responses=cut"
+            f"no row of {read.source} is left: {rows.counts_text(dropped)}; raise "
+            f"data.max_prompt_tokens ({config.max_prompt_tokens}) or data.max_response_tokens "
+            f"({config.max_response_tokens}), or set data.long_prompts=cut, data.long_responses=cut"
         )
     return Tokenised(tuple(examples), dropped, cuts, tuple(numbers))
 
 
-def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
+def _cut_prompt(prompt: rows.Messages, chat: ChatFormat, limit: int) -> rows.Messages:
     system = tuple(turn for turn in prompt[:1] if turn.role == "system")
     starts = [i for i, turn in enumerate(prompt) if turn.role == "user"]
     for start in starts[1:]:
@@ -189,8 +177,8 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
         raise _Dropped("prompt too long to cut: it ends with the turn of a tool")
     text = prompt[-1].content.rstrip()
 
-    def last_characters(count: int) -> Messages:
-        return (*system, Message("user", text[-count:].lstrip()))
+    def last_characters(count: int) -> rows.Messages:
+        return (*system, rows.Message("user", text[-count:].lstrip()))
 
     counts = range(1, len(text))
     fits = bisect_right(counts, limit, key=lambda n: len(chat.prompt_tokens(last_characters(n))))
@@ -199,7 +187,7 @@ def _cut_prompt(prompt: Messages, chat: ChatFormat, limit: int) -> Messages:
     return last_characters(fits)
 
 
-def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
+def turn_targets(chat: ChatFormat, prompt: rows.Messages) -> list[int]:
     """Return the positions in `chat.prompt_tokens(prompt)` of what the assistant wrote.
 
     A template with `{% generation %}` marks it. Of any other it is the text of each turn of the
@@ -213,14 +201,13 @@ def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
     if not turns:
         return []
     tokenizer = chat.tokenizer
-    require(tokenizer.is_fast, "data.train_on", "all",
-            f"last, as tokenizer {tokenizer.name_or_path!r} does not know the characters of its "
-            "tokens")  # fmt: skip
+    name = f"tokenizer {tokenizer.name_or_path!r}"
+    allowed = f"last, as {name} does not know the characters of its tokens"
+    require(tokenizer.is_fast, "data.train_on", "all", allowed)
     if _GENERATION.search(tokenizer.get_chat_template()):
-        encoded = tokenizer.apply_chat_template(
-            [turn.as_dict() for turn in prompt], return_dict=True,
-            return_assistant_tokens_mask=True, add_generation_prompt=True, **chat.template_kwargs,
-        )  # fmt: skip
+        options = {"return_dict": True, "return_assistant_tokens_mask": True}
+        options |= {"add_generation_prompt": True, **chat.template_kwargs}
+        encoded = tokenizer.apply_chat_template([turn.as_dict() for turn in prompt], **options)
         return [i for i, is_marked in enumerate(encoded["assistant_masks"]) if is_marked]
     text = chat.opened(prompt)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -237,7 +224,9 @@ def turn_targets(chat: ChatFormat, prompt: Messages) -> list[int]:
     return found
 
 
-def _span(chat: ChatFormat, text: str, prompt: Messages, i: int) -> tuple[int, int, int | None]:
+def _span(
+    chat: ChatFormat, text: str, prompt: rows.Messages, i: int
+) -> tuple[int, int, int | None]:
     """Return where turn i starts and ends in the rendered prompt, and where its end marker is.
 
     It is what changes when the turn has another text, up to the end marker if it calls tools.

@@ -1,7 +1,7 @@
 """Problems of preference pairs that show without a model, found in time linear in their number."""
 
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
@@ -18,6 +18,14 @@ answer all of them."""
 LONGER_SHARE = 0.6
 """Accuracy of always taking the longer response (or the shorter) from which on length alone
 predicts the labels."""
+PROBLEMS = {
+    "identical": ("rows", "left out, its two responses being identical"),
+    "duplicates": ("pairs", "duplicates of an earlier pair"),
+    "contradictions": ("pairs", "contradictions of an earlier pair"),
+    "one_for_many": ("pairs", f"response chosen for {MANY_PROMPTS} different prompts or more"),
+    "leaks": ("prompts", "held-out prompts that are trained on as well"),
+}
+"""Unit and description of each kind of problem; a "contradiction" is an earlier pair swapped."""
 
 
 @dataclass(frozen=True)
@@ -81,27 +89,14 @@ class LengthShare:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Problems:
     """Problems of the training pairs, if given, and of the held-out pairs, counted together."""
 
-    identical: Problem
-    """Rows that the reader left out because their two responses are the same."""
-    duplicates: Problem
-    """Pairs with the same prompt, chosen and rejected response as an earlier pair."""
-    contradictions: Problem
-    """Pairs that repeat an earlier pair with chosen and rejected swapped."""
-    one_for_many: Problem
-    """Pairs whose chosen response is chosen for MANY_PROMPTS different prompts or more."""
-    leaks: Problem | None
-    """Held-out prompts that are also trained on; None without training pairs."""
+    counted: Mapping[str, Problem]
+    """Problem of each name in PROBLEMS; without training pairs there are no "leaks"."""
     length: LengthShare
     """Counts of pairs by which response is longer."""
-
-    @property
-    def counted(self) -> tuple[Problem, ...]:
-        """Return all problems that are counts; `length` is not one."""
-        return tuple(found for found in vars(self).values() if isinstance(found, Problem))
 
 
 def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) -> Problems:
@@ -113,47 +108,42 @@ def find_problems(held_out: Rows[Preference], train: Rows[Preference] | None) ->
     """
     sides = {"training": train.rows if train else (), "held-out": held_out.rows}
     first: dict[tuple[Messages, str, str], str] = {}
-    duplicates: list[str] = []
-    contradictions: list[str] = []
+    found: dict[str, list[str]] = {name: [] for name in PROBLEMS}
     asked: dict[str, dict[Messages, str]] = {side: {} for side in sides}
-    answered: dict[str, list[tuple[str, Messages]]] = {}
+    answered: dict[str, list[tuple[str, Messages]]] = defaultdict(list)
     for side, pairs in sides.items():
         for number, pair in enumerate(pairs, start=1):
             place, prompt = f"{side} row {number}", pair.prompt
             chosen, rejected = pair.chosen.strip(), pair.rejected.strip()
-            for found, key in ((duplicates, (prompt, chosen, rejected)),
-                               (contradictions, (prompt, rejected, chosen))):  # fmt: skip
+            same, swapped = (prompt, chosen, rejected), (prompt, rejected, chosen)
+            for name, key in (("duplicates", same), ("contradictions", swapped)):
                 if earlier := first.get(key):
-                    found.append(f"{place} and {earlier}: {prompt_text(prompt)}")
-            first.setdefault((prompt, chosen, rejected), place)
+                    found[name].append(f"{place} and {earlier}: {prompt_text(prompt)}")
+            first.setdefault(same, place)
             asked[side].setdefault(prompt, place)
-            answered.setdefault(chosen, []).append((place, prompt))
+            answered[chosen].append((place, prompt))
+    for prompt, place in asked["held-out"].items():
+        if prompt in asked["training"]:
+            found["leaks"].append(f"{place}: {prompt_text(prompt)}")
     prompts = {response: len({p for _, p in given}) for response, given in answered.items()}
     many = sorted((r for r in prompts if prompts[r] >= MANY_PROMPTS), key=lambda r: -prompts[r])
-    for_many = [f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}" for r in many]
-    leaked = [f"{place}: {prompt_text(prompt)}" for prompt, place in asked["held-out"].items()
-              if prompt in asked["training"]]  # fmt: skip
+    for r in many:
+        told = f"chosen for {prompts[r]} prompts, first in {answered[r][0][0]}: {r}"
+        found["one_for_many"].append(told)
     left_out = sum((rows.left_out for rows in (train, held_out) if rows), Counter())
+    counts = {name: len(lines) for name, lines in found.items()} | {
+        "identical": left_out[IDENTICAL],
+        "one_for_many": sum(len(answered[r]) for r in many),
+    }
     all_pairs = [*chain.from_iterable(sides.values())]
-
-    def problem(
-        what: str, of: int, unit: str, found: list[str], count: int | None = None
-    ) -> Problem:
-        number = len(found) if count is None else count
-        return Problem(what, number, of, unit, tuple(found[:EXAMPLES]))
-
-    count = len(all_pairs)
-    return Problems(
-        identical=problem("left out, its two responses being identical",
-                          count + left_out.total(), "rows", [], left_out[IDENTICAL]),
-        duplicates=problem("duplicates of an earlier pair", count, "pairs", duplicates),
-        contradictions=problem("contradictions of an earlier pair", count, "pairs", contradictions),
-        one_for_many=problem(f"response chosen for {MANY_PROMPTS} different prompts or more", count,
-                             "pairs", for_many, sum(len(answered[r]) for r in many)),
-        leaks=problem("held-out prompts that are trained on as well", len(asked["held-out"]),
-                      "prompts", leaked) if train else None,
-        length=length_share(all_pairs),
-    )  # fmt: skip
+    examined = {"pairs": len(all_pairs), "prompts": len(asked["held-out"])}
+    examined["rows"] = len(all_pairs) + left_out.total()
+    counted = {
+        name: Problem(what, counts[name], examined[unit], unit, tuple(found[name][:EXAMPLES]))
+        for name, (unit, what) in PROBLEMS.items()
+        if train or name != "leaks"
+    }
+    return Problems(counted, length_share(all_pairs))
 
 
 def length_share(pairs: Iterable[Preference]) -> LengthShare:
@@ -161,10 +151,11 @@ def length_share(pairs: Iterable[Preference]) -> LengthShare:
 
     Source: Brown, Cai and DasGupta 2001, eq. 4, https://doi.org/10.1214/ss/1009213286
     """
-    signs = Counter((len(p.chosen) > len(p.rejected)) - (len(p.chosen) < len(p.rejected))
-                    for p in pairs)  # fmt: skip
-    longer, shorter, same = signs[1], signs[-1], signs[0]
-    if not (n := longer + shorter):
-        return LengthShare(longer, shorter, same, None, None)
+    lengths = [(len(pair.chosen), len(pair.rejected)) for pair in pairs]
+    longer = sum(chosen > rejected for chosen, rejected in lengths)
+    shorter = sum(chosen < rejected for chosen, rejected in lengths)
+    n = longer + shorter
+    if not n:
+        return LengthShare(longer, shorter, len(lengths), None, None)
     low, high = binomtest(longer, n).proportion_ci(method="wilson")
-    return LengthShare(longer, shorter, same, longer / n, (float(low), float(high)))
+    return LengthShare(longer, shorter, len(lengths) - n, longer / n, (float(low), float(high)))

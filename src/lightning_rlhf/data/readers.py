@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
@@ -21,22 +22,8 @@ from typing import Any, Generic, Literal, TypeVar
 from pyarrow import ArrowException, parquet
 
 from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
-from lightning_rlhf.data import formats
+from lightning_rlhf.data import formats, rows
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.rows import (
-    BadRow,
-    Demonstration,
-    Messages,
-    Preference,
-    Prompt,
-    Row,
-    Rows,
-    Scored,
-    Unit,
-    UnusedRow,
-    counts_text,
-    paired,
-)
 from lightning_rlhf.io.user_code import load_function
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
@@ -49,17 +36,17 @@ _NO_UTF8 = re.compile("[\udc80-\udcff]")
 _UNREADABLE = (ArrowException, OSError, ValueError, OverflowError)
 """Errors of a damaged table, and of a value that Python cannot represent."""
 _ONE_A_LINE = "allowed: one JSON object a line"
-Numbered = Iterator[tuple[int, Row | BadRow]]
+Numbered = Iterator[tuple[int, rows.Row | rows.BadRow]]
 """Rows of a source with their numbers, from 1; one that cannot be read is the reason why."""
-S = TypeVar("S", Demonstration, Preference, Prompt)
+S = TypeVar("S", rows.Demonstration, rows.Preference, rows.Prompt)
 
 
 @dataclass(frozen=True)
 class TrainVal(Generic[S]):
     """Rows to train on and held-out rows."""
 
-    train: Rows[S]
-    val: Rows[S]
+    train: rows.Rows[S]
+    val: rows.Rows[S]
 
 
 def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
@@ -80,31 +67,31 @@ def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
         if (source := getattr(split, part)) is not None:
             _path_of(source, f"{key}.{part}")
     options = (config.on_bad_row, config.format, config.columns)
-    rows = read(kind, split.train, *options)
+    whole = read(kind, split.train, *options)
     if split.val is not None:
-        return TrainVal(rows, read(kind, split.val, *options))
+        return TrainVal(whole, read(kind, split.val, *options))
     # Texts have no prompt; each is held out by itself.
-    keys = [row.prompt or getattr(row, "response", "") for row in rows.rows]
+    keys = [row.prompt or getattr(row, "response", "") for row in whole.rows]
     prompts = list(dict.fromkeys(keys))
     if len(prompts) == 1:
         raise DataError(
-            f"{rows.source} has one prompt only, so none can be held out for validation; "
+            f"{whole.source} has one prompt only, so none can be held out for validation; "
             "name a validation file under data, or give more prompts"
         )
     count = min(max(1, round(config.val_fraction * len(prompts))), len(prompts) - 1)
     held_out = set(random.Random(seed).sample(prompts, count))
     sides = ([i for i, k in enumerate(keys) if (k in held_out) == side] for side in (False, True))
-    trained, kept = (rows.only(positions) for positions in sides)
+    trained, kept = (whole.only(positions) for positions in sides)
     return TrainVal(trained, replace(kept, left_out=Counter()))  # counted in `trained`
 
 
-def draw_rows(rows: Rows[S], limit: int | None, seed: int) -> Rows[S]:
+def draw_rows(whole: rows.Rows[S], limit: int | None, seed: int) -> rows.Rows[S]:
     """Return `limit` of the rows, drawn with `seed`, in their order; None returns all."""
-    if limit is None or len(rows) <= limit:
-        return rows
-    kept = sorted(random.Random(seed).sample(range(len(rows)), limit))
-    left_out = rows.left_out + Counter({"over data.max_val_rows": len(rows) - limit})
-    return replace(rows.only(kept), left_out=left_out)
+    if limit is None or len(whole) <= limit:
+        return whole
+    kept = sorted(random.Random(seed).sample(range(len(whole)), limit))
+    left_out = whole.left_out + Counter({"over data.max_val_rows": len(whole) - limit})
+    return replace(whole.only(kept), left_out=left_out)
 
 
 def read(
@@ -113,7 +100,7 @@ def read(
     on_bad_row: Literal["stop", "skip"],
     format: str = formats.AUTO,
     columns: Mapping[str, str] | None = None,
-) -> Rows[Any]:
+) -> rows.Rows[Any]:
     """Read the rows of one kind of data.
 
     A prompt that comes with responses is kept once, at its first occurrence; rows that hold
@@ -138,36 +125,36 @@ def read(
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)
-    rows: list[Any] = []
+    records: list[Any] = []
     numbers: list[int] = []
     left_out: Counter[str] = Counter()
-    prompts: set[Messages] = set()
+    prompts: set[rows.Messages] = set()
     for number, raw in raw_rows:
         try:
             row = _renamed(raw, columns)
             record = form.read(formats.own_row(own, row) if own else row, kind)
-            if isinstance(record, Prompt):
+            if isinstance(record, rows.Prompt):
                 if record.is_answered and record.prompt in prompts:
-                    raise UnusedRow("repeated prompt")
+                    raise rows.UnusedRow("repeated prompt")
                 prompts.add(record.prompt)
-        except BadRow as bad:
-            if on_bad_row == "stop" and not isinstance(bad, UnusedRow):
+        except rows.BadRow as bad:
+            if on_bad_row == "stop" and not isinstance(bad, rows.UnusedRow):
                 skip = ". With data.on_bad_row=skip such rows are left out and counted"
                 raise DataError(f"{source}, {unit} {number}: {bad}{advice or skip}") from bad
             left_out[bad.reason] += 1
         else:
-            rows.append(record)
+            records.append(record)
             numbers.append(number)
-    if not rows:
-        reasons = f": {counts_text(left_out)}" if left_out else ", it is empty"
+    if not records:
+        reasons = f": {rows.counts_text(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}{advice}")
-    found = Rows(source, tuple(rows), left_out, unit, tuple(numbers))
-    return paired(found) if isinstance(rows[0], Scored) else found
+    found = rows.Rows(source, tuple(records), left_out, unit, tuple(numbers))
+    return rows.paired(found) if isinstance(records[0], rows.Scored) else found
 
 
 def _open(
     source: str, kind: formats.Kind, format: str, columns: Mapping[str, str]
-) -> tuple[Unit, formats.Format, str, Numbered]:
+) -> tuple[rows.Unit, formats.Format, str, Numbered]:
     """Return the unit of a source's rows, their format, what to say of a bad row, and the rows.
 
     The format is found by the columns of a table, else by those with a value in the first rows.
@@ -178,12 +165,14 @@ def _open(
     unit, names, open_rows = open_source(source)
     if twice := [name for name in names if names.count(name) > 1]:
         raise DataError(f"{source} has two columns {twice[0]!r}")
-    rows = open_rows(None)
-    head = [] if names else list(islice(rows, FIRST_ROWS))
-    first = [row for _, row in head if not isinstance(row, BadRow)]
+    numbered = open_rows(None)
+    head = [] if names else list(islice(numbered, FIRST_ROWS))
+    first = [row for _, row in head if not isinstance(row, rows.BadRow)]
     seen = dict.fromkeys(chain(names, *first))
-    present = [name for name in (*seen, *columns) if columns.get(name, name) in names or any(
-        _renamed(row, columns).get(name) is not None for row in first)]  # fmt: skip
+    cells = chain.from_iterable(_renamed(row, columns).items() for row in first)
+    filled = {name for name, value in cells if value is not None}
+    filled |= {name for name in (*seen, *columns) if columns.get(name, name) in names}
+    present = [name for name in (*seen, *columns) if name in filled]
     is_own = ":" in format
     fit = None if is_own else formats.fitting(present, format, kind)
     read_columns = (*fit.needed(kind), *fit.also, *seen) if fit else columns
@@ -192,14 +181,14 @@ def _open(
             there = f"its columns are {', '.join(map(repr, seen))[:200]}"
             raise DataError(f"{source}: data.columns.{ours} is {name!r}, which no row has; {there}")
     if fit and names and kind != "prompts":  # of which a reward may want any column
-        rows = open_rows({*fit.reads, *(columns.get(name, name) for name in fit.reads)})
+        numbered = open_rows({*fit.reads, *(columns.get(name, name) for name in fit.reads)})
     advice = formats.hint(present, kind) if present and not (fit or is_own) else ""
-    return unit, fit or formats.formats_of(format, kind)[0], advice, chain(head, rows)
+    return unit, fit or formats.formats_of(format, kind)[0], advice, chain(head, numbered)
 
 
-def _renamed(row: Row | BadRow, columns: Mapping[str, str]) -> Row:
+def _renamed(row: rows.Row | rows.BadRow, columns: Mapping[str, str]) -> rows.Row:
     """Return a row with the columns that the format reads, besides its own; raise a BadRow."""
-    if isinstance(row, BadRow):
+    if isinstance(row, rows.BadRow):
         raise row
     found = {c: row.get(name) for c, name in columns.items() if name in row or c in row}
     return {**row, **found} if columns else row
@@ -216,9 +205,8 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"{name}: {source} {what}")
         return path
-    hub_id = source.partition(":")[0]
-    here = path.exists() or Path(hub_id).exists()
-    if here or path.suffix in _OTHER_FILES or not _HUB_ID.fullmatch(hub_id):
+    is_file = path.exists() or path.suffix in _OTHER_FILES
+    if is_file or not _HUB_ID.fullmatch(source.partition(":")[0]):
         raise DataError(
             f"{name} is {source!r}; allowed: a file ending in {', '.join(ENDINGS)}, or a hub data "
             "set org/name or org/name:split"
@@ -228,7 +216,7 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
 
 def open_source(
     source: str,
-) -> tuple[Unit, Sequence[str], Callable[[Collection[str] | None], Numbered]]:
+) -> tuple[rows.Unit, Sequence[str], Callable[[Collection[str] | None], Numbered]]:
     """Return the unit of a source's rows, the columns of a table, and a function to the rows.
 
     A `.json` file holds an array of objects, or JSON lines. A line of a `.txt` file is a row with
@@ -250,7 +238,8 @@ def open_source(
                 f"{first_line(error)}. A local file ending in {', '.join(ENDINGS)} can be given "
                 "instead"
             ) from error
-        return "row", table.column_names, _table(source, table.column_names, table.select_columns)
+        names = table.column_names
+        return "row", names, partial(_table, source, names, table.select_columns)
     if source.endswith(".parquet"):
         try:
             file = parquet.ParquetFile(path)
@@ -258,17 +247,17 @@ def open_source(
             raise DataError(f"data file {path} cannot be read: {first_line(error)}") from error
         names = file.schema_arrow.names
 
-        def parquet_rows(columns: list[str]) -> Iterator[Row]:
-            for batch in file.iter_batches(batch_size=1024, columns=columns):
-                yield from batch.to_pylist()
+        def open_rows(columns: list[str]) -> Iterable[rows.Row]:
+            batches = file.iter_batches(batch_size=1024, columns=columns)
+            return chain.from_iterable(batch.to_pylist() for batch in batches)
 
-        return "row", names, _table(source, names, parquet_rows)
+        return "row", names, partial(_table, source, names, open_rows)
     if source.endswith(".csv"):
-        rows = _csv_rows(path)
-        number, names = next(rows, (1, []))
-        if isinstance(names, BadRow):
+        cells = _csv_rows(path)
+        number, names = next(cells, (1, []))
+        if isinstance(names, rows.BadRow):
             raise DataError(f"data file {path}, line {number}: {names}")
-        return "line", names, lambda columns: rows
+        return "line", names, lambda columns: cells
     if source.endswith(".json") and next(_lines(path), (0, ""))[1].lstrip().startswith("["):
         return "row", (), lambda columns: _array_rows(path)
     row_of = _text_row if source.endswith(".txt") else _json_row
@@ -290,19 +279,17 @@ def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
         raise DataError(f"data file {path} cannot be read: {error}") from error
 
 
-def _text_row(line: str) -> Row | BadRow:
+def _text_row(line: str) -> rows.Row | rows.BadRow:
     """Return the row {"text"} of a line; a BadRow if it is not UTF-8."""
-    if not line.isascii() and (found := _NO_UTF8.search(line)):
-        byte = len(line[: found.start()].encode()) + 1
-        where = f"at byte {byte} of the line; allowed: UTF-8, not UTF-16 or such"
-        return BadRow("not UTF-8", where)
+    if not line.isascii() and _NO_UTF8.search(line):
+        return rows.BadRow("not UTF-8", "allowed: UTF-8, not UTF-16 or such")
     return {"text": line.rstrip("\r\n")}
 
 
-def _json_row(line: str) -> Row | BadRow:
+def _json_row(line: str) -> rows.Row | rows.BadRow:
     """Return the object in a line of JSON; a BadRow if it is not UTF-8, no JSON, or no object."""
     text = _text_row(line)
-    if isinstance(text, BadRow):
+    if isinstance(text, rows.BadRow):
         return text
     try:
         row = json.loads(text["text"], object_pairs_hook=_once_each)
@@ -310,10 +297,9 @@ def _json_row(line: str) -> Row | BadRow:
         where = str(error)
         if isinstance(error, json.JSONDecodeError):
             where = f"{error.msg.removesuffix(' at')}, column {error.colno}"
-        is_spread = line.strip() == "{" or line.lstrip().startswith("[")
-        return BadRow("broken JSON", _ONE_A_LINE if is_spread else where)
+        return rows.BadRow("broken JSON", f"{where}; {_ONE_A_LINE}")
     if not isinstance(row, dict):
-        return BadRow("not a JSON object", f"found {type(row).__name__}; {_ONE_A_LINE}")
+        return rows.BadRow("not a JSON object", f"found {type(row).__name__}; {_ONE_A_LINE}")
     return row
 
 
@@ -344,7 +330,7 @@ def _array_rows(path: Path) -> Numbered:
         why = getattr(error, "msg", str(error))
         raise DataError(f"data file {path}{line}: broken JSON ({why})") from error
     for number, row in enumerate(elements, start=1):
-        bad = BadRow("not a JSON object", f"found {type(row).__name__}")
+        bad = rows.BadRow("not a JSON object", f"found {type(row).__name__}")
         yield number, row if isinstance(row, dict) else bad
 
 
@@ -367,39 +353,38 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
                     f"data file {path}, line {number}: broken CSV ({error}); the quotes of a "
                     "cell are doubled inside it and closed at its end"
                 ) from error
-            yield number, BadRow("broken CSV", str(error))
+            yield number, rows.BadRow("broken CSV", str(error))
             continue
         if cells is None:
             return
         if any(_NO_UTF8.search(cell) for cell in cells):
-            yield number, BadRow("not UTF-8", "in a cell")
+            yield number, rows.BadRow("not UTF-8", "in a cell")
         elif cells and not names:
             names = cells
             yield number, names
         elif cells and len(cells) != len(names):
             columns = counted(len(names), "column")
             found = f"found {counted(len(cells), 'cell')}, the first row names {columns}"
-            yield number, BadRow("another number of cells than columns", found)
+            yield number, rows.BadRow("another number of cells than columns", found)
         elif cells:
             yield number, {n: cell or None for n, cell in zip(names, cells, strict=True)}
 
 
 def _table(
-    source: str, names: Sequence[str], open_rows: Callable[[list[str]], Iterable[Row]]
-) -> Callable[[Collection[str] | None], Numbered]:
-    """Return a function from columns of a table to its rows.
+    source: str,
+    names: Sequence[str],
+    open_rows: Callable[[list[str]], Iterable[rows.Row]],
+    columns: Collection[str] | None,
+) -> Numbered:
+    """Yield the rows of a table, of some or of all columns.
 
-    It raises DataError at a row that cannot be read, or near it, as files hold rows in groups.
+    Raises DataError at a row that cannot be read, or near it, as files hold rows in groups.
     """
-
-    def numbered(columns: Collection[str] | None) -> Numbered:
-        number = 0
-        try:
-            kept = [name for name in names if columns is None or name in columns]
-            for number, row in enumerate(open_rows(kept), start=1):
-                yield number, row
-        except _UNREADABLE as error:
-            after = f"{source}, after row {number}, cannot be read"
-            raise DataError(f"{after}: {first_line(error)}") from error
-
-    return numbered
+    number = 0
+    try:
+        kept = [name for name in names if columns is None or name in columns]
+        for number, row in enumerate(open_rows(kept), start=1):
+            yield number, row
+    except _UNREADABLE as error:
+        after = f"{source}, after row {number}, cannot be read"
+        raise DataError(f"{after}: {first_line(error)}") from error

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 FOLDER, LAST_BATCH = "rollouts", "last_batch.parquet"
 """Names in a run folder: of recorded iterations, and of the batch at which SFT, RM or DPO ended."""
 PER_TOKEN: Mapping[str, str] = {
-    "logprobs": "old_logprobs", "ref_logprobs": "ref_logprobs", "values": "old_values",
-    **{name: name for name in ("kl", "rewards", "advantages", "returns")},
-}  # fmt: skip
+    name: f"old_{name}" if name in ("logprobs", "values") else name
+    for name in ("logprobs", "ref_logprobs", "values", "kl", "rewards", "advantages", "returns")
+}
 """Field of Experience that each per-token column of numbers holds."""
 TYPES: Mapping[str, pa.DataType] = {
     "index": pa.int64(),

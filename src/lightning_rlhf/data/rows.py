@@ -30,6 +30,7 @@ T = TypeVar("T")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _HH_START = "\n\nHuman:"
 _HH_TURN = re.compile(r"\n\n(Human|Assistant):")
+_HH_ROLES: Mapping[str, Literal["user", "assistant"]] = {"Human": "user", "Assistant": "assistant"}
 
 
 class BadRow(Exception):
@@ -258,10 +259,9 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
         _, *pieces = _HH_TURN.split(value)
         turns = enumerate(zip(pieces[::2], pieces[1::2], strict=True), start=1)
         return tuple(
-            Message("user" if speaker == "Human" else "assistant",
-                    checked_text(content, field, f"turn {number}").strip())
+            Message(_HH_ROLES[speaker], checked_text(content, field, f"turn {number}").strip())
             for number, (speaker, content) in turns
-        )  # fmt: skip
+        )
     if isinstance(value, str):
         if plain is None:
             raise BadRow(f"field '{field}' is text but not a dialogue")
@@ -278,10 +278,8 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
     if not isinstance(turn, dict) or "role" not in turn:
-        found = f"has {', '.join(map(repr, turn))[:200]}" if turn and isinstance(turn, dict) else (
-            f"is {turn!r}"[:200]
-        )  # fmt: skip
-        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
+        found = f"{place} is {turn!r}"[:200]
+        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', found)
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"

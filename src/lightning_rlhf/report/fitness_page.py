@@ -209,8 +209,8 @@ def of_scores(fitness: Fitness, probes: Sequence[Numbers]) -> Iterator[Finding]:
 
 def find_in_pairs(problems: Problems) -> Iterator[Finding]:
     """Yield the finding of every check of the pairs."""
-    shares = (problems.duplicates, problems.contradictions, problems.leaks)
-    for check, problem in zip(PAIR_CHECKS, shares, strict=False):
+    for check, name in zip(PAIR_CHECKS, ("duplicates", "contradictions", "leaks"), strict=False):
+        problem = problems.counted.get(name)
         if problem is not None and problem.of < MIN_COUNT:
             yield check.finds(None, f"{problem.of:,} {problem.unit}; {MIN_COUNT} are needed")
         elif problem is not None:
@@ -310,7 +310,7 @@ class FitnessReport:
             outcome = f"**{one.outcome}**" if one.outcome == "flag" else one.outcome
             threshold, words = f"{one.check.threshold:g}", plain(one.words, 10 * CHARACTERS)
             checks.append((one.subject, outcome, number_text(one.value), threshold, words))
-        for problem in () if problems is None else problems.counted:
+        for problem in () if problems is None else problems.counted.values():
             examples = (plain(example, CHARACTERS) for example in problem.examples)
             data.append("\n  - ".join([f"- {problem.line}", *examples]))
         data.append("Not looked through." if problems is None else f"- {problems.length.line}")
@@ -338,7 +338,7 @@ class FitnessReport:
             "fitness": measured,
             "findings": findings,
             "probes": [{**probe, "wins": probe["lead"] > 0} for probe in self.probes],
-            "problems": problems,
+            "problems": problems and {**problems.counted, "length": problems.length},
             "judgement": self.verdict,
             "title": self.title,
             "verdict": self.words[0],

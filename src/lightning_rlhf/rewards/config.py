@@ -54,8 +54,8 @@ def token_in(variable: str, key: str) -> str:
     Raises ConfigError, which does not show the token, if there is none.
     """
     token = os.environ.get(variable, "").strip()
-    require(re.fullmatch(r"[!-~]+", token) is not None, key, variable,
-            "an environment variable that holds a token, or null")  # fmt: skip
+    is_token = re.fullmatch(r"[!-~]+", token) is not None
+    require(is_token, key, variable, "an environment variable that holds a token, or null")
     return token
 
 
@@ -81,8 +81,8 @@ class ComponentConfig:
     clip: Annotated[float, Field(gt=0, le=LARGEST_FACTOR)] | None
 
     def __post_init__(self) -> None:
-        validation.rule(not self.no_scale or self.normalization != "stored", "normalization",
-             self.normalization, f"none, running: {self.no_scale}")  # fmt: skip
+        holds, allowed = self.normalization != "stored", f"none, running: {self.no_scale}"
+        validation.rule(holds or not self.no_scale, "normalization", self.normalization, allowed)
 
     def term(self, name: str) -> Term:
         """Return how the component enters the sum under `name`."""
@@ -136,8 +136,8 @@ class TextModelConfig(LearnedConfig, ClassifierConfig):
 
         kind = torch.accelerator.current_accelerator(check_available=True)
         devices = ["cpu", *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))]
-        require(self.device in (*devices, *{x.partition(":")[0] for x in devices}),
-                f"{key}.device", self.device, f"null, {', '.join(devices)}")  # fmt: skip
+        known = {*devices, *(device.partition(":")[0] for device in devices)}
+        require(self.device in known, f"{key}.device", self.device, f"null, {', '.join(devices)}")
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

@@ -11,7 +11,7 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any, Literal
 
@@ -96,27 +96,25 @@ class FormatResult:
 
         shows_text: whether the text of one pair, a row of the data, is among them.
         """
-        texts = {":": self.rendered}
         first = (
             f"reward {name}: {self.pairs} held-out pairs read through PPO's path, "
             f"{self.accuracy:.2f} of them ranked as labelled"
         )
+        shown = [f"text of a pair: {self.rendered!r}"] * shows_text
         if self.gap is not None:
             first += (
                 f", {self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} "
                 f"of their standard deviation (allowed: {tolerance:g})"
             )
-            if self.rendered != self.own_rendered:
-                texts = {" there:": str(self.own_rendered), " here: ": self.rendered}
-        shown = [f"text of a pair{where} {text!r}" for where, text in texts.items()] * shows_text
-        if len(texts) > 1 and shows_text:
-            pairs = zip(*texts.values(), strict=False)
-            at = sum(1 for _ in takewhile(lambda pair: len({*pair}) == 1, pairs))
+        if self.own_rendered not in (None, self.rendered):
+            there, here = str(self.own_rendered), self.rendered
+            at = len(commonprefix((there, here)))  # noqa: RUF071 - the texts are no paths
             part = slice(max(0, at - 10), at + 40)
-            there, here = (f"{text[part]!r}{where.rstrip(': ')}" for where, text in texts.items())
-            shown.append(f"first difference: at character {at}, {there}, {here}")
-        elif len(texts) > 1:
+            difference = f"at character {at}, {there[part]!r} there, {here[part]!r} here"
             shown = ["the text of a pair is another one there; debug=true shows both"]
+            if shows_text:
+                shown = [f"text of a pair there: {there!r}", f"text of a pair here:  {here!r}"]
+                shown.append(f"first difference: {difference}")
         doubts = [f"look: {doubt}" for doubt in self.doubts if self.gap is None]
         return [first, *(f"  {line}" for line in (*shown, *self.problems, *doubts))]
 

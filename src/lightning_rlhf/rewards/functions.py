@@ -132,16 +132,12 @@ def json_validity(
 
     def score(response: str) -> float:
         try:
-            value = json.loads(response, parse_constant=_refuse)
+            value = json.loads(response, parse_constant=int)  # which refuses the text "NaN"
         except (ValueError, RecursionError):
             return 0.0
         return float(not keys or (isinstance(value, dict) and all(key in value for key in keys)))
 
     return [score(response) for response in responses]
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)
 
 
 def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
@@ -158,7 +154,7 @@ class FunctionReward:
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
     included, is a list of B values, None where a row lacks it; the function receives the columns
-    that its signature accepts by name. Raises ConfigError where it accepts no texts or arguments.
+    that its signature accepts by name.
     """
 
     function: Callable[..., Any]
@@ -170,35 +166,26 @@ class FunctionReward:
     columns: Collection[str] = ()
     """Columns of the data, besides those that the rows of a batch have."""
 
-    def __post_init__(self) -> None:
-        first_two = [*self._signature.parameters, "", ""][:2]
-        if not self._takes() or first_two[0] == "responses" or first_two[1] == "prompts":
-            raise ConfigError(
-                f"{self._called} takes {self._signature}; allowed: (prompts, responses, ...)"
-            )
-        for argument in self.arguments:
-            if not self._takes(argument):
-                named = [*filter(self._takes, self._signature.parameters)]
-                raise ConfigError(
-                    f"{self.name}.arguments has {argument!r}, but {self._called} does not take "
-                    f"it; allowed: {', '.join(named) or 'none'}"
-                )
-
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
 
         Raises:
-            ConfigError: the function requires a parameter that is neither a column nor an argument.
+            ConfigError: the function does not take prompts and responses or one of the arguments,
+                or requires a parameter that is neither a column nor an argument.
         """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:
-            self._signature.bind((), (), **dict.fromkeys([*taken, *self.arguments]))
+            given = dict.fromkeys([*taken, *self.arguments])
+            bound = self._signature.bind("prompts", "responses", **given).arguments
+            if bound.get("responses") == "prompts" or bound.get("prompts") == "responses":
+                raise TypeError("responses come before prompts")
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
             raise ConfigError(
-                f"{self._called} cannot be called: {error}, neither in {self.name}.arguments "
-                f"({', '.join(self.arguments) or 'empty'}) nor a column of the data "
-                f"({', '.join(there) or 'none'}) nor messages, the turns of the prompt"
+                f"{self._called} takes {self._signature} and cannot be called: {error}; allowed: "
+                f"(prompts, responses, ...), then {self.name}.arguments "
+                f"({', '.join(self.arguments) or 'empty'}), columns of the data "
+                f"({', '.join(there) or 'none'}) and messages, the turns of the prompt"
             ) from None
         return replace(self, columns=tuple(taken))
 
@@ -222,10 +209,10 @@ class FunctionReward:
                 "the traceback"
             ) from error
 
-    def _takes(self, *names: str) -> bool:
-        """Return whether the function can be given two texts, and values by these names."""
+    def _takes(self, name: str) -> bool:
+        """Return whether the function can be given two texts, and a value by this name."""
         try:
-            self._signature.bind_partial((), (), **dict.fromkeys(names))
+            self._signature.bind_partial((), (), **{name: None})
         except TypeError:
             return False
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import math
 import socket
@@ -14,6 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
+from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError, InvalidHeader
 from urllib3.response import BaseHTTPResponse
 from urllib3.util import make_headers
 
-from lightning_rlhf.core.errors import ConfigError, RewardError, quoted
+from lightning_rlhf.core.errors import RewardError, quoted, require
 from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.io.user_code import permitted
 from lightning_rlhf.rewards.config import HIDDEN, HTTPConfig, parsed, redacted, token_in
@@ -77,16 +77,13 @@ class HTTPReward:
         self._config, self._name, self._warn = config, name, warn
         self._url = parsed(config.url, f"{name}.url")
         user, self._headers = self._url.auth, {"content-type": "application/json"}
-        self._secrets = [self._url.query] if self._url.query else []
-        if user and token is not None:
-            raise ConfigError(
-                f"{name}.url has a user and {name}.token_env is {token!r}; give one of them"
-            )
+        self._secrets = [self._url.query or ""]
+        allowed = f"null, as {name}.url has a user"
+        require(not user or token is None, f"{name}.token_env", token, allowed)
         if user:
             self._headers |= make_headers(basic_auth=unquote(user))
-            password = user.partition(":")[2]
-            coded = self._headers["authorization"].split()[1]
-            self._secrets += filter(None, (user, coded, password, unquote(password)))
+            password, coded = user.partition(":")[2], self._headers["authorization"].split()[1]
+            self._secrets += (user, coded, password, unquote(password))
         if token is not None:
             self._secrets.append(token_in(token, f"{name}.token_env"))
             self._headers["authorization"] = f"Bearer {self._secrets[-1]}"
@@ -121,7 +118,7 @@ class HTTPReward:
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
         for start in range(0, len(open_), size := self._config.batch_size):
-            asked = dict(itertools.islice(open_.items(), start, start + size))
+            asked = dict(islice(open_.items(), start, start + size))
             self._cache |= zip(asked, self._ask(list(asked.values())), strict=True)
         for key in keys:
             self._cache.move_to_end(key)
@@ -131,8 +128,9 @@ class HTTPReward:
         return found
 
     def _ask(self, questions: Sequence[Question]) -> list[float]:
-        config, tries = self._config, self._config.retries + 1
-        for done in itertools.count(1):
+        config, tries, done = self._config, self._config.retries + 1, 0
+        while True:
+            done += 1
             # No pause after the first try; an exponent of 64 is beyond the longest pause.
             pause_s = min(config.backoff_s * 2.0 ** min(done - 1, 64), LONGEST_PAUSE_S) * (done > 1)
             try:
@@ -153,7 +151,6 @@ class HTTPReward:
             reason = f"{reason}; try {done + 1} of {tries} in {pause_s:.3g} s"
             self._warn(f"{self._server} {self._hide(reason)}")
             time.sleep(pause_s)
-        raise AssertionError("the last try ends with an answer or an error")
 
     def _post(
         self, questions: Sequence[Question], timeout_s: float
@@ -165,11 +162,9 @@ class HTTPReward:
             RewardError: the answer cannot be used, and would not be better if asked for again.
         """
         names = dict.fromkeys(name for q in questions for name in q["columns"])
-        body = {
-            "prompts": [q["messages"] for q in questions],
-            "responses": [q["response"] for q in questions],
-            "columns": {name: [q["columns"].get(name) for q in questions] for name in names},
-        }
+        columns = {name: [q["columns"].get(name) for q in questions] for name in names}
+        prompts, responses = ([q[key] for q in questions] for key in ("messages", "response"))
+        body = _json({"prompts": prompts, "responses": responses, "columns": columns})
         connection, data, is_reached, is_whole = self._connection, bytearray(), False, False
         end, timer = time.monotonic() + timeout_s, None
         try:
@@ -181,10 +176,8 @@ class HTTPReward:
             connection.timeout = max(end - time.monotonic(), 1e-3)
             timer = threading.Timer(connection.timeout, _cut, [connection.sock])
             timer.start()
-            connection.request(
-                "POST", self._url.request_uri, body=_json(body), headers=self._headers,
-                preload_content=False,
-            )  # fmt: skip
+            path = self._url.request_uri
+            connection.request("POST", path, body, self._headers, preload_content=False)
             answer = connection.getresponse()
             while piece := answer.read(PIECE_BYTES, decode_content=False):
                 data += piece
@@ -216,7 +209,7 @@ class HTTPReward:
         try:
             answer = json.loads(data, parse_int=float)
         except (ValueError, RecursionError):
-            raise self._error(f"answered no JSON: {_first_line(data)}; {allowed}") from None
+            raise self._error(f"answered no JSON: {_start(data)}; {allowed}") from None
         scores = answer.get("scores") if isinstance(answer, dict) else None
         if not isinstance(scores, list) or len(scores) != len(questions):
             raise self._error(f"answered {quoted(answer)}; {allowed}")
@@ -235,14 +228,14 @@ class HTTPReward:
         elif 300 <= status < 400:
             where = redacted(answer.headers.get("location", "nowhere"))
             advice = f"; its redirect to {where!r} is not followed"
-        return self._error(f"answered {status}: {_first_line(data)}{advice}")
+        return self._error(f"answered {status}: {_start(data)}{advice}")
 
     def _error(self, what: str) -> RewardError:
         return RewardError(f"{self._server} {' '.join(self._hide(what).splitlines())}")
 
     def _hide(self, text: str) -> str:
         """Return a message of the server or a library without our secrets."""
-        for secret in self._secrets:
+        for secret in filter(None, self._secrets):
             text = text.replace(secret, HIDDEN)
         return text
 
@@ -278,6 +271,6 @@ def _json(value: Any) -> bytes:
     return json.dumps(value, allow_nan=False).encode()
 
 
-def _first_line(data: bytes) -> str:
-    lines = data.decode(errors="replace").strip().splitlines()
-    return lines[0][:300] if lines else "nothing"
+def _start(data: bytes) -> str:
+    """Return the first line of an answer, to be shown."""
+    return data.decode(errors="replace").strip().partition("\n")[0][:300] or "nothing"

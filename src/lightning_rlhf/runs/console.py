@@ -78,7 +78,7 @@ def note_on_few(count: int, *, to_validate: bool) -> list[str]:
 
 def print_problems(problems: Problems) -> None:
     """Print the problems of the preference pairs in one line, or nothing if there are none."""
-    found = [problem.line for problem in problems.counted if problem.count]
+    found = [problem.line for problem in problems.counted.values() if problem.count]
     found += [problems.length.line] if problems.length.one_sided else []
     if found:
         print_line(f"preference pairs to look at: {'; '.join(found)}", "yellow")
