@@ -13,12 +13,7 @@ from torch.nn import functional as F
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.layers import (
-    _CausalAttention,
-    apply_rotary,
-    fast_sdpa,
-    signed_sin,
-)
+from lightning_rlhf.kernels.layers import _CausalAttention, apply_rotary, fast_sdpa, signed_sin
 
 
 class Heads(nn.Module):

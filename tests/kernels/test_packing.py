@@ -26,11 +26,7 @@ WANTED = {
         [F, F, F, F, F, T, T, T],
         [T, T, T, F, F, F, F, F],
     ],
-    "with gaps": [
-        [T, F, T, F, F, F, F, F],
-        [F, T, F, F, F, T, F, T],
-        [F, F, F, F, F, F, T, F],
-    ],
+    "with gaps": [[T, F, T, F, F, F, F, F], [F, T, F, F, F, T, F, T], [F, F, F, F, F, F, T, F]],
     "rows of one length": [
         [F, F, F, F, F, F, T, T],
         [F, F, F, F, F, F, F, T],

@@ -54,12 +54,7 @@ def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], 
 
 @pytest.mark.parametrize(
     ("name", "vectors", "expected"),
-    [
-        (EPYC, "AVX512", True),
-        (EPYC, "AVX2", False),
-        (XEON, "AVX512", False),
-        ("", "AVX512", False),
-    ],
+    [(EPYC, "AVX512", True), (EPYC, "AVX2", False), (XEON, "AVX512", False), ("", "AVX512", False)],
 )
 def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves(
     name: str, vectors: str, expected: bool, processor: Callable[[str, str], None]

@@ -205,11 +205,7 @@ class Lineage:
         return find(str(folder / "final"), "policy.checkpoint")
 
 
-@pytest.fixture(
-    scope="session",
-    params=[("qwen3", "full"), ("qwen3_5_text", "lora")],
-    ids="-".join,
-)
+@pytest.fixture(scope="session", params=[("qwen3", "full"), ("qwen3_5_text", "lora")], ids="-".join)
 def lineage(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

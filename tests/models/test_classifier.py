@@ -24,14 +24,7 @@ from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.models.classifier import Classifier
 
-from .classifiers import (
-    IDS,
-    TEMPLATE,
-    WORDS,
-    load,
-    row,
-    save_classifier,
-)
+from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
 TEXTS = [

@@ -23,11 +23,7 @@ from transformers import (
 from lightning_rlhf.core.errors import CheckpointError, HubError
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
-from lightning_rlhf.models.loading import (
-    load_causal_lm,
-    load_tokenizer,
-    quantization_of,
-)
+from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer, quantization_of
 from lightning_rlhf.models.roles import Roles, trainable_names
 
 ABSENT = "nobody-at-all/no-such-model"

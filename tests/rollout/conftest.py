@@ -41,11 +41,7 @@ def sample(
     """Responses of the acting role by the native sampler, which reads the value head too."""
     generator = changes.pop("generator", None) or torch.Generator().manual_seed(seed)
     value_head = changes.pop("value_head", roles.heads[VALUE])
-    settings: dict[str, Any] = {
-        "max_response_tokens": 24,
-        "temperature": 0.7,
-        "end_token_ids": END,
-    }
+    settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
     sampler = NativeSampler(roles, SamplingParams(**(settings | changes)), value_head)
     return sampler.sample(prompts, samples_per_prompt, generator)
 

@@ -24,11 +24,7 @@ def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
     generator = changes.pop("generator", None) or torch.Generator().manual_seed(3)
     samples_per_prompt = changes.pop("samples_per_prompt", 1)
     rows = changes.pop("rows", 2)
-    settings: dict[str, Any] = {
-        "max_response_tokens": 24,
-        "temperature": 0.7,
-        "end_token_ids": END,
-    }
+    settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
     params = SamplingParams(**(settings | changes))
     with roles.use_role(POLICY):
         sampled = HFSampler(roles, params).sample(prompts, samples_per_prompt, generator)

@@ -156,9 +156,7 @@ def test_rows_that_ended_may_leave_the_batch_at_any_time(
 
 
 def test_where_onednn_multiplies_rows_leave_the_batch_so_that_their_numbers_are_few(
-    roles: Roles,
-    prompts: Prompts,
-    monkeypatch: pytest.MonkeyPatch,
+    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a CPU their products are compiled for each: multiples of 8, and 4, 2, 1."""
     monkeypatch.setattr(layers, "fp32_by_onednn", lambda: True)

@@ -212,10 +212,7 @@ class DecodeStep:
             layer.mix.cache = of_layer
 
     def __call__(
-        self,
-        tokens: Int[Tensor, "B 1"],
-        mask: Bool[Tensor, "B S"],
-        positions: Int[Tensor, "B 1"],
+        self, tokens: Int[Tensor, "B 1"], mask: Bool[Tensor, "B S"], positions: Int[Tensor, "B 1"]
     ) -> Float[Tensor, "B d"]:
         """Return the last hidden states. mask: mask of all S tokens, this one included."""
         with torch.autocast(tokens.device.type, enabled=False):

@@ -56,10 +56,7 @@ def response_logprobs(
 
 
 def response_kl(
-    roles: Roles,
-    hidden: Float[Tensor, "N d"],
-    ref_hidden: Float[Tensor, "N d"],
-    temperature: float,
+    roles: Roles, hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], temperature: float
 ) -> Float[Tensor, " N"]:
     """Return the KL over the whole vocabulary between the predictions of two roles, nats."""
     return vocabulary_kl(
