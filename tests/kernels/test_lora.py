@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lightning_rlhf.kernels import lora
-from lightning_rlhf.kernels.lora import FusedLoRALinear, _AddedLoRA, _MergedLoRA
+from lightning_rlhf.kernels.lora import FusedLoRALinear, _LoRA
 from lightning_rlhf.models.config import POLICY, REFERENCE, LoRASettings
 from lightning_rlhf.models.roles import Roles
 
@@ -79,10 +79,8 @@ def quick_layers(roles: Roles) -> list[FusedLoRALinear]:
     return [module for module in roles.modules() if isinstance(module, FusedLoRALinear)]
 
 
-@pytest.mark.parametrize("formula", [_AddedLoRA, _MergedLoRA])
-def test_the_formula_has_the_gradients_that_autograd_gives_it(
-    formula: type[torch.autograd.Function],
-) -> None:
+@pytest.mark.parametrize("merges", [False, True])
+def test_the_formula_has_the_gradients_that_autograd_gives_it(merges: bool) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, learns: bool = True) -> Tensor:
@@ -94,7 +92,7 @@ def test_the_formula_has_the_gradients_that_autograd_gives_it(
     scales = [2.0, 0.5]
 
     def ours(x: Tensor, *matrices: Tensor) -> Tensor:
-        return formula.apply(x, weight, bias, scales, *matrices)
+        return _LoRA.apply(x, weight, bias, merges, scales, *matrices)
 
     a, b, c, d = matrices
     expected = x @ weight.T + bias + 2 * x @ a.T @ b.T + 0.5 * x @ c.T @ d.T
@@ -107,13 +105,15 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
     """The shapes of what was multiplied with the sum of the matrices."""
     shapes: list[torch.Size] = []
 
-    class Spy(_MergedLoRA):
+    class Spy(_LoRA):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, *args: Any) -> Tensor:
-            shapes.append(x.shape)
-            return _MergedLoRA.forward(ctx, x, *args)
+        def forward(
+            ctx: Any, x: Tensor, weight: Any, bias: Any, merges: bool, *args: Any
+        ) -> Tensor:
+            shapes.extend([x.shape] * merges)
+            return _LoRA.forward(ctx, x, weight, bias, merges, *args)
 
-    monkeypatch.setattr(lora, "_MergedLoRA", Spy)
+    monkeypatch.setattr(lora, "_LoRA", Spy)
     return shapes
 
 

@@ -28,7 +28,7 @@ from lightning_rlhf.models.build_roles import (
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 
 Make = Callable[..., Any]
@@ -125,7 +125,7 @@ def test_weights_and_heads_come_back_bit_for_bit(
 ) -> None:  # fmt: skip
     roles = Roles(make_model("qwen3"))
     add_policy(roles, make_config(name_or_path="x"), 0)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
     train(roles, POLICY, 1)
     with torch.no_grad():
         roles.heads[VALUE].linear.weight.normal_()
@@ -164,7 +164,7 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     roles = reference(adapters)
     assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
     add_policy(roles, adapters.config, 0)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
     manifest = make_manifest("ppo", parents={"sft": str(adapters.sft.path)})
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()

@@ -23,7 +23,7 @@ from lightning_rlhf.models.build_roles import attach_reward, start_from, whole_r
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads, score_bias, with_padding
+from lightning_rlhf.models.heads import ScalarHeads, score_bias, with_padding
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import Roles
 
@@ -85,7 +85,7 @@ def test_a_fully_trained_one_loads_without_an_argument(
     """With an ensemble, whose mean is the score, and a bias, which a classifier cannot have."""
     changes = {"tie_word_embeddings": False} if model_type == "untied" else {}
     own = Roles(make_model("llama" if changes else model_type, **changes), "plain")
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 3, torch.Generator().manual_seed(0))
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 3, torch.Generator().manual_seed(0))
     with torch.no_grad():
         own.heads[REWARD].linear.bias.copy_(torch.tensor([0.5, -0.1, 0.2]))
     own.assign(REWARD)
@@ -118,7 +118,7 @@ def test_a_critic_that_starts_from_it_trains_the_embedding_of_every_token(
     """A pad token in a configuration stops the gradient of its embedding; the model had none."""
     own = Roles(make_model("qwen3", pad_token_id=None), "plain")
     assert own.causal_lm.config.pad_token_id is None
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)
     padded = copy.deepcopy(tokenizer)
     padded.pad_token = padded.convert_ids_to_tokens(PAD)
@@ -148,7 +148,7 @@ def test_a_model_without_a_classifier_in_transformers_stays_a_language_model(
 ) -> None:  # fmt: skip
     monkeypatch.setattr("transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
     own = Roles(make_model("llama"), "plain")
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)
     write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "final"), LlamaForCausalLM)

@@ -205,7 +205,7 @@ def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
         own = fitness_page.read_judgement(final)
     found: dict[str, Any] = {} if own is None else {run.stage: vars(own)}
     if run.manifest is not None:
-        found |= run.manifest.verdicts
+        found |= {name: vars(verdict) for name, verdict in run.manifest.verdicts.items()}
     elif run.definition is not None:
         with measured.damage_named(numbers := final / run.definition.numbers):
             told = (measured.optional_json(numbers) or {}).get("verdicts", {})

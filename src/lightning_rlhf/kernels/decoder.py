@@ -23,13 +23,10 @@ from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.lora import is_plain_lora
 
-TRUNKS = {
-    "LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3",
-    "Qwen3_5TextModel": "Qwen3_5",
-}  # fmt: skip
+TRUNKS = {"LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3"}
+TRUNKS["Qwen3_5TextModel"] = "Qwen3_5"
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
-FAMILIES = ", ".join(sorted(TRUNKS.values()))
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
 """Names of the known attention classes: projections, norms of queries and keys, rotary embeddings,
 and a gate in the last."""
@@ -78,11 +75,17 @@ class PackedDecoderLayer(layers.FastLayer, nn.Module):
         position_embeddings: tuple[Tensor, Tensor],
         **kwargs: Any,
     ) -> Float[Tensor, "M d"]:
-        if isinstance(mixer := getattr(self, "linear_attn", None), nn.Module):
+        mixer: Any = getattr(self, "linear_attn", None)
+        if isinstance(mixer, nn.Module):
             mixed = mixer(packing.pad(x), attention_mask=attention_mask)
         else:
             mixer = self.get_submodule("self_attn")
-            if attention_mask is None and _is_plain(mixer):
+            is_plain = (  # `_attend` computes what the layer does
+                layers.own_class(mixer).__name__ in ATTENTION
+                and mixer.config._attn_implementation == layers.FAST_SDPA
+                and not (mixer.training and mixer.attention_dropout)
+            )
+            if attention_mask is None and is_plain:
                 return _attend(mixer, x, packing, position_embeddings, is_last=self.is_last)
             kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
             mixed, _ = mixer(packing.pad(x), **kwargs)
@@ -93,15 +96,6 @@ class PackedDecoderLayer(layers.FastLayer, nn.Module):
 def packed_class(layer: type) -> type[nn.Module]:
     """Return the fast class of a decoder layer's class."""
     return type(f"Packed{layer.__name__}", (PackedDecoderLayer, layer), {})
-
-
-def _is_plain(layer: Any) -> bool:
-    """Return whether `_attend` computes what the layer does."""
-    return (
-        layers.own_class(layer).__name__ in ATTENTION
-        and layer.config._attn_implementation == layers.FAST_SDPA
-        and not (layer.training and layer.attention_dropout)
-    )
 
 
 def _attend(
@@ -147,23 +141,21 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     try:
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
-                if isinstance(layer, LoRALinear) and _can_merge(layer):
+                if not isinstance(layer, LoRALinear):
+                    continue
+                weight = layer.base_layer.weight
+                if (
+                    layers.own_class(layer.base_layer) in layers.LINEAR
+                    and weight.dtype == torch.float32
+                    and not torch.is_autocast_enabled(weight.device.type)
+                    and is_plain_lora(layer)
+                ):
                     swapped.append((parent, name, layer))
                     setattr(parent, name, _plain(layer))
         yield
     finally:
         for parent, name, layer in swapped:
             setattr(parent, name, layer)
-
-
-def _can_merge(layer: LoRALinear) -> bool:
-    base = layer.base_layer
-    return (
-        layers.own_class(base) in layers.LINEAR
-        and base.weight.dtype == torch.float32
-        and not torch.is_autocast_enabled(base.weight.device.type)
-        and is_plain_lora(layer)
-    )
 
 
 @torch.no_grad()
@@ -260,46 +252,39 @@ def _filled_up(
 
 def gather_rows(x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
     """Return the rows of x at these indices, each at most once."""
-    return _Gather.apply(x, indices)  # type: ignore
+    return _Rows.apply(x, indices, None)  # type: ignore
 
 
 def scatter_rows(
     x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
 ) -> Float[Tensor, "n d"]:
     """Return `count` rows: those of x at these indices, 0 elsewhere."""
-    return _Scatter.apply(x, indices, count)  # type: ignore
+    return _Rows.apply(x, indices, count)  # type: ignore
 
 
-class _Gather(torch.autograd.Function):
-    """Function of `gather_rows`; autograd's own gradient adds the rows one by one."""
+class _Rows(torch.autograd.Function):
+    """`gather_rows` where count is None, else `scatter_rows`; each is the gradient of the other.
+
+    Autograd's own gradient of the first adds the rows one by one, and the second would keep x.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]
-    ) -> Float[Tensor, "m d"]:
+        ctx: Any, x: Float[Tensor, "n d"], indices: Int[Tensor, " m"], count: int | None
+    ) -> Float[Tensor, "k d"]:
         ctx.save_for_backward(indices)
-        ctx.count = len(x)
+        ctx.count = len(x) if count is None else None
+        return _moved(x, indices, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "n d"], None, None]:
+        return _moved(dy, ctx.saved_tensors[0], ctx.count), None, None
+
+
+def _moved(
+    x: Float[Tensor, "n d"], indices: Int[Tensor, " m"], count: int | None
+) -> Float[Tensor, "k d"]:
+    if count is None:
         return x.index_select(0, indices)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
-        (indices,) = ctx.saved_tensors
-        return dy.new_zeros(ctx.count, dy.shape[1]).index_copy_(0, indices, dy), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Function of `scatter_rows`; autograd by itself would keep x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
-    ) -> Float[Tensor, "n d"]:
-        ctx.save_for_backward(indices)
-        return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
-        (indices,) = ctx.saved_tensors
-        return dy.index_select(0, indices), None, None
+    return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)

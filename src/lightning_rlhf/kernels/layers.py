@@ -37,7 +37,6 @@ def fp32_by_onednn() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and "AMD" in found.get("cpu_name", "")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # of this release; another may lack it
     )
 
 
@@ -166,13 +165,9 @@ class OneDNNLinear(FastLayer, nn.Linear):
 
 LINEAR = nn.Linear, OneDNNLinear
 """Classes that compute W x + b and nothing else."""
-MIXINS: dict[str, type[FastLayer]] = {
-    "LlamaRMSNorm": FusedRMSNorm,
-    "Qwen2RMSNorm": FusedRMSNorm,
-    "Qwen3RMSNorm": FusedRMSNorm,
-    "Qwen3_5RMSNorm": FusedRMSNorm,
-    "Qwen3_5GatedDeltaNet": ChunkedDeltaNet,
-}
+NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3_5RMSNorm")
+MIXINS: dict[str, type[FastLayer]] = dict.fromkeys(NORMS, FusedRMSNorm)
+MIXINS["Qwen3_5GatedDeltaNet"] = ChunkedDeltaNet
 """Name of a class of transformers -> class before it in the bases of its fast class."""
 
 

@@ -19,7 +19,7 @@ from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models import checkpoint, loading
 from lightning_rlhf.models import config as names
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles, checked_adapter
 
 FINGERPRINT = "fingerprint.safetensors"
@@ -181,7 +181,7 @@ def load_reward(final: checkpoint.Final, config: ModelConfig) -> Roles:
 def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
     """Warn where uncertainty_coef is above 0 but the reward model has a single head."""
     heads = roles.heads[role]
-    assert isinstance(heads, RewardHeads)
+    assert isinstance(heads, ScalarHeads)
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
         warnings.warn(
             f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "
@@ -192,7 +192,7 @@ def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str)
 
 def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     """Add a random reward head on the reference as `role`, for debugging."""
-    roles.heads[role] = RewardHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
+    roles.heads[role] = ScalarHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
     roles.assign(role)
 
 
@@ -314,7 +314,7 @@ def add_critic(
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
         roles.load_adapter(role, reward.adapter, trainable=True)
-    owner.heads[names.VALUE] = head = ScalarHead.zeros(owner.hidden_size)
+    owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
         heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
@@ -350,7 +350,7 @@ def whole_weights(
     return model.requires_grad_(True)
 
 
-def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> RewardHeads:
+def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> ScalarHeads:
     """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
 
     Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
@@ -360,6 +360,6 @@ def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> RewardHea
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
     with checkpoint.naming(str(file), ""):
         state = load_file(file)
-        heads = RewardHeads(hidden_size, len(state["linear.weight"]))
+        heads = ScalarHeads(hidden_size, len(state["linear.weight"]))
         heads.load_state_dict(state)
     return heads.requires_grad_(False)

@@ -20,48 +20,32 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lightning_rlhf.models.checkpoint import json_object
 
 
-class RewardHeads(nn.Module):
-    """An ensemble of linear maps from a hidden state to a reward, computed in fp32."""
+class ScalarHeads(nn.Module):
+    """Linear maps from a hidden state to a value or to rewards, computed in fp32.
+
+    All weights are 0 at first, so that training of a value head starts from V = 0.
+    """
 
     def __init__(self, hidden_size: int, count: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, count)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     @classmethod
-    def random(cls, hidden_size: int, count: int, generator: torch.Generator) -> RewardHeads:
+    def random(cls, hidden_size: int, count: int, generator: torch.Generator) -> ScalarHeads:
         """Return `count` heads with weights drawn from N(0, std = 1 / sqrt(d + 1)) and bias 0.
 
         Source: Stiennon et al. 2020, appendix C, https://arxiv.org/abs/2009.01325
         """
-        heads = cls(hidden_size, count)
-        std = 1 / math.sqrt(hidden_size + 1)
+        heads, std = cls(hidden_size, count), 1 / math.sqrt(hidden_size + 1)
         nn.init.normal_(heads.linear.weight, std=std, generator=generator)
-        nn.init.zeros_(heads.linear.bias)
         return heads
 
     def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch H"]:
         """Return the fp32 output of each of the H heads for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())
-
-
-class ScalarHead(RewardHeads):
-    """A linear map from a hidden state to a scalar, computed in fp32."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1)
-
-    @classmethod
-    def zeros(cls, hidden_size: int) -> ScalarHead:
-        """Return a head with all weights 0, so that training of a value head starts from V = 0."""
-        head = cls(hidden_size)
-        nn.init.zeros_(head.linear.weight)
-        nn.init.zeros_(head.linear.bias)
-        return head
-
-    def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """Return one fp32 number for each hidden state."""
-        return super().forward(hidden).squeeze(-1)
 
 
 SCORE = "score"

@@ -28,7 +28,9 @@ from peft.tuners.lora import Linear as LoRALinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
@@ -40,7 +42,7 @@ from lightning_rlhf.kernels.lora import FusedLoRALinear, can_be_packed
 from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits, use_kernels
 from lightning_rlhf.models.checkpoint import check_adapter, check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.loading import checkpoint_layers
+from lightning_rlhf.models.loading import layers_of
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
 """Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
@@ -132,6 +134,13 @@ class Roles(nn.Module):
         """kernels: which layers compute; with auto the place of the weights decides."""
         super().__init__()
         self.model: PreTrainedModel | PeftModel = causal_lm
+        head = causal_lm.get_output_embeddings()
+        self.hidden_size = int(head.in_features)
+        """Size of a hidden state."""
+        self.vocab_size = int(head.out_features)
+        """Number of logits of the output layer."""
+        self.caches = "past_key_values" in signature(causal_lm.base_model.forward).parameters
+        """True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
         self._kernel_choice: KernelChoice = kernels
         self._set_kernels()
         self.heads = nn.ModuleDict()
@@ -147,21 +156,6 @@ class Roles(nn.Module):
     def causal_lm(self) -> PreTrainedModel:
         """Return the language model without the adapter wrapper."""
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
-
-    @property
-    def hidden_size(self) -> int:
-        """Return the size of a hidden state."""
-        return int(self.causal_lm.get_output_embeddings().in_features)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of logits of the output layer."""
-        return int(self.causal_lm.get_output_embeddings().out_features)
-
-    @property
-    def caches(self) -> bool:
-        """Return True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
-        return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
 
     @property
     def device(self) -> torch.device:
@@ -240,8 +234,22 @@ class Roles(nn.Module):
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def recompute_layers(self) -> None:
-        """Recompute the layers for the gradient, in the role that they were computed in."""
-        checkpoint_layers(self.causal_lm, lambda: partial(self.use_role, self.role))
+        """Let the layers keep their inputs alone, and recompute the rest for the gradient.
+
+        Each is recomputed in the role that it was computed in. transformers' own way is for models
+        in training mode, which have dropout. Raises ConfigError where there are no such layers.
+        """
+
+        def recomputed(layer: GradientCheckpointingLayer, *args: Any, **kwargs: Any) -> Any:
+            forward, role = partial(type(layer).forward, layer), self.role
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            kwargs |= {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+            kwargs["context_fn"] = lambda: (nullcontext(), self.use_role(role))
+            return checkpoint(forward, *args, **kwargs)
+
+        for layer in layers_of(self.causal_lm):
+            layer.forward = partial(recomputed, layer)
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
@@ -333,7 +341,7 @@ class Roles(nn.Module):
             return
         for layer in self._layers:
             if isinstance(layer, FusedLoRALinear):
-                layer.activate(self._stacks[role])
+                layer._active_adapter = list(self._stacks[role])
             else:  # PEFT's own freezes all adapters with inference_mode
                 layer.set_adapter(list(self._stacks[role]), inference_mode=True)
         for parameter in self._trainable:

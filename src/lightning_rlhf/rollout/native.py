@@ -14,9 +14,9 @@ from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.decoding import decode_step
 from lightning_rlhf.kernels.layers import rounded_up
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.sampler import SamplingParams, Share
+from lightning_rlhf.rollout.sampler import SamplingParams, response_numbers
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
@@ -181,7 +181,7 @@ class NativeSampler:
 
     roles: Roles
     params: SamplingParams
-    value_head: ScalarHead | None = None
+    value_head: ScalarHeads | None = None
     """Head of a critic on the policy's trunk; None for no values."""
     is_exact = True
 
@@ -195,23 +195,21 @@ class NativeSampler:
         prompts: Prompts,
         samples_per_prompt: int,
         generator: torch.Generator,
-        share: Share | None = None,
+        rows: Int[Tensor, " M"] | None = None,
     ) -> SampledResponses:
         """Return responses with their log-probabilities and values, as `Sampler.sample`.
 
-        share: place of the prompts in their batch; None where they are the whole batch.
+        rows: prompts that are sampled, whose responses are those of the whole batch; None for all.
         """
         roles, params = self.roles, self.params
+        uniforms = self.draw(len(prompts) * samples_per_prompt, generator)
+        if rows is not None:
+            prompts = prompts.select(rows)
+            uniforms = uniforms[response_numbers(rows, samples_per_prompt).cpu()]
         few_shapes = roles.row_multiple > 1
-        state = DecodeState(
-            prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
-        )
-        batch, room = state.logprobs.shape
+        room = params.max_response_tokens
+        state = DecodeState(prompts, samples_per_prompt, room, few_shapes=few_shapes)
         asked = 1 if roles.device.type == "cpu" else ASKED
-        total = batch if share is None else share.total * samples_per_prompt
-        uniforms = self.draw(total, generator)
-        if share is not None:
-            uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
         cache = DynamicCache(config=roles.causal_lm.config)
@@ -230,7 +228,7 @@ class NativeSampler:
                 if params.temperature != 1:
                     logits.div_(params.temperature)
                 token, logprob = draw_tokens(logits, uniforms[state.rows, state.length])
-                value = self.value_head(hidden) if self.value_head is not None else None
+                value = None if self.value_head is None else self.value_head(hidden).squeeze(-1)
                 state.append(token, logprob, value)
                 state.end(torch.isin(token, end))
                 if params.stop is not None:
@@ -263,10 +261,8 @@ def last_hidden(
     if tokens.shape[1] == 1 and mask.device.type != "cpu" and family(roles.causal_lm) is not None:
         # transformers reads a mask [B, S] from the device, and one of four dimensions not.
         attention_mask = mask[:, None, None]
-    found = roles.causal_lm.base_model(
-        input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
-        past_key_values=cache, use_cache=True,
-    )  # fmt: skip
+    inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
+    found = roles.causal_lm.base_model(**inputs, past_key_values=cache, use_cache=True)
     return found.last_hidden_state[:, -1].contiguous()
 
 

@@ -13,7 +13,7 @@ from lightning_rlhf.core import losses, masking, memory, records, shaping
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
 
@@ -134,10 +134,10 @@ class Critic:
     role: str
 
     @property
-    def head(self) -> ScalarHead:
+    def head(self) -> ScalarHeads:
         """Return the value head."""
         head = self.roles.heads[VALUE]
-        assert isinstance(head, ScalarHead)
+        assert isinstance(head, ScalarHeads)
         return head
 
     @property
@@ -156,9 +156,9 @@ class Critic:
         policy_hidden: hidden states of the policy, if known; a critic on its trunk reads them.
         """
         if self.shares_trunk and policy_hidden is not None:
-            return self.head(policy_hidden)
+            return self.head(policy_hidden).squeeze(-1)
         with self.roles.use_role(self.role):
-            return self.head(response_hidden(self.roles, batch))
+            return self.head(response_hidden(self.roles, batch)).squeeze(-1)
 
     @torch.no_grad()
     def all_values(

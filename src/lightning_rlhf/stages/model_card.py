@@ -74,7 +74,7 @@ def hand_over(
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - run.started},
         config=settings.tree,
         versions=checkpoint.versions(),
-        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        verdicts=dict(verdicts or {}),
         chosen={} if ending is None else asdict(ending),
     )  # fmt: skip
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
