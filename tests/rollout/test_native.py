@@ -50,7 +50,7 @@ def test_what_was_recorded_is_what_each_row_gives_alone(
         expected = distribution[torch.arange(n), said]
         torch.testing.assert_close(rollout.logprobs[i, :n], expected, atol=1e-5, rtol=0)
         torch.testing.assert_close(
-            rollout.values[i, :n], roles.heads[VALUE](hidden), atol=1e-5, rtol=0
+            rollout.values[i, :n], roles.heads[VALUE](hidden)[:, 0], atol=1e-5, rtol=0
         )
 
 
