@@ -1,7 +1,6 @@
 """Decoder layers that compute only the positions on which the wanted hidden states depend.
 
-Positions of padded rows are selected, gathered and scattered. Adapters are merged into the weights
-while nothing is trained.
+Positions of padded rows are gathered and scattered. Without training, adapters are merged.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ TRUNKS["Qwen3_5TextModel"] = "Qwen3_5"
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
-"""Names of the known attention classes: projections, norms of queries and keys, rotary embeddings,
-and a gate in the last."""
+"""Names of the known attention classes; the last one also has a gate."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
 COLUMNS = 16  # multiple to which rows are lengthened with few_shapes
@@ -175,8 +173,7 @@ def _plain(layer: LoRALinear) -> nn.Linear:
 class Packing:
     """Positions of B padded rows of length S that token-wise layers compute.
 
-    Letters: N positions that a wanted one depends on, M wanted ones, each with a few others that
-    round the number up.
+    Letters: N positions that a wanted one depends on, M wanted ones, both rounded up by others.
     """
 
     rows: int
@@ -197,8 +194,7 @@ class Packing:
     def of(cls, wanted: Bool[Tensor, "B S"], *, few_shapes: bool = False) -> Packing:
         """Return the packing of each row from its first position up to its last wanted one.
 
-        few_shapes: whether N and M are multiples of a larger number, where there are enough other
-            positions to fill them up.
+        few_shapes: whether N and M are multiples of a larger number, where enough others are there.
         """
         rows, columns = wanted.shape
         multiple = layers.ROWS if few_shapes else MULTIPLE

@@ -1,7 +1,6 @@
 """Faster layers: norms, fp32 products, linear attention in short chunks, SDPA attention, rotations.
 
-Products are computed by the faster library of two, MKL or oneDNN. The gradient of attention is a
-fast one in 16 bits on a CPU.
+Products are computed by the faster of MKL and oneDNN, the gradient of attention fast in 16 bits.
 """
 
 from functools import cache

@@ -1,7 +1,6 @@
 """Loading of earlier stages' checkpoints as roles on one base, and of the critic.
 
-Each checkpoint is checked by its fingerprint: stored logits on a probe input, which identify its
-model and its parent model.
+Each is checked by its fingerprint: logits on a probe input, of its model and its parent model.
 """
 
 import warnings
@@ -129,8 +128,7 @@ def attach_reward(
 
     Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
 
-    Raises CheckpointError where the reward model has another tokenizer, or its adapter was trained
-    on another SFT model.
+    Raises CheckpointError where it has another tokenizer, or an adapter on another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -215,19 +213,16 @@ def check_positions(
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return
-    has, advice = f"{what} has {longest} tokens", lower.format(limit=limit)
+    said = (
+        f"{what} has {longest} tokens, but the model has positions for {limit} "
+        f"(max_position_embeddings); {lower.format(limit=limit)}"
+    )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
-        raise ConfigError(
-            f"{has}, but the model has positions for {limit} (max_position_embeddings); {advice}"
-        )
+        raise ConfigError(said)
     if warns and limit not in WARNED:
         WARNED.add(limit)
-        warnings.warn(
-            f"{has}, more than the {limit} that the model was made for (max_position_embeddings): "
-            f"its answers and scores may be meaningless there; {advice}",
-            stacklevel=2,
-        )
+        warnings.warn(f"{said}. Its answers and scores may be meaningless beyond", stacklevel=2)
 
 
 def check_room(
@@ -270,8 +265,7 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a new policy adapter. Raises CheckpointError where the reference or the untrained policy
-    then differ from the SFT model."""
+    """Add a policy adapter. Raises CheckpointError unless it starts as the unchanged reference."""
     before = roles.probe(REFERENCE)
     roles.add_adapter(POLICY, config.lora, seed)
     for role in (REFERENCE, POLICY):

@@ -161,8 +161,7 @@ def check_references(config: Path) -> None:
 
 
 def config_faults(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield refused keys of a model's configuration, nested ones too, with value and what is
-    allowed.
+    """Yield the refused keys of a configuration, nested ones too, with value and what is allowed.
 
     They refer to weights other than safetensors or to code on the hub (transformers would download
     and run an attention named org/repository), or are numbers of layers beyond 1 to DEEPEST.
@@ -280,8 +279,7 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the vocabulary: equal hashes mean that each token id stands for the same
-    text."""
+    """Return a hash of the vocabulary; where it is equal, token ids stand for the same texts."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 

@@ -30,8 +30,7 @@ class Classifier:
     """True if prompt and response are encoded as a pair of texts, without chat template."""
 
     def encode(self, row: Mapping[str, Any], response: str) -> Mapping[str, list[int]]:
-        """Return the dialogue as the model's inputs: input_ids and others that the tokenizer
-        gives."""
+        """Return the dialogue as input_ids and what else the tokenizer gives to the model."""
         if self.pair:
             return dict(self.tokenizer(row["prompt"], response))
         # The template writes the special tokens; the tokenizer must not add them again.
@@ -139,8 +138,7 @@ def check_classifier(
     """Return configuration, index of the reward and tokenizer of a model, without its weights.
 
     Raises the errors of `load_classifier`: CheckpointError for a model that is no sequence
-    classifier, ConfigError where `label` is no output, or None and the model has several, and where
-    there is no chat template to use.
+    classifier, ConfigError where `label` names no single output or there is no chat template.
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):

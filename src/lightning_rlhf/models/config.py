@@ -27,8 +27,7 @@ class LoRASettings:
         ModuleName | Annotated[tuple[ModuleName, ...], Field(strict=False, min_length=1)],
         described("a list of module names, or all-linear"),
     ]
-    """Names of the linear layers that get an adapter, a regular expression for them, or
-    "all-linear"."""
+    """Names of the linear layers to adapt, a regular expression for them, or "all-linear"."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)

@@ -73,8 +73,7 @@ def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | No
 def score_weight(heads: Any) -> Float[Tensor, "1 d"]:
     """Return the weight of a classifier's output layer, which has no bias.
 
-    score = mean over heads of (reward - bias of the head): Bradley-Terry rewards are defined up to
-    a constant.
+    score = mean over heads of (reward - bias); the constant means nothing to Bradley-Terry rewards.
     """
     return heads.linear.weight.detach().float().mean(dim=0, keepdim=True).cpu()
 
@@ -86,11 +85,11 @@ def score_bias(heads: Any) -> float:
 
 def classifier_adapter(
     config: LoraConfig, state: dict[str, Tensor], causal_lm: PreTrainedModel, heads: nn.Module
-) -> tuple[LoraConfig, dict[str, Tensor]] | None:
+) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return an adapter on a language model as one on the classifier of the same base weights.
 
-    A multimodal base is a classifier with a vision tower, which the adapter leaves out. None where
-    transformers has no classifier for the base.
+    A multimodal base is a classifier with a vision tower, which the adapter leaves out. Where
+    transformers has no classifier for the base, the adapter is returned as it is.
     """
     config_file = Path(causal_lm.name_or_path) / "config.json"
     stored: PretrainedConfig = causal_lm.config  # the folder's may be that of a larger model
@@ -98,7 +97,7 @@ def classifier_adapter(
         stored = transformers.AutoConfig.from_pretrained(config_file.parent)
     name = trunk_name(stored, causal_lm)
     if name is None:
-        return None
+        return config, state
     own = f"base_model.model.{causal_lm.base_model_prefix}."
     trunk = f"base_model.model.{name}."
     state = {key.replace(own, trunk, 1): tensor for key, tensor in state.items()}

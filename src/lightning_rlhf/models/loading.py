@@ -126,10 +126,9 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 @contextmanager
 def described_sizes(from_config: Mapping[str, Any]) -> Iterator[PretrainedConfig]:
-    """Yield the configuration of random weights.
+    """Yield the configuration of random weights, unless `config_faults` names something in it.
 
-    Any exception of the block becomes a ConfigError that names model.from_config, as too many
-    layers are.
+    Any exception of the block becomes a ConfigError that names model.from_config.
     """
     try:
         for key, value, allowed in config_faults(from_config):
@@ -181,8 +180,7 @@ def read_weights(
     source, key: hub id or folder as configured, and its configuration key, for error messages.
     more: further arguments of `from_pretrained`.
 
-    Raises CheckpointError where weights are missing, ConfigError where they are to be quantised and
-    bitsandbytes cannot be imported.
+    Raises CheckpointError where weights are missing, ConfigError without a needed bitsandbytes.
     """
     quantization, settings = config.quantization, None
     if quantization != "none":

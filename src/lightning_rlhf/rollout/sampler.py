@@ -30,8 +30,7 @@ class SamplingParams:
     end_token_ids: Sequence[int]
     """Ids of the tokens that end a response."""
     stop: StoppingCriteria | None = None
-    """Criterion that is given the response tokens so far, [B, T], and returns which responses end
-    there; None for no rule."""
+    """Criterion that is given the response tokens, [B, T], and returns which end; None without."""
 
 
 def response_numbers(rows: Int[Tensor, " M"], samples_per_prompt: int) -> Int[Tensor, " R"]:
@@ -62,8 +61,7 @@ class Sampler(Protocol):
             prompts: left-padded prompts, on the device of the models; a part of a batch where
                 several processes divide it, or where the memory runs out.
             samples_per_prompt: number of responses to each prompt.
-            generator: source of everything random, on the CPU: the same state gives the same
-                responses.
+            generator: source of everything random, on the CPU; its state decides the responses.
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
             right-padded to the longest of all.
@@ -77,8 +75,7 @@ class Sampler(Protocol):
 class HFSampler:
     """Samples from the active role; the same distribution as `NativeSampler`, but slower.
 
-    All draws of a batch come from one generator, so that a response depends on the lengths of the
-    others.
+    A batch has one generator, so that a response depends on the lengths of the others.
     """
 
     roles: Roles

@@ -77,8 +77,7 @@ def score(
 ) -> records.Scores:
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
-    over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more forward
-        pass of the active role.
+    over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more pass.
     """
     components, rollout = reward(decoded), decoded.rollout
 
@@ -216,8 +215,7 @@ def predict(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """Return log-probabilities of the active role and values of the critic at each response token.
 
-    Both are 0 on padding and computed `batch_size` rows at a time; values are None without a
-    critic.
+    Both are 0 on padding, read `batch_size` rows at a time; values are None without a critic.
     """
 
     def read(rows: records.SampledResponses | records.Experience) -> tuple[Tensor, ...]:

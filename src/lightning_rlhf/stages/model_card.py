@@ -12,7 +12,6 @@ import torch
 import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
@@ -110,7 +109,7 @@ def write_model(
     if is_reward:
         tokenizer = heads.with_padding(tokenizer, chat.end_token_ids)
         bias = heads.score_bias(roles.heads[REWARD])
-    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    is_adapter = role in roles.adapters(role)
     config, hub, is_random = (
         manifest.config,
         hub_id(manifest.base),
