@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -120,26 +119,6 @@ def _calm() -> None:
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TOKENIZER)
-
-
-@pytest.fixture
-def make_model() -> Callable[..., PreTrainedModel]:
-    return build_model
-
-
-@pytest.fixture
-def make_config() -> Callable[..., ModelConfig]:
-    return build_config
-
-
-@pytest.fixture
-def make_manifest() -> Callable[..., Manifest]:
-    return build_manifest
-
-
-@pytest.fixture
-def train() -> Callable[[Roles, str, int], None]:
-    return randomise
 
 
 @pytest.fixture(scope="session")

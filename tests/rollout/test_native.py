@@ -13,7 +13,6 @@ from torch import Tensor
 from lightning_rlhf.core.errors import TrainingError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.lora import FusedLoRALinear
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
@@ -188,18 +187,3 @@ def test_a_policy_that_has_diverged_is_one_error(
     params = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=END)
     with pytest.raises(TrainingError, match="NaN or infinite"), roles.use_role(POLICY):
         sampler(roles, params).sample(prompts, 1, torch.Generator().manual_seed(3))
-
-
-@pytest.mark.parametrize("roles", ["qwen3", "qwen3_5_text"], indirect=True)
-def test_tokens_are_sampled_from_folded_weights(
-    roles: Roles, prompts: Prompts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No layer with an adapter beside it is asked while the responses are written."""
-
-    def asked(self: FusedLoRALinear, *args: object) -> None:
-        raise AssertionError("an adapter was asked beside its layer")
-
-    monkeypatch.setattr(FusedLoRALinear, "forward", asked)
-    roll_out(roles, prompts, max_response_tokens=3)
-    with pytest.raises(AssertionError), roles.use_role(POLICY):
-        roles.hidden(prompts.tokens)
