@@ -58,36 +58,20 @@ class PackedDecoderLayer(layers.FastLayer, nn.Module):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         if hidden_states.ndim == 3:  # the embeddings
             hidden_states = packing.pack(hidden_states.flatten(0, 1))
-        mixed = self._mix(self.input_layernorm(hidden_states), packing, **kwargs)
+        x, mask = self.input_layernorm(hidden_states), kwargs["attention_mask"]
+        mixer: Any = getattr(self, "linear_attn", None)
+        is_linear = isinstance(mixer, nn.Module)
+        mixer = mixer if is_linear else self.get_submodule("self_attn")
+        if not is_linear and mask is None and _is_plain(mixer):
+            mixed = _attend(mixer, x, packing, kwargs["position_embeddings"], self.is_last)
+        else:
+            x = packing.pad(x)
+            padded = mixer(x, attention_mask=mask) if is_linear else mixer(x, **kwargs)[0]
+            mixed = packing.pack(padded.flatten(0, 1), last=self.is_last)
         if self.is_last:
             hidden_states = gather_rows(hidden_states, packing.wanted_real)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-    def _mix(
-        self,
-        x: Float[Tensor, "N d"],
-        packing: Packing,
-        *,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        **kwargs: Any,
-    ) -> Float[Tensor, "M d"]:
-        mixer: Any = getattr(self, "linear_attn", None)
-        if isinstance(mixer, nn.Module):
-            mixed = mixer(packing.pad(x), attention_mask=attention_mask)
-        else:
-            mixer = self.get_submodule("self_attn")
-            is_plain = (  # `_attend` computes what the layer does
-                layers.own_class(mixer).__name__ in ATTENTION
-                and mixer.config._attn_implementation == layers.FAST_SDPA
-                and not (mixer.training and mixer.attention_dropout)
-            )
-            if attention_mask is None and is_plain:
-                return _attend(mixer, x, packing, position_embeddings, is_last=self.is_last)
-            kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-            mixed, _ = mixer(packing.pad(x), **kwargs)
-        return packing.pack(mixed.flatten(0, 1), last=self.is_last)
 
 
 @cache
@@ -96,12 +80,20 @@ def packed_class(layer: type) -> type[nn.Module]:
     return type(f"Packed{layer.__name__}", (PackedDecoderLayer, layer), {})
 
 
+def _is_plain(layer: Any) -> bool:
+    """Return whether `_attend` computes what the layer does."""
+    return (
+        layers.own_class(layer).__name__ in ATTENTION
+        and layer.config._attn_implementation == layers.FAST_SDPA
+        and not (layer.training and layer.attention_dropout)
+    )
+
+
 def _attend(
     layer: Any,
     x: Float[Tensor, "N d"],
     packing: Packing,
-    position_embeddings: tuple[Float[Tensor, "#B S r"], Float[Tensor, "#B S r"]],
-    *,
+    tables: tuple[Float[Tensor, "#B S r"], Float[Tensor, "#B S r"]],
     is_last: bool,
 ) -> Float[Tensor, "M d"]:
     """Compute causal attention, for which queries, keys and values alone are padded."""
@@ -114,8 +106,8 @@ def _attend(
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    query = layers.apply_rotary(query, *packing.rotary_tables(*position_embeddings, last=is_last))
-    key = layers.apply_rotary(key, *packing.rotary_tables(*position_embeddings))
+    query = layers.apply_rotary(query, *packing.rotary_tables(*tables, last=is_last))
+    key = layers.apply_rotary(key, *packing.rotary_tables(*tables))
     query = packing.pad(query.flatten(1), last=is_last)
     key, value = packing.pad(key.flatten(1)), packing.pad(value)
     query, key, value = (

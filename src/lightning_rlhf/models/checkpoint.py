@@ -57,8 +57,6 @@ FROM_CONFIG = "from_config"
 """Value of Manifest.base for a model that was trained from random weights."""
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 """Names of the packages whose versions are recorded in a manifest."""
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-"""Largest finite float32 number."""
 
 
 def is_folder(source: str) -> bool:
@@ -226,8 +224,8 @@ class Verdict:
 
 Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
 Verdicts = dict[str, Annotated[Verdict, nested(Verdict)]]
-Finite = Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number")
-Positive = Field(gt=0, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number above 0")
+Finite = Field(allow_inf_nan=False, description="a finite number")
+Positive = Field(gt=0, allow_inf_nan=False, description="a finite number above 0")
 
 
 @validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})

@@ -66,10 +66,7 @@ def write_final(
                 save_adapter(own, roles, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
-            if rewards is None or not heads.save_classifier(
-                beside, causal_lm, rewards, tokenizer.pad_token_id
-            ):
-                causal_lm.save_pretrained(beside)
+            heads.save_whole(beside, causal_lm, rewards, tokenizer.pad_token_id)
         tokenizer.save_pretrained(beside)
         if head is not None:
             state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}
@@ -77,9 +74,8 @@ def write_final(
         save_file(fingerprints, own / build_roles.FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
-        (beside / checkpoint.MANIFEST).write_text(
-            json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
-        )
+        record = json.dumps(dataclasses.asdict(manifest), indent=2)
+        (beside / checkpoint.MANIFEST).write_text(f"{record}\n")
 
 
 def save_adapter(

@@ -112,19 +112,18 @@ def classifier_adapter(
     return changed, state
 
 
-def save_classifier(
-    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module, pad_token_id: int | None
-) -> bool:
-    """Write a fully trained reward model as a sequence classifier with one label.
+def save_whole(
+    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module | None, pad_token_id: int | None
+) -> None:
+    """Write a language model; with heads, where transformers has one, as a sequence classifier.
 
-    The output layer of the language model stays in the file where it is not tied to the embedding:
-    the stages here compare its logits with the fingerprint.
-
-    Returns: False, and nothing is written, where transformers has no classifier for the model.
+    That has one label. The output layer of the language model stays in the file where it is not
+    tied to the embedding: the stages here compare its logits with the fingerprint.
     """
     config = copy.deepcopy(causal_lm.config)
-    if trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
-        return False
+    if heads is None or trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
+        causal_lm.save_pretrained(folder)
+        return
     weight = score_weight(heads).to(causal_lm.dtype)
     causal_lm.save_pretrained(
         folder, state_dict={**causal_lm.state_dict(), f"{SCORE}.weight": weight}
@@ -137,7 +136,6 @@ def save_classifier(
     setattr(config, OWN_PAD, config.pad_token_id)
     config.pad_token_id = pad_token_id
     config.save_pretrained(folder)
-    return True
 
 
 def restore_padding(causal_lm: PreTrainedModel) -> None:

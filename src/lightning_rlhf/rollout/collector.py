@@ -143,13 +143,8 @@ class ShardedBatch:
     samples_per_prompt: int
     rows: Int[Tensor, " M"]
     """Numbers of the prompts that this process samples; it may have none."""
-    first: int
-    """Number of the first response of the batch among the responses of all batches."""
-
-    @property
-    def numbers(self) -> Int[Tensor, " R"]:
-        """Return the numbers, among the responses of all batches, of those sampled here."""
-        return self.first + samplers.response_numbers(self.rows, self.samples_per_prompt)
+    numbers: Int[Tensor, " R"]
+    """Numbers, among the responses of all batches, of those that this process samples."""
 
 
 def shard(
@@ -167,7 +162,8 @@ def shard(
         rows = torch.arange(len(prompts) if number % replicas.size == replicas.rank else 0)
         if number >= whole:
             rows = replicas.share(masking.by_length(prompts.mask))
-        found.append(ShardedBatch(prompts, count, rows, first))
+        numbers = first + samplers.response_numbers(rows, count)
+        found.append(ShardedBatch(prompts, count, rows, numbers))
         first += len(prompts) * count
     return found
 
