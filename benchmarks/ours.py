@@ -19,7 +19,7 @@ from lightning_rlhf.core.config import CriticKind, PPOConfig
 from lightning_rlhf.core.records import DecodedResponses, Experience, Prompts
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.models.config import CRITIC, POLICY, VALUE, LoRASettings
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.weighted import Reward
@@ -79,7 +79,7 @@ def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOMo
             roles.add_adapter(CRITIC, lora)
         case _:
             raise ValueError(f"critic {critic}; allowed: head, adapter")
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
     return PPOModule(
         roles,
         Reward.of(reward),

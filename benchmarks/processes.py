@@ -39,7 +39,7 @@ from lightning_rlhf.data.lengths import PromptTokens
 from lightning_rlhf.evaluation.evaluate_policy import GREEDY
 from lightning_rlhf.evaluation.policies import Task
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
@@ -120,7 +120,7 @@ def build(stage: str, workload: Workload, replicas: Replicas) -> tuple[L.Lightni
             )
         case "rm":
             generator = torch.Generator().manual_seed(0)
-            roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, generator)
+            roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, generator)
             roles.add_adapter(REWARD, LORA)
             config = section("rm", RMConfig)
             return RewardModule(roles, config, seed=0, replicas=replicas), pairs(workload, rows)

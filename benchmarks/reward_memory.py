@@ -22,7 +22,7 @@ from counting import Memory
 from lightning_rlhf.core.config import DPOConfig, RMConfig
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import POLICY, REWARD, LoRASettings
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.preferences import DPOModule, RewardModule
@@ -68,7 +68,7 @@ def with_reward(module: PPOModule, kind: str) -> Roles:
         return module.roles  # the benchmark's own reward costs nothing
     roles = module.roles if kind == "head" else Roles(copy.deepcopy(plain(module)))
     generator = torch.Generator().manual_seed(0)
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, generator)
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, generator)
     roles.add_adapter(REWARD, LORA)
     roles.to(module.device)
     roles.heads[REWARD].requires_grad_(False)
@@ -91,7 +91,7 @@ def pairs_module(workload: Workload, stage: str, device: torch.device) -> Reward
         roles.add_adapter(POLICY, LORA)
         return DPOModule(roles, DPOConfig(**keys)).to(device)
     generator = torch.Generator().manual_seed(0)
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, generator)
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, generator)
     roles.add_adapter(REWARD, LORA)
     return RewardModule(roles, RMConfig(**keys), seed=0).to(device)
 

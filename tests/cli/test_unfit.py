@@ -66,8 +66,8 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
     assert "PPO is run on it all the same." in start
     assert "reward head: Not fit: on held-out pairs" in table + end
     manifest = find(str(backwards.stage("ppo", "warned") / "final"), "").require_manifest("ppo")
-    assert manifest.verdicts["head"]["is_unfit"] is True
-    assert manifest.verdicts["head"]["words"].startswith(NOT_FIT)
+    assert manifest.verdicts["head"].is_unfit
+    assert manifest.verdicts["head"].words.startswith(NOT_FIT)
     assert stage_report(read_run(backwards.stage("ppo", "warned"))).verdict.level == "bad"
 
 

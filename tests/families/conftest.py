@@ -7,81 +7,38 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
-from transformers import (
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    Qwen3_5Config,
-    Qwen3_5ForCausalLM,
-    Qwen3_5ForConditionalGeneration,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
-from transformers.utils import logging as transformers_logging
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
 from lightning_rlhf.cli.main import main
 
 from ..composing import parsed_files as parsed_files
+from ..models.conftest import _calm as _calm
+from ..models.conftest import build_model
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 VOCABULARY = 1757
 """The tokenizer's 1756, and the one more that transformers' tokenizer of Qwen3.5 gives it."""
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.05,
-    "bos_token_id": None,
-    "eos_token_id": 1,
-    "pad_token_id": None,
-}
-HYBRID = COMMON | {
-    "head_dim": 8,
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "tie_word_embeddings": True,
-}
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
           "out_hidden_size": 32, "num_position_embeddings": 4, "patch_size": 4}  # fmt: skip
 
 
 def build(family: str) -> PreTrainedModel:
     """Random weights, of the class that the family's hub repositories are saved from."""
+    kind = "qwen3_5_text" if family.startswith("qwen3.5") else family
+    sizes = {"vocab_size": VOCABULARY, "max_position_embeddings": 256, "initializer_range": 0.05}
+    is_tied = kind != "llama"
+    model = build_model(kind, pad_token_id=None, tie_word_embeddings=is_tied, **sizes)
+    if family != "qwen3.5-multimodal":
+        return model
+    text = model.config.to_dict()
     torch.manual_seed(0)
-    match family:
-        case "qwen3.5":
-            return Qwen3_5ForCausalLM(Qwen3_5TextConfig(**HYBRID))
-        case "qwen3.5-multimodal":
-            config = Qwen3_5Config(text_config=HYBRID, vision_config=VISION,
-                                   tie_word_embeddings=True)  # fmt: skip
-            return Qwen3_5ForConditionalGeneration(config)
-        case "qwen3":
-            return Qwen3ForCausalLM(Qwen3Config(**COMMON, head_dim=8, tie_word_embeddings=True))
-        case "llama":
-            return LlamaForCausalLM(LlamaConfig(**COMMON, tie_word_embeddings=False))
-    raise ValueError(family)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _calm() -> None:
-    """One thread: on matrices this small a second one waits longer than it works."""
-    torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    return Qwen3_5ForConditionalGeneration(
+        Qwen3_5Config(text_config=text, vision_config=VISION, tie_word_embeddings=True)
+    )
 
 
 @pytest.fixture(scope="session")

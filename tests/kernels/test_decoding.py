@@ -159,36 +159,23 @@ def steps(roles: Roles) -> bool:
 
 
 def test_what_it_does_not_compute_is_left_to_the_model() -> None:
+    """Quantised layers are classes of their own, with what looks like weights; DoRA is no sum."""
     assert steps(build("qwen3"))
     assert not steps(build("gpt2"))
     assert not steps(build("qwen3", hidden_act="gelu"))
     windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
     assert not steps(build("qwen2", **windows))
-
-
-def test_it_computes_in_the_dtype_of_the_weights_or_rounds_fp32_to_that_of_autocast() -> None:
-    roles = build("qwen3")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    roles, other = build("qwen3"), build("qwen3")
+    other.causal_lm.base_model.layers[1].mlp.down_proj.use_dora[POLICY] = True
+    assert not steps(other)
+    with torch.autocast("cpu", dtype=torch.bfloat16):  # rounds fp32, or finds weights in bf16
         assert steps(roles)
         roles.causal_lm.bfloat16()
         assert steps(roles)
     with torch.autocast("cpu", dtype=torch.float16):
         assert not steps(roles)
-    roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer.float()
-    assert not steps(roles)
-
-
-def test_only_plain_linear_layers_are_known() -> None:
-    """Quantised ones are classes of their own, with what looks like weights; DoRA is no sum."""
-
-    class Other(nn.Linear):
-        pass
-
-    roles = build("qwen3")
-    roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer.__class__ = Other
-    assert not steps(roles)
-    roles = build("qwen3")
-    roles.causal_lm.base_model.layers[1].mlp.down_proj.use_dora[POLICY] = True
+    linear = roles.causal_lm.base_model.layers[1].mlp.down_proj.base_layer
+    linear.__class__ = type("Other", (nn.Linear,), {})
     assert not steps(roles)
 
 

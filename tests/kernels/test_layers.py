@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.layers import (
     FastLayer,
     OneDNNLinear,
@@ -60,10 +59,9 @@ def plain(roles: Roles) -> Iterator[None]:
             module.__class__ = kind
 
 
-def outcome(roles: Roles, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def outcome(roles: Roles, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """Hidden states, and the gradient of a weighted sum of them."""
     roles.zero_grad()
-    hidden = roles.hidden(tokens)
     weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
     (hidden * weights).sum().backward()
     return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
@@ -84,12 +82,12 @@ def test_hidden_states_and_gradients_are_those_of_transformers(
     tokens = torch.arange(2 * length).view(2, length) * 7919 % VOCABULARY
     if asked is not None:
         asked.clear()
-    hidden, gradient = outcome(roles, tokens)
+    hidden, gradient = outcome(roles, roles.hidden(tokens))
     assert (
         asked is None or len(asked) > len(list(roles.trained_by(POLICY))) / 2
     )  # not forwards alone
     with plain(roles):
-        expected, expected_gradient = outcome(roles, tokens)
+        expected, expected_gradient = outcome(roles, roles.hidden(tokens))
     assert relative(hidden, expected) <= 1e-5
     assert expected_gradient.abs().max() > 0
     assert relative(gradient, expected_gradient) <= 1e-5
@@ -213,17 +211,3 @@ def test_a_projection_by_onednn_says_and_learns_what_the_formula_does(
     assert len(found) == 2 + len(learns(plain))
     for a, b in zip(found, expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("length", "size"), [(1, 1), (41, 21), (300, 38)])
-def test_the_delta_rule_reads_equal_chunks(length: int, size: int) -> None:
-    """The fewest chunks of at most 40 tokens; the last is filled up by less than their number."""
-    roles = a_policy("qwen3_5_text")
-    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
-    name = "torch_chunk_gated_delta_rule"
-    with patch.object(modeling_qwen3_5, name, wraps=rule) as asked, torch.no_grad():
-        roles.hidden(torch.ones(1, length, dtype=torch.long))
-    sizes = {call.kwargs["chunk_size"] for call in asked.call_args_list}
-    assert sizes == {size}
-    assert size <= layers.MAX_CHUNK
-    assert -length % size < -(-length // size)

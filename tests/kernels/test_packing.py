@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,14 +9,13 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
-from lightning_rlhf.kernels import decoder, layers
-from lightning_rlhf.kernels.decoder import Packing, gather_rows, scatter_rows
-from lightning_rlhf.kernels.layers import rounded_up
+from lightning_rlhf.kernels import decoder
+from lightning_rlhf.kernels.decoder import gather_rows, scatter_rows
 from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import VOCABULARY, build_model
-from .test_layers import FAMILIES, a_policy, relative
+from .test_layers import FAMILIES, a_policy, outcome, relative
 
 T, F = True, False
 WANTED = {
@@ -26,11 +24,7 @@ WANTED = {
         [F, F, F, F, F, T, T, T],
         [T, T, T, F, F, F, F, F],
     ],
-    "with gaps": [
-        [T, F, T, F, F, F, F, F],
-        [F, T, F, F, F, T, F, T],
-        [F, F, F, F, F, F, T, F],
-    ],
+    "with gaps": [[T, F, T, F, F, F, F, F], [F, T, F, F, F, T, F, T], [F, F, F, F, F, F, T, F]],
     "rows of one length": [
         [F, F, F, F, F, F, T, T],
         [F, F, F, F, F, F, F, T],
@@ -38,14 +32,6 @@ WANTED = {
     ],
     "one position in all": [[T, F, F, F, F, F, F, F]],
 }
-
-
-def outcome(roles: Roles, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """Hidden states, and the gradient of a weighted sum of them."""
-    roles.zero_grad()
-    weights = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1))
-    (hidden * weights).sum().backward()
-    return hidden.detach(), torch.cat([p.grad.flatten() for p in roles.trained_by(POLICY)])
 
 
 def tokens_of(wanted: Tensor) -> Tensor:
@@ -80,46 +66,19 @@ def test_rows_are_not_made_longer_than_the_positions_that_a_model_was_trained_on
     assert relative(roles.hidden_at(tokens, mask), expected) <= 1e-5
 
 
-@pytest.mark.parametrize(("wanted", "padding"), [(400, 0), (330, 40), (5, 0)])
-def test_numbers_of_positions_are_multiples_wherever_so_many_are_there(
-    wanted: int, padding: int
-) -> None:
-    """Also where all that is read is wanted, as in plain text."""
-    mask = torch.zeros(16, 25 + padding, dtype=torch.bool)
-    mask[:, :25] = torch.arange(16 * 25).view(16, 25) % 400 < wanted
-    found = Packing.of(mask, few_shapes=True)
-    computed = torch.arange(mask.numel()) if found.real is None else found.real
-    assert len(found.wanted) == min(rounded_up(wanted, layers.ROWS), len(computed))
-    assert found.real is None or len(found.real) % layers.ROWS == 0
-    assert torch.equal(found.wanted[: found.count], mask.flatten().nonzero().squeeze(1))
-    assert torch.equal(computed[found.wanted_real], found.wanted)
-
-
-def sliding(roles: Roles) -> None:
-    """Positions that look 4 back alone, by a mask."""
-    for layer in roles.causal_lm.base_model.layers:
-        assert layer.self_attn.sliding_window == 4
-
-
-def eager(roles: Roles) -> None:
-    roles.causal_lm.set_attn_implementation("eager")
-
-
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
 
 
 @pytest.mark.parametrize(
-    ("change", "shape", "library"),
-    [(lambda roles: None, {}, 0), (sliding, WINDOWS, 2), (eager, {}, 2)],
+    ("attention", "shape", "library"), [("sdpa", {}, 0), ("sdpa", WINDOWS, 2), ("eager", {}, 2)]
 )
 def test_attention_that_ours_does_not_compute_is_left_to_the_library(
-    monkeypatch: pytest.MonkeyPatch,
-    change: Callable[[Roles], None],
-    shape: dict[str, Any],
-    library: int,
+    monkeypatch: pytest.MonkeyPatch, attention: str, shape: dict[str, Any], library: int
 ) -> None:
+    """Another implementation, or one whose positions look 4 back alone, by a mask."""
     roles, mask = a_policy("qwen3", **shape), torch.tensor(WANTED["a response in each row"])
-    change(roles)
+    if attention == "eager":
+        roles.causal_lm.set_attn_implementation(attention)
     tokens = tokens_of(mask)
     asked: list[Any] = []
     forward = Qwen3Attention.forward

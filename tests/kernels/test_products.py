@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 
-from lightning_rlhf.kernels import layers, lora
+from lightning_rlhf.kernels import lora
 from lightning_rlhf.kernels.layers import linear, product
 from lightning_rlhf.kernels.lora import JointLinear
 from lightning_rlhf.kernels.patch import patch_layers
-
-EPYC, XEON = "AMD EPYC 9654", "Intel Xeon Platinum 8480"
 
 
 def numbers(*shape: int) -> Tensor:
@@ -36,36 +32,6 @@ def test_onednn_says_what_the_formula_says(
     torch.testing.assert_close(linear(x, weight, bias).double(), exact + bias, rtol=0, atol=1e-5)
     torch.testing.assert_close(product(x, weight.T).double(), exact, rtol=0, atol=1e-5)
     assert len(to_onednn) == 2
-
-
-@pytest.fixture
-def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """processor(name, its vectors, as torch calls them): what torch finds."""
-
-    def found(name: str, vectors: str) -> None:
-        layers.fp32_by_onednn.cache_clear()
-        monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": name})
-
-    yield found
-    layers.fp32_by_onednn.cache_clear()
-
-
-@pytest.mark.parametrize(
-    ("name", "vectors", "expected"),
-    [
-        (EPYC, "AVX512", True),
-        (EPYC, "AVX2", False),
-        (XEON, "AVX512", False),
-        ("", "AVX512", False),
-    ],
-)
-def test_fp32_goes_to_onednn_where_torch_calls_a_library_that_computes_by_halves(
-    name: str, vectors: str, expected: bool, processor: Callable[[str, str], None]
-) -> None:
-    processor(name, vectors)
-    assert layers.fp32_by_onednn() is expected
 
 
 # Several layers of one input as one product

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, VALUE, LoRASettings, ModelConfig
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
@@ -122,26 +121,6 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(TOKENIZER)
 
 
-@pytest.fixture
-def make_model() -> Callable[..., PreTrainedModel]:
-    return build_model
-
-
-@pytest.fixture
-def make_config() -> Callable[..., ModelConfig]:
-    return build_config
-
-
-@pytest.fixture
-def make_manifest() -> Callable[..., Manifest]:
-    return build_manifest
-
-
-@pytest.fixture
-def train() -> Callable[[Roles, str, int], None]:
-    return randomise
-
-
 @pytest.fixture(scope="session")
 def tokens() -> torch.Tensor:
     """Three rows of 9 tokens, with the pad and eos id 1 among them."""
@@ -175,7 +154,7 @@ class Lineage:
         self.sft = self._write(folder / "sft", roles, SFT, tokenizer, build_manifest("sft"), None)
 
         roles = start_from(self.config, self.sft, trainable=False, seed=0)
-        roles.heads[REWARD] = RewardHeads.random(
+        roles.heads[REWARD] = ScalarHeads.random(
             roles.hidden_size, 1, torch.Generator().manual_seed(3)
         )
         roles.add_adapter(REWARD, LORA)
@@ -184,7 +163,7 @@ class Lineage:
         self.rm = self._write(folder / "rm", roles, REWARD, tokenizer, manifest, REWARD)
 
         roles = start_from(self.config, self.sft, trainable=False, seed=0)
-        roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
+        roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
         roles.add_adapter(POLICY, LORA)
         randomise(roles, POLICY, seed=5)
         manifest = build_manifest("ppo", tokenizer_hash=self.hash)
@@ -205,11 +184,7 @@ class Lineage:
         return find(str(folder / "final"), "policy.checkpoint")
 
 
-@pytest.fixture(
-    scope="session",
-    params=[("qwen3", "full"), ("qwen3_5_text", "lora")],
-    ids="-".join,
-)
+@pytest.fixture(scope="session", params=[("qwen3", "full"), ("qwen3_5_text", "lora")], ids="-".join)
 def lineage(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -6,7 +6,6 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +27,10 @@ from lightning_rlhf.models.build_roles import (
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 
-Make = Callable[..., Any]
-# i * 7919 mod 97 for i = 1..16; 7919 = 81 * 97 + 62.
-PROBE = torch.tensor([[62 * i % 97 for i in range(1, 17)]])
-TOKENIZER_FILES = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
-COMMON_FILES = TOKENIZER_FILES | {
-    ".lightning-rlhf.files", "manifest.json", "roles", "roles/fingerprint.safetensors"
-}  # fmt: skip
+from .conftest import PROBE, build_config, build_manifest, build_model, randomise
 
 
 def copy(final: Final, to: Path) -> Final:
@@ -71,24 +64,6 @@ def plain_logits(model: Any) -> torch.Tensor:
 # Written and found again
 
 
-def test_the_folder_holds_what_its_docstring_lists(lineage: Any) -> None:
-    adapter = {"adapter_model.safetensors", "adapter_config.json"}
-    weights = {"model.safetensors", "config.json", "generation_config.json"}
-    sft = COMMON_FILES | (adapter if lineage.finetune == "lora" else weights)
-    rm = (
-        COMMON_FILES
-        | adapter
-        | {"roles/reward_head.safetensors", *(f"roles/{name}" for name in adapter)}
-    )
-    ppo = COMMON_FILES | adapter | {"roles/value_head.safetensors"}
-    for final, files in ((lineage.sft, sft), (lineage.rm, rm), (lineage.ppo, ppo)):
-        assert {str(file.relative_to(final.path)) for file in final.path.rglob("*")} == files
-        assert not list(final.path.parent.glob(".*"))
-    assert lineage.sft.is_adapter == (lineage.finetune == "lora")
-    assert lineage.rm.is_adapter
-    assert lineage.ppo.is_adapter
-
-
 def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
     """Recomputed from the folders with plain libraries."""
 
@@ -120,19 +95,18 @@ def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
 
 
 def test_weights_and_heads_come_back_bit_for_bit(
-    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    train: Make, make_config: Make,
-) -> None:  # fmt: skip
-    roles = Roles(make_model("qwen3"))
-    add_policy(roles, make_config(name_or_path="x"), 0)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
-    train(roles, POLICY, 1)
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    roles = Roles(build_model("qwen3"))
+    add_policy(roles, build_config(name_or_path="x"), 0)
+    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
+    randomise(roles, POLICY, 1)
     with torch.no_grad():
         roles.heads[VALUE].linear.weight.normal_()
         roles.heads[VALUE].linear.bias.fill_(0.25)
-    write_final(tmp_path / "final", roles, POLICY, tokenizer, make_manifest("ppo"), VALUE)
+    write_final(tmp_path / "final", roles, POLICY, tokenizer, build_manifest("ppo"), VALUE)
     final = find(str(tmp_path / "final"), "policy.checkpoint")
-    again = Roles(make_model("qwen3"))
+    again = Roles(build_model("qwen3"))
     again.load_adapter(POLICY, final.path, trainable=False)
     ours = {n: p for n, p in roles.named_parameters() if "lora_" in n}
     theirs = {n: p for n, p in again.named_parameters() if "lora_" in n}
@@ -146,9 +120,11 @@ def test_weights_and_heads_come_back_bit_for_bit(
 
 
 def test_writing_an_adapter_does_not_ask_the_hub(
-    adapters: Any, tmp_path: Path, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
+    adapters: Any,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     """A run must not fail or wait at its very end for want of a network.
 
     The SFT adapter below names a base that is no folder here, as hub ids are none.
@@ -164,19 +140,18 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     roles = reference(adapters)
     assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
     add_policy(roles, adapters.config, 0)
-    roles.heads[VALUE] = ScalarHead.zeros(roles.hidden_size)
-    manifest = make_manifest("ppo", parents={"sft": str(adapters.sft.path)})
+    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
+    manifest = build_manifest("ppo", parents={"sft": str(adapters.sft.path)})
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
     assert asked == []
 
 
 def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
-    tmp_path: Path, make_model: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "run" / "final"
-    roles = Roles(make_model("llama"))
+    roles = Roles(build_model("llama"))
     roles.assign(SFT)
 
     def cut_off(*args: Any, **kwargs: Any) -> None:
@@ -185,19 +160,19 @@ def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
     with monkeypatch.context() as patched:
         patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
+            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
     assert not folder.exists()
 
-    write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
+    write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
     (folder / "notes.txt").write_text("of the user")
     with monkeypatch.context() as patched:
         patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            write_final(folder, roles, SFT, tokenizer, make_manifest("sft"), None)
-    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft")
+            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft")
 
-    write_final(folder, roles, SFT, tokenizer, make_manifest("sft", base="other"), None)
-    assert find(str(folder), "policy.checkpoint").manifest == make_manifest("sft", base="other")
+    write_final(folder, roles, SFT, tokenizer, build_manifest("sft", base="other"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft", base="other")
     assert (folder / "notes.txt").read_text() == "of the user"
     assert [path.name for path in folder.parent.iterdir()] == ["final"]
 
@@ -212,31 +187,23 @@ def test_a_reward_model_with_another_tokenizer_is_refused(adapters: Any) -> None
     assert "f" * 16 in str(caught.value)
 
 
-HEADS: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "missing, never a random one": (lambda file: file.unlink(), r"no reward_head\.safetensors"),
-    "of another hidden size": (
-        lambda file: save_file(
-            {"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}, file
-        ),
-        r"reward_head.*7\].*32",
-    ),
-}
-
-
-@pytest.mark.parametrize("damage", HEADS)
-def test_a_damaged_head_is_refused(adapters: Any, tmp_path: Path, damage: str) -> None:
+def test_a_damaged_head_is_refused(adapters: Any, tmp_path: Path) -> None:
+    """Of another hidden size, or missing: never a random one."""
     final = copy(adapters.rm, tmp_path / "copy")
-    spoil, told = HEADS[damage]
-    spoil(final.path / "roles/reward_head.safetensors")
-    with pytest.raises(CheckpointError, match=told):
+    file = final.path / "roles/reward_head.safetensors"
+    save_file({"linear.weight": torch.zeros(1, 7), "linear.bias": torch.zeros(1)}, file)
+    with pytest.raises(CheckpointError, match=r"reward_head.*7\].*32"):
+        attach(adapters, final)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"no reward_head\.safetensors"):
         attach(adapters, final)
 
 
 def test_a_reward_adapter_trained_on_another_model_is_refused(
-    adapters: Any, tmp_path: Path, make_model: Make, make_config: Make
+    adapters: Any, tmp_path: Path
 ) -> None:
-    make_model("llama", seed=9).save_pretrained(tmp_path / "other")
-    config = make_config(name_or_path=str(tmp_path / "other"))
+    build_model("llama", seed=9).save_pretrained(tmp_path / "other")
+    config = build_config(name_or_path=str(tmp_path / "other"))
     roles = start_from(config, None, trainable=False, seed=0)
     with pytest.raises(CheckpointError, match="the model that it was trained on"):
         attach_reward(roles, REWARD, adapters.rm, config, adapters.hash)
@@ -260,31 +227,29 @@ def test_a_reward_adapter_that_was_changed_is_refused(adapters: Any, tmp_path: P
 
 
 def test_full_weights_that_were_changed_are_refused(
-    tmp_path: Path, make_model: Make, make_config: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
-    roles = Roles(make_model("qwen3"))
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    roles = Roles(build_model("qwen3"))
     roles.assign(SFT)
-    write_final(tmp_path / "final", roles, SFT, tokenizer, make_manifest("sft"), None)
+    write_final(tmp_path / "final", roles, SFT, tokenizer, build_manifest("sft"), None)
     final = find(str(tmp_path / "final"), "policy.checkpoint")
-    config = make_config(name_or_path="unused")
+    config = build_config(name_or_path="unused")
     again = start_from(config, final, trainable=False, seed=0)
     check_fingerprint(again, REFERENCE, final, "self")
-    make_model("qwen3", seed=5).save_pretrained(final.path)
+    build_model("qwen3", seed=5).save_pretrained(final.path)
     with pytest.raises(CheckpointError, match="gives other logits than it gave"):
         start_from(config, final, trainable=False, seed=0)
 
 
 def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
-    tmp_path: Path, make_config: Make, make_manifest: Make, tokenizer: PreTrainedTokenizerBase,
-    make_model: Make, train: Make,
-) -> None:  # fmt: skip
-    shape = make_model("qwen3").config.to_diff_dict() | {"model_type": "qwen3"}
-    config = make_config(from_config=shape, tokenizer="x")
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    shape = build_model("qwen3").config.to_diff_dict() | {"model_type": "qwen3"}
+    config = build_config(from_config=shape, tokenizer="x")
     roles = start_from(config, None, trainable=False, seed=41)
     roles.add_adapter(SFT, config.lora)
-    train(roles, SFT, 1)
-    manifest = make_manifest("sft", base_seed=41)
+    randomise(roles, SFT, 1)
+    manifest = build_manifest("sft", base_seed=41)
     write_final(tmp_path / "final", roles, SFT, tokenizer, manifest, None)
     final = find(str(tmp_path / "final"), "policy.checkpoint")
     again = start_from(config, final, trainable=False, seed=7)
@@ -294,13 +259,12 @@ def test_an_adapter_on_random_weights_finds_them_by_the_seed_in_its_manifest(
 
 
 def test_a_reward_model_is_no_policy(
-    adapters: Any, tmp_path: Path, make_model: Make, make_manifest: Make,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+    adapters: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """Neither its adapter nor, where it was fully trained, its whole weights."""
-    own = Roles(make_model("llama"))
+    own = Roles(build_model("llama"))
     random_reward(own, REWARD, torch.Generator().manual_seed(0))
-    write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
+    write_final(tmp_path / "final", own, REWARD, tokenizer, build_manifest("rm"), REWARD)
     for final in (adapters.rm, find(str(tmp_path / "final"), "policy.checkpoint")):
         with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
             start_from(adapters.config, final, trainable=False, seed=0)

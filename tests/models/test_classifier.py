@@ -10,28 +10,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import bitsandbytes as bnb
 import pytest
 import torch
 from torch import Tensor
 from transformers import (
     AutoModelForSequenceClassification,
     BertForSequenceClassification,
-    LlamaForSequenceClassification,
 )
 
 from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.core.errors import ConfigError, RewardError
 from lightning_rlhf.models.classifier import Classifier
 
-from .classifiers import (
-    IDS,
-    TEMPLATE,
-    WORDS,
-    load,
-    row,
-    save_classifier,
-)
+from .classifiers import IDS, TEMPLATE, WORDS, load, row, save_classifier
 
 # (prompt, response) of (3 i mod 7) + 1 and (5 i mod 11) + 1 words: 2 to 18 of them.
 TEXTS = [
@@ -152,23 +143,6 @@ def test_one_of_several_outputs(checkpoint: Callable[..., str]) -> None:
     found = load(folder, label="LABEL_2")
     assert found.label == 2
     torch.testing.assert_close(scores(found), expected(folder, TEXTS, 2), atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> None:
-    """Unpacked one by one into transformers' model, they give the same scores.
-
-    Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
-    """
-    folder = checkpoint(intermediate_size=80)
-    classifier = load(folder, quantization="nf4")
-    plain = LlamaForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    for name, module in classifier.model.named_modules():
-        if isinstance(module, bnb.nn.Linear4bit):
-            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-            plain.get_submodule(name).weight.copy_(weight)
-    plain.save_pretrained(folder)
-    torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
 
 
 # Refused

@@ -14,7 +14,7 @@ from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_rew
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_manifest, randomise
@@ -45,7 +45,7 @@ def critic(lineage: Any, kind: str, *, reward: Final | None = None,
 def last_value(owner: Roles, role: str, tokens: Tensor) -> Tensor:
     """V after the whole sequence."""
     with owner.use_role(role):
-        return owner.heads[VALUE](owner.hidden(tokens)[:, -1])
+        return owner.heads[VALUE](owner.hidden(tokens)[:, -1]).squeeze(-1)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def full_reward(tmp_path: Path, lineage: Any, tokenizer: Any) -> Final:
     """A reward model whose language model was trained whole: the SFT model's, or the base's."""
     sft = None if lineage.sft.is_adapter else lineage.sft
     roles = start_from(lineage.config, sft, trainable=True, seed=0)
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(3))
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(3))
     roles.assign(REWARD)
     with torch.no_grad():
         for parameter in roles.model.parameters():
@@ -137,7 +137,7 @@ def test_a_model_starts_as_a_reward_adapter_merged(lineage: Any, tokens: Tensor)
 
 def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None:
     d = 20_000
-    head = RewardHeads.random(d, 1, torch.Generator().manual_seed(0))
+    head = ScalarHeads.random(d, 1, torch.Generator().manual_seed(0))
     expected = 1 / math.sqrt(d + 1)
     # The standard error of a standard deviation of n normals is sigma / sqrt(2 n): 4 of them.
     assert head.linear.weight.std().item() == pytest.approx(expected, rel=4 / math.sqrt(2 * d))
@@ -145,18 +145,11 @@ def test_a_random_head_has_standard_deviation_one_over_root_d_plus_one() -> None
     assert head.linear.bias.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("kind", ["value", "reward"])
-def test_a_head_computes_in_fp32_under_autocast_and_from_bf16(kind: str) -> None:
-    random = RewardHeads.random(512, 1, torch.Generator().manual_seed(0))
-    head: torch.nn.Module = random
-    if kind == "value":
-        head = ScalarHead(512)
-        head.load_state_dict(random.state_dict())
+def test_a_head_computes_in_fp32_under_autocast_and_from_bf16() -> None:
+    head = ScalarHeads.random(512, 1, torch.Generator().manual_seed(0))
     hidden = torch.randn(4, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    exact = hidden.double() @ random.linear.weight.detach().double()[0]
+    exact = hidden.double() @ head.linear.weight.detach().double().T
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = head(hidden)
     assert found.dtype == torch.float32
-    assert found.shape == ((4,) if kind == "value" else (4, 1))
-    found = found.reshape(4)
     torch.testing.assert_close(found.double(), exact, atol=1e-5, rtol=0)

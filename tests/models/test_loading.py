@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,84 +20,57 @@ from transformers import (
 )
 
 from lightning_rlhf.core.errors import CheckpointError, HubError
-from lightning_rlhf.models.checkpoint import find
-from lightning_rlhf.models.config import BASE, POLICY, LoRASettings, ModelConfig
-from lightning_rlhf.models.loading import (
-    load_causal_lm,
-    load_tokenizer,
-    quantization_of,
-)
+from lightning_rlhf.models.config import BASE, POLICY, LoRASettings
+from lightning_rlhf.models.loading import load_causal_lm, load_tokenizer, quantization_of
 from lightning_rlhf.models.roles import Roles, trainable_names
 
+from .conftest import build_config, build_model
+
 ABSENT = "nobody-at-all/no-such-model"
-Make = Callable[..., Any]
 
 
 @pytest.fixture
-def slept(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A machine without a network. Returns the seconds that were waited, without waiting."""
-    seconds: list[float] = []
+def folder(tmp_path: Path, tokenizer: PreTrainedTokenizerBase) -> Path:
+    """A whole model folder, as a download leaves it."""
+    path = tmp_path / "model"
+    build_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def test_without_a_network_a_hub_id_fails_fast_and_says_the_way_to_a_local_folder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept: list[float] = []
 
     def unknown_host(*args: Any, **kwargs: Any) -> Any:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown_host)
-    monkeypatch.setattr(time, "sleep", seconds.append)
-    return seconds
-
-
-@pytest.fixture
-def folder(tmp_path: Path, make_model: Make, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """A whole model folder, as a download leaves it."""
-    path = tmp_path / "model"
-    make_model("qwen3", vocab_size=len(tokenizer)).save_pretrained(path)
-    tokenizer.save_pretrained(path)
-    return path
-
-
-def one_message(error: BaseException) -> str:
-    """The message, which the command line prints: short, and no traceback's text."""
-    message = str(error)
-    assert len(message) < 700
-    assert "\n" not in message
-    assert "Traceback" not in message
-    return message
-
-
-@pytest.mark.parametrize(
-    ("key", "load"),
-    [
-        ("model.name_or_path", lambda c: load_causal_lm(c, trainable=False, seed=0)),
-        ("policy.checkpoint", lambda c: find(c.name_or_path, "policy.checkpoint")),
-    ],
-    ids=["weights", "checkpoint"],
-)
-def test_without_a_network_a_hub_id_fails_fast_and_says_the_way_to_a_local_folder(
-    slept: list[float], make_config: Make, key: str, load: Callable[[ModelConfig], Any]
-) -> None:
+    monkeypatch.setattr(time, "sleep", slept.append)
     started = time.perf_counter()
     with pytest.raises(HubError) as caught:
-        load(make_config(name_or_path=ABSENT))
+        load_causal_lm(build_config(name_or_path=ABSENT), trainable=False, seed=0)
     seconds = time.perf_counter() - started + sum(slept)
-    message = one_message(caught.value)
-    assert ABSENT in message
+    message = str(caught.value)
     assert f"hf download {ABSENT} --local-dir FOLDER" in message
-    assert f"{key}=FOLDER" in message
+    assert "model.name_or_path=FOLDER" in message
+    assert len(message.splitlines()) == 1
     assert seconds < 20
 
 
-def test_missing_weights_are_refused_and_not_made_up(folder: Path, make_config: Make) -> None:
+def test_missing_weights_are_refused_and_not_made_up(folder: Path) -> None:
     file = folder / "model.safetensors"
     state = load_file(file)
     name = next(name for name in state if "q_proj" in name)
     del state[name]
     save_file(state, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="q_proj"):
-        load_causal_lm(make_config(name_or_path=str(folder)), trainable=False, seed=0)
+        load_causal_lm(build_config(name_or_path=str(folder)), trainable=False, seed=0)
 
 
 def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
-    folder: Path, tmp_path: Path, make_config: Make, tokenizer: PreTrainedTokenizerBase
+    folder: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     """Three copies, caught apart by a token."""
 
@@ -109,24 +81,20 @@ def test_the_tokenizer_is_the_checkpoints_else_the_presets_else_the_models(
         file.write_text(json.dumps(config | {"model_max_length": len(name)}))
         return tmp_path / name
 
-    own = make_config(name_or_path=str(folder))
-    preset = make_config(name_or_path=str(folder), tokenizer=str(marked("preset")))
+    own = build_config(name_or_path=str(folder))
+    preset = build_config(name_or_path=str(folder), tokenizer=str(marked("preset")))
     checkpoint = marked("checkpoint")
     assert load_tokenizer(own).model_max_length == tokenizer.model_max_length
     assert load_tokenizer(preset).model_max_length == len("preset")
     assert load_tokenizer(preset, checkpoint).model_max_length == len("checkpoint")
     # An adapter as peft alone saves it has none.
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text("{}")
+    (adapter := tmp_path / "adapter").mkdir()
     assert load_tokenizer(own, adapter).model_max_length == tokenizer.model_max_length
     assert load_tokenizer(preset, adapter).model_max_length == len("preset")
 
 
-def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(
-    folder: Path, make_config: Make
-) -> None:
-    config = make_config(name_or_path=str(folder), dtype="bfloat16")
+def test_weights_are_frozen_in_the_given_dtype_or_trainable_in_fp32(folder: Path) -> None:
+    config = build_config(name_or_path=str(folder), dtype="bfloat16")
     frozen = load_causal_lm(config, trainable=False, seed=0)
     assert {p.dtype for p in frozen.parameters()} == {torch.bfloat16}
     assert trainable_names(frozen) == []
@@ -168,17 +136,12 @@ def dequantised(model: PreTrainedModel, whole: PreTrainedModel) -> PreTrainedMod
     ("quantization", "layer"), [("int8", bnb.nn.Linear8bitLt), ("nf4", bnb.nn.Linear4bit)],
 )  # fmt: skip
 def test_a_quantised_base_loads_runs_and_carries_a_trainable_adapter(
-    tmp_path: Path,
-    make_model: Make,
-    make_config: Make,
-    model_type: str,
-    quantization: str,
-    layer: type,
+    tmp_path: Path, model_type: str, quantization: str, layer: type
 ) -> None:
-    make_model(model_type, **QUANTISED[model_type]).save_pretrained(tmp_path)
-    config = make_config(name_or_path=str(tmp_path))
+    build_model(model_type, **QUANTISED[model_type]).save_pretrained(tmp_path)
+    config = build_config(name_or_path=str(tmp_path))
     whole = load_causal_lm(config, trainable=False, seed=0)
-    config = make_config(name_or_path=str(tmp_path), quantization=quantization)
+    config = build_config(name_or_path=str(tmp_path), quantization=quantization)
     model = load_causal_lm(config, trainable=False, seed=0)
     linear = [m for n, m in model.named_modules() if n.endswith("_proj")]
     assert linear
@@ -203,30 +166,24 @@ def test_a_quantised_base_loads_runs_and_carries_a_trainable_adapter(
     assert torch.cosine_similarity(*gradients, dim=0) > 0.999
 
 
-@pytest.mark.parametrize(("quantization", "dtype"), [("int8", "float32"), ("nf4", "bfloat16")])
 @torch.no_grad()
-def test_a_row_of_quantised_weights_does_not_depend_on_the_rows_beside_it(
-    tmp_path: Path, make_model: Make, make_config: Make, quantization: str, dtype: str
-) -> None:
+def test_a_row_of_int8_weights_does_not_depend_on_the_rows_beside_it(tmp_path: Path) -> None:
     """Also where some rows have activations above 6, which LLM.int8() takes out of all rows."""
-    model = make_model("qwen3", **QUANTISED["qwen3"])
+    model = build_model("qwen3", **QUANTISED["qwen3"])
     for layer in model.model.layers:
         layer.input_layernorm.weight[5] = 12
     model.save_pretrained(tmp_path)
-    config = make_config(name_or_path=str(tmp_path), quantization=quantization, dtype=dtype)
+    config = build_config(name_or_path=str(tmp_path), quantization="int8")
     roles = Roles(load_causal_lm(config, trainable=False, seed=0))
     tokens = torch.arange(2, 98).reshape(8, 12) % 97
-    together = roles.head(roles.hidden(tokens)).float()
-    alone = torch.cat([roles.head(roles.hidden(row[None])) for row in tokens]).float()
-    limit = 1e-5 if dtype == "float32" else 1e-2
-    assert (together - alone).square().mean() < limit**2 * alone.square().mean()
+    together = roles.head(roles.hidden(tokens))
+    alone = torch.cat([roles.head(roles.hidden(row[None])) for row in tokens])
+    assert (together - alone).square().mean() < 1e-5**2 * alone.square().mean()
 
 
-def test_the_multimodal_checkpoint_loads_as_text(
-    tmp_path: Path, make_model: Make, make_config: Make
-) -> None:
+def test_the_multimodal_checkpoint_loads_as_text(tmp_path: Path) -> None:
     """Qwen3.5's hub repositories hold a vision tower; the text model in them is loaded exactly."""
-    text: PreTrainedModel = make_model("qwen3_5_text")
+    text: PreTrainedModel = build_model("qwen3_5_text")
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
               "out_hidden_size": 32, "num_position_embeddings": 4, "patch_size": 4}  # fmt: skip
     whole = Qwen3_5ForConditionalGeneration(
@@ -235,7 +192,7 @@ def test_the_multimodal_checkpoint_loads_as_text(
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
     whole.save_pretrained(tmp_path)
-    config = make_config(name_or_path=str(tmp_path))
+    config = build_config(name_or_path=str(tmp_path))
     loaded = load_causal_lm(config, trainable=False, seed=0)
     assert type(loaded) is type(text)
     expected = text.state_dict()

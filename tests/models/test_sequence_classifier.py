@@ -23,9 +23,11 @@ from lightning_rlhf.models.build_roles import attach_reward, start_from, whole_r
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.export import write_final
-from lightning_rlhf.models.heads import RewardHeads, score_bias, with_padding
+from lightning_rlhf.models.heads import ScalarHeads, score_bias, with_padding
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import Roles
+
+from .conftest import build_config, build_manifest, build_model
 
 PAD = 0
 LONG, SHORT = [5, 9, 23, 41, 7, 77], [8, 14, 3]
@@ -79,19 +81,18 @@ def test_the_adapter_is_complete_on_the_base_of_the_sft_model(lineage: Any, tmp_
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "untied"])
 def test_a_fully_trained_one_loads_without_an_argument(
-    model_type: str, tmp_path: Any, make_model: Any, make_manifest: Any, make_config: Any,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+    model_type: str, tmp_path: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """With an ensemble, whose mean is the score, and a bias, which a classifier cannot have."""
     changes = {"tie_word_embeddings": False} if model_type == "untied" else {}
-    own = Roles(make_model("llama" if changes else model_type, **changes), "plain")
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 3, torch.Generator().manual_seed(0))
+    own = Roles(build_model("llama" if changes else model_type, **changes), "plain")
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 3, torch.Generator().manual_seed(0))
     with torch.no_grad():
         own.heads[REWARD].linear.bias.copy_(torch.tensor([0.5, -0.1, 0.2]))
     own.assign(REWARD)
     padded = copy.deepcopy(tokenizer)
     padded.pad_token = padded.convert_ids_to_tokens(PAD)
-    write_final(tmp_path / "final", own, REWARD, padded, make_manifest("rm"), REWARD)
+    write_final(tmp_path / "final", own, REWARD, padded, build_manifest("rm"), REWARD)
 
     weights = sorted(file.name for file in (tmp_path / "final").glob("*.safetensors"))
     assert weights == ["model.safetensors"]
@@ -106,26 +107,25 @@ def test_a_fully_trained_one_loads_without_an_argument(
 
     # The stages here read the same folder as before, as a language model and heads with a bias.
     final = find(str(tmp_path / "final"), "reward.checkpoint")
-    again = whole_reward(final, REWARD, make_config(name_or_path="unused", kernels="plain"))
+    again = whole_reward(final, REWARD, build_config(name_or_path="unused", kernels="plain"))
     torch.testing.assert_close(ours(again), ours(own), atol=0, rtol=0)
     assert score_bias(again.heads[REWARD]) == pytest.approx(0.2)  # (0.5 - 0.1 + 0.2) / 3
 
 
 def test_a_critic_that_starts_from_it_trains_the_embedding_of_every_token(
-    tmp_path: Any, make_model: Any, make_manifest: Any, make_config: Any,
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:  # fmt: skip
+    tmp_path: Any, tokenizer: PreTrainedTokenizerBase
+) -> None:
     """A pad token in a configuration stops the gradient of its embedding; the model had none."""
-    own = Roles(make_model("qwen3", pad_token_id=None), "plain")
+    own = Roles(build_model("qwen3", pad_token_id=None), "plain")
     assert own.causal_lm.config.pad_token_id is None
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)
     padded = copy.deepcopy(tokenizer)
     padded.pad_token = padded.convert_ids_to_tokens(PAD)
-    write_final(tmp_path / "final", own, REWARD, padded, make_manifest("rm"), REWARD)
+    write_final(tmp_path / "final", own, REWARD, padded, build_manifest("rm"), REWARD)
     folder = tmp_path / "final"
     assert AutoConfig.from_pretrained(folder).pad_token_id == PAD
-    config = make_config(name_or_path="unused")
+    config = build_config(name_or_path="unused")
     model = load_causal_lm(config, str(folder), trainable=True, seed=0)
     assert model.config.pad_token_id is None
     assert model.get_input_embeddings().padding_idx is None
@@ -143,15 +143,14 @@ def test_the_pad_token_ends_no_response(tokenizer: PreTrainedTokenizerBase) -> N
 
 
 def test_a_model_without_a_classifier_in_transformers_stays_a_language_model(
-    tmp_path: Any, make_model: Any, make_manifest: Any, make_config: Any,
-    tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    tmp_path: Any, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING", {})
-    own = Roles(make_model("llama"), "plain")
-    own.heads[REWARD] = RewardHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
+    own = Roles(build_model("llama"), "plain")
+    own.heads[REWARD] = ScalarHeads.random(own.hidden_size, 1, torch.Generator().manual_seed(0))
     own.assign(REWARD)
-    write_final(tmp_path / "final", own, REWARD, tokenizer, make_manifest("rm"), REWARD)
+    write_final(tmp_path / "final", own, REWARD, tokenizer, build_manifest("rm"), REWARD)
     assert isinstance(AutoModelForCausalLM.from_pretrained(tmp_path / "final"), LlamaForCausalLM)
     final = find(str(tmp_path / "final"), "reward.checkpoint")
-    again = whole_reward(final, REWARD, make_config(name_or_path="unused", kernels="plain"))
+    again = whole_reward(final, REWARD, build_config(name_or_path="unused", kernels="plain"))
     torch.testing.assert_close(ours(again), ours(own), atol=0, rtol=0)

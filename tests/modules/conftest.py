@@ -20,7 +20,7 @@ from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.models.config import CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.parallel.world import world
@@ -119,7 +119,7 @@ def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
 
 def rm_roles(architecture: str) -> Roles:
     roles = Roles(language_model(architecture))
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
     with_adapter(roles, REWARD, seed=2)
     return roles
 
@@ -145,7 +145,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     else:
         owner = Roles(language_model(architecture).requires_grad_(True))
         owner.assign(CRITIC)
-    owner.heads[VALUE] = ScalarHead.zeros(owner.hidden_size)
+    owner.heads[VALUE] = ScalarHeads(owner.hidden_size, 1)
     return Critic(owner, role)
 
 
@@ -169,7 +169,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         **changes: Any,
     ) -> PPOModule:
         roles = Roles(language_model(architecture, spread=spread))
-        roles.heads[REWARD] = RewardHeads.random(
+        roles.heads[REWARD] = ScalarHeads.random(
             roles.hidden_size, 1, torch.Generator().manual_seed(2)
         ).requires_grad_(False)
         roles.load_adapter(REWARD, reward_adapters[architecture], trainable=False)

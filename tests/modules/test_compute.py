@@ -23,7 +23,7 @@ from lightning_rlhf.callbacks.compute import (
 from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
@@ -237,7 +237,7 @@ def test_a_batch_of_a_supervised_stage_is_counted(
     monkeypatch.setattr(supervised, "token_logprobs", lambda *a, frozen_head, **k: plain(*a, **k))
     roles = Roles(language_model("qwen3").requires_grad_(finetune == "full"), "plain")
     if role == REWARD:
-        roles.heads[REWARD] = RewardHeads.random(256, 1, torch.Generator().manual_seed(2))
+        roles.heads[REWARD] = ScalarHeads.random(256, 1, torch.Generator().manual_seed(2))
     if finetune == "lora":
         roles.add_adapter(role, conftest.LORA, 3)
     else:

@@ -20,7 +20,6 @@ from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
 from lightning_rlhf.models.config import POLICY
-from lightning_rlhf.models.loading import recompute
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.preferences import RewardModule
@@ -120,7 +119,7 @@ def test_supervised_plans_by_hand() -> None:
 
 def test_recomputed_layers_keep_their_inputs_and_one_layer_the_rest() -> None:
     model = language_model("qwen3")
-    recompute(model)
+    model.recomputes = True
     assert activation_numbers(model) == 2 * 32 + linear_elements(1)
 
 
@@ -211,7 +210,7 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
     sizes = {"minibatch_size": 8, "microbatch_size": 4, "max_response_tokens": 8}
     module = make_ppo(fresh=True, critic=critic, **sizes)
     if kernels == "plain":  # with layers that are computed again
-        recompute(module.roles.causal_lm)
+        module.roles.causal_lm.recomputes = True
         module.roles.recompute_layers()
     module.roles._kernel_choice = kernels  # type: ignore[assignment]
     module.roles._set_kernels()

@@ -40,7 +40,7 @@ def slow_update(module: PPOModule, experience: Experience) -> tuple[Tensor, dict
         prompt = int(real[:-length].sum())
         for t in range(int(experience.response_mask[row].sum())):
             table = logits[prompt + t - 1].log_softmax(-1)
-            value = model.heads[VALUE](hidden[prompt + t - 1]).double()
+            value = model.heads[VALUE](hidden[prompt + t - 1])[0].double()
             logprob = table[tokens[prompt + t]]
             old, old_value = experience.old_logprobs[row, t], experience.old_values[row, t]
             advantage, target = experience.advantages[row, t], experience.returns[row, t]
@@ -98,7 +98,7 @@ def test_before_the_first_step_the_ratio_is_one(
     logprobs, _ = response_logprobs(module.roles, hidden, experience, temperature)
     ratio = (logprobs - experience.old_logprobs[mask]).exp()
     assert (ratio - 1).abs().max() <= 1e-5
-    close(module.roles.heads[VALUE](hidden), experience.old_values[mask], atol=1e-5)
+    close(module.roles.heads[VALUE](hidden)[:, 0], experience.old_values[mask], atol=1e-5)
 
     outputs = Outputs()
     fit(module, [prompts()], [outputs])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import REWARD
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.preferences import RewardModule
 
@@ -135,7 +135,7 @@ DRAWS = torch.tensor(
 def ensemble(architecture: str = "qwen3", heads: int = 3, *, alike: bool = False) -> Roles:
     roles = rm_roles(architecture)
     generator = torch.Generator().manual_seed(4)
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, heads, generator)
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, heads, generator)
     if alike:
         with torch.no_grad():
             roles.heads[REWARD].linear.weight[:] = roles.heads[REWARD].linear.weight[0].clone()

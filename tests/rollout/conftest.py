@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.config import POLICY, VALUE, LoRASettings
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -41,11 +41,7 @@ def sample(
     """Responses of the acting role by the native sampler, which reads the value head too."""
     generator = changes.pop("generator", None) or torch.Generator().manual_seed(seed)
     value_head = changes.pop("value_head", roles.heads[VALUE])
-    settings: dict[str, Any] = {
-        "max_response_tokens": 24,
-        "temperature": 0.7,
-        "end_token_ids": END,
-    }
+    settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
     sampler = NativeSampler(roles, SamplingParams(**(settings | changes)), value_head)
     return sampler.sample(prompts, samples_per_prompt, generator)
 
@@ -60,7 +56,7 @@ def roles(request: pytest.FixtureRequest) -> Roles:
         for name, parameter in roles.named_parameters():
             if "lora_" in name:
                 parameter.normal_(std=ADAPTER_STD.get(request.param, 0.2))
-    roles.heads[VALUE] = ScalarHead(32)
+    roles.heads[VALUE] = ScalarHeads(32, 1)
     with torch.no_grad():
         roles.heads[VALUE].linear.weight.normal_(
             std=0.2, generator=torch.Generator().manual_seed(1)

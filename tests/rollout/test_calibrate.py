@@ -10,10 +10,10 @@ import torch
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
-from lightning_rlhf.models.heads import RewardHeads
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE
-from lightning_rlhf.rollout.collector import reward_moments, sample_reference, sample_rewards, shard
+from lightning_rlhf.rollout.collector import reward_moments, sample_reference, shard
 from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.rollout.score import annotate
@@ -61,7 +61,7 @@ def test_a_model_without_a_cache_speaks_through_the_library(roles: Roles, prompt
 
 
 def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts) -> None:
-    roles.heads[REWARD] = RewardHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
     roles.assign(REWARD)
     rollouts = sampled(roles, prompts)
     alone = []
@@ -70,6 +70,7 @@ def test_moments_are_those_of_each_response_alone(roles: Roles, prompts: Prompts
             for tokens, mask in zip(rollout.tokens, rollout.mask, strict=True):
                 row = tokens[mask][None]
                 alone.append(float(roles.reward(row, torch.ones_like(row, dtype=torch.bool))))
-    mean, std = reward_moments(sample_rewards(roles, rollouts))
+        rewards = [roles.reward(rollout.tokens, rollout.mask) for rollout in rollouts]
+    mean, std = reward_moments(torch.cat(rewards))
     assert abs(mean - statistics.fmean(alone)) < 1e-5
     assert abs(std - statistics.stdev(alone)) < 1e-5

@@ -21,22 +21,14 @@ END = (1, 2, 3, 4, 5, 6)
 
 def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
     """Sampled and annotated."""
-    generator = changes.pop("generator", None) or torch.Generator().manual_seed(3)
-    samples_per_prompt = changes.pop("samples_per_prompt", 1)
-    rows = changes.pop("rows", 2)
-    settings: dict[str, Any] = {
-        "max_response_tokens": 24,
-        "temperature": 0.7,
-        "end_token_ids": END,
-    }
-    params = SamplingParams(**(settings | changes))
+    settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
+    params, rows = SamplingParams(**(settings | changes)), MicrobatchSize("rows", 500)
+    options = {"is_exact": True, "temperature": params.temperature, "policy_rows": rows}
     with roles.use_role(POLICY):
-        sampled = HFSampler(roles, params).sample(prompts, samples_per_prompt, generator)
+        generator = torch.Generator().manual_seed(3)
+        sampled = HFSampler(roles, params).sample(prompts, 1, generator)
         assert sampled.logprobs is None
-        return annotate(
-            sampled, roles, Critic(roles, POLICY), is_exact=True, temperature=params.temperature,
-            policy_rows=MicrobatchSize("rows", rows), batch_size=rows,
-        )  # fmt: skip
+        return annotate(sampled, roles, Critic(roles, POLICY), batch_size=2, **options)
 
 
 def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
@@ -46,10 +38,8 @@ def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
     roles.causal_lm.generation_config.top_k = 2
     roles.causal_lm.generation_config.repetition_penalty = 3.0
     n, temperature = 4000, 2
-    rollout = roll_out(
-        roles, make_prompts([7, 8, 9]).repeat(n),
-        max_response_tokens=1, temperature=temperature, rows=500,
-    )  # fmt: skip
+    prompts = make_prompts([7, 8, 9]).repeat(n)
+    rollout = roll_out(roles, prompts, max_response_tokens=1, temperature=temperature)
     with torch.no_grad(), roles.use_role(POLICY):
         hidden = roles.hidden(torch.tensor([[7, 8, 9]]))[0, -1]
         p = torch.softmax(roles.head(hidden) / temperature, dim=-1)

@@ -208,7 +208,7 @@ def reward_verdicts(run: measured.RunFiles) -> list[run_page.Verdict]:
         own = fitness_page.read_judgement(final)
     found: dict[str, Judgement] = {} if own is None else {run.stage: own}
     if run.manifest is not None:
-        found |= {name: Judgement(**fields) for name, fields in run.manifest.verdicts.items()}
+        found |= run.manifest.verdicts
     elif run.definition is not None:
         with measured.damage_named(final / run.definition.numbers) as path:
             told = (measured.optional_json(path) or {}).get("verdicts", {})

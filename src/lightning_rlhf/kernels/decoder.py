@@ -1,7 +1,6 @@
 """Decoder layers that compute only the positions on which the wanted hidden states depend.
 
-Positions of padded rows are selected, gathered and scattered. Adapters are merged into the weights
-while nothing is trained.
+Positions of padded rows are gathered and scattered. Without training, adapters are merged.
 """
 
 from __future__ import annotations
@@ -23,16 +22,12 @@ from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.lora import is_plain_lora
 
-TRUNKS = {
-    "LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3",
-    "Qwen3_5TextModel": "Qwen3_5",
-}  # fmt: skip
+TRUNKS = {"LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3"}
+TRUNKS["Qwen3_5TextModel"] = "Qwen3_5"
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
-FAMILIES = ", ".join(sorted(TRUNKS.values()))
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
-"""Names of the known attention classes: projections, norms of queries and keys, rotary embeddings,
-and a gate in the last."""
+"""Names of the known attention classes; the last one also has a gate."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
 COLUMNS = 16  # multiple to which rows are lengthened with few_shapes
@@ -63,30 +58,20 @@ class PackedDecoderLayer(layers.FastLayer, nn.Module):
             return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc, no-any-return]
         if hidden_states.ndim == 3:  # the embeddings
             hidden_states = packing.pack(hidden_states.flatten(0, 1))
-        mixed = self._mix(self.input_layernorm(hidden_states), packing, **kwargs)
+        x, mask = self.input_layernorm(hidden_states), kwargs["attention_mask"]
+        mixer: Any = getattr(self, "linear_attn", None)
+        is_linear = isinstance(mixer, nn.Module)
+        mixer = mixer if is_linear else self.get_submodule("self_attn")
+        if not is_linear and mask is None and _is_plain(mixer):
+            mixed = _attend(mixer, x, packing, kwargs["position_embeddings"], self.is_last)
+        else:
+            x = packing.pad(x)
+            padded = mixer(x, attention_mask=mask) if is_linear else mixer(x, **kwargs)[0]
+            mixed = packing.pack(padded.flatten(0, 1), last=self.is_last)
         if self.is_last:
             hidden_states = gather_rows(hidden_states, packing.wanted_real)
         hidden_states = hidden_states + mixed
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
-
-    def _mix(
-        self,
-        x: Float[Tensor, "N d"],
-        packing: Packing,
-        *,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor],
-        **kwargs: Any,
-    ) -> Float[Tensor, "M d"]:
-        if isinstance(mixer := getattr(self, "linear_attn", None), nn.Module):
-            mixed = mixer(packing.pad(x), attention_mask=attention_mask)
-        else:
-            mixer = self.get_submodule("self_attn")
-            if attention_mask is None and _is_plain(mixer):
-                return _attend(mixer, x, packing, position_embeddings, is_last=self.is_last)
-            kwargs |= {"attention_mask": attention_mask, "position_embeddings": position_embeddings}
-            mixed, _ = mixer(packing.pad(x), **kwargs)
-        return packing.pack(mixed.flatten(0, 1), last=self.is_last)
 
 
 @cache
@@ -108,8 +93,7 @@ def _attend(
     layer: Any,
     x: Float[Tensor, "N d"],
     packing: Packing,
-    position_embeddings: tuple[Float[Tensor, "#B S r"], Float[Tensor, "#B S r"]],
-    *,
+    tables: tuple[Float[Tensor, "#B S r"], Float[Tensor, "#B S r"]],
     is_last: bool,
 ) -> Float[Tensor, "M d"]:
     """Compute causal attention, for which queries, keys and values alone are padded."""
@@ -122,8 +106,8 @@ def _attend(
     query, key = (heads.flatten(1).unflatten(1, (-1, size)) for heads in (query, key))
     if hasattr(layer, "q_norm"):
         query, key = layer.q_norm(query), layer.k_norm(key)
-    query = layers.apply_rotary(query, *packing.rotary_tables(*position_embeddings, last=is_last))
-    key = layers.apply_rotary(key, *packing.rotary_tables(*position_embeddings))
+    query = layers.apply_rotary(query, *packing.rotary_tables(*tables, last=is_last))
+    key = layers.apply_rotary(key, *packing.rotary_tables(*tables))
     query = packing.pad(query.flatten(1), last=is_last)
     key, value = packing.pad(key.flatten(1)), packing.pad(value)
     query, key, value = (
@@ -147,23 +131,21 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
     try:
         for parent in list(model.modules()):
             for name, layer in list(parent.named_children()):
-                if isinstance(layer, LoRALinear) and _can_merge(layer):
+                if not isinstance(layer, LoRALinear):
+                    continue
+                weight = layer.base_layer.weight
+                if (
+                    layers.own_class(layer.base_layer) in layers.LINEAR
+                    and weight.dtype == torch.float32
+                    and not torch.is_autocast_enabled(weight.device.type)
+                    and is_plain_lora(layer)
+                ):
                     swapped.append((parent, name, layer))
                     setattr(parent, name, _plain(layer))
         yield
     finally:
         for parent, name, layer in swapped:
             setattr(parent, name, layer)
-
-
-def _can_merge(layer: LoRALinear) -> bool:
-    base = layer.base_layer
-    return (
-        layers.own_class(base) in layers.LINEAR
-        and base.weight.dtype == torch.float32
-        and not torch.is_autocast_enabled(base.weight.device.type)
-        and is_plain_lora(layer)
-    )
 
 
 @torch.no_grad()
@@ -183,8 +165,7 @@ def _plain(layer: LoRALinear) -> nn.Linear:
 class Packing:
     """Positions of B padded rows of length S that token-wise layers compute.
 
-    Letters: N positions that a wanted one depends on, M wanted ones, each with a few others that
-    round the number up.
+    Letters: N positions that a wanted one depends on, M wanted ones, both rounded up by others.
     """
 
     rows: int
@@ -205,8 +186,7 @@ class Packing:
     def of(cls, wanted: Bool[Tensor, "B S"], *, few_shapes: bool = False) -> Packing:
         """Return the packing of each row from its first position up to its last wanted one.
 
-        few_shapes: whether N and M are multiples of a larger number, where there are enough other
-            positions to fill them up.
+        few_shapes: whether N and M are multiples of a larger number, where enough others are there.
         """
         rows, columns = wanted.shape
         multiple = layers.ROWS if few_shapes else MULTIPLE
@@ -260,46 +240,39 @@ def _filled_up(
 
 def gather_rows(x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]) -> Float[Tensor, "m d"]:
     """Return the rows of x at these indices, each at most once."""
-    return _Gather.apply(x, indices)  # type: ignore
+    return _Rows.apply(x, indices, None)  # type: ignore
 
 
 def scatter_rows(
     x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
 ) -> Float[Tensor, "n d"]:
     """Return `count` rows: those of x at these indices, 0 elsewhere."""
-    return _Scatter.apply(x, indices, count)  # type: ignore
+    return _Rows.apply(x, indices, count)  # type: ignore
 
 
-class _Gather(torch.autograd.Function):
-    """Function of `gather_rows`; autograd's own gradient adds the rows one by one."""
+class _Rows(torch.autograd.Function):
+    """`gather_rows` where count is None, else `scatter_rows`; each is the gradient of the other.
+
+    Autograd's own gradient of the first adds the rows one by one, and the second would keep x.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Float[Tensor, "n d"], indices: Int[Tensor, " m"]
-    ) -> Float[Tensor, "m d"]:
+        ctx: Any, x: Float[Tensor, "n d"], indices: Int[Tensor, " m"], count: int | None
+    ) -> Float[Tensor, "k d"]:
         ctx.save_for_backward(indices)
-        ctx.count = len(x)
+        ctx.count = len(x) if count is None else None
+        return _moved(x, indices, count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Float[Tensor, "k d"]) -> tuple[Float[Tensor, "n d"], None, None]:
+        return _moved(dy, ctx.saved_tensors[0], ctx.count), None, None
+
+
+def _moved(
+    x: Float[Tensor, "n d"], indices: Int[Tensor, " m"], count: int | None
+) -> Float[Tensor, "k d"]:
+    if count is None:
         return x.index_select(0, indices)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "m d"]) -> tuple[Float[Tensor, "n d"], None]:
-        (indices,) = ctx.saved_tensors
-        return dy.new_zeros(ctx.count, dy.shape[1]).index_copy_(0, indices, dy), None
-
-
-class _Scatter(torch.autograd.Function):
-    """Function of `scatter_rows`; autograd by itself would keep x."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Float[Tensor, "m d"], indices: Int[Tensor, " m"], count: int
-    ) -> Float[Tensor, "n d"]:
-        ctx.save_for_backward(indices)
-        return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "n d"]) -> tuple[Float[Tensor, "m d"], None, None]:
-        (indices,) = ctx.saved_tensors
-        return dy.index_select(0, indices), None, None
+    return x.new_zeros(count, x.shape[1]).index_copy_(0, indices, x)

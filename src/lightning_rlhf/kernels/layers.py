@@ -1,7 +1,6 @@
 """Faster layers: norms, fp32 products, linear attention in short chunks, SDPA attention, rotations.
 
-Products are computed by the faster library of two, MKL or oneDNN. The gradient of attention is a
-fast one in 16 bits on a CPU.
+Products are computed by the faster of MKL and oneDNN, the gradient of attention fast in 16 bits.
 """
 
 from functools import cache
@@ -37,7 +36,6 @@ def fp32_by_onednn() -> bool:
         torch.backends.mkl.is_available()
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and "AMD" in found.get("cpu_name", "")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")  # of this release; another may lack it
     )
 
 
@@ -166,13 +164,9 @@ class OneDNNLinear(FastLayer, nn.Linear):
 
 LINEAR = nn.Linear, OneDNNLinear
 """Classes that compute W x + b and nothing else."""
-MIXINS: dict[str, type[FastLayer]] = {
-    "LlamaRMSNorm": FusedRMSNorm,
-    "Qwen2RMSNorm": FusedRMSNorm,
-    "Qwen3RMSNorm": FusedRMSNorm,
-    "Qwen3_5RMSNorm": FusedRMSNorm,
-    "Qwen3_5GatedDeltaNet": ChunkedDeltaNet,
-}
+NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3_5RMSNorm")
+MIXINS: dict[str, type[FastLayer]] = dict.fromkeys(NORMS, FusedRMSNorm)
+MIXINS["Qwen3_5GatedDeltaNet"] = ChunkedDeltaNet
 """Name of a class of transformers -> class before it in the bases of its fast class."""
 
 

@@ -61,19 +61,15 @@ class FusedLoRALinear(FastLayer, LoRALinear):
         # Adding an adapter to W takes far fewer operations than to each of many tokens.
         inputs, outputs = self.in_features, self.out_features
         merges = x.numel() // inputs * (inputs + outputs) > MERGE_FROM * inputs * outputs
-        formula = _MergedLoRA if dtype == torch.float32 and merges else _AddedLoRA
-        return formula.apply(x.to(dtype), base.weight, base.bias, scales, *matrices)  # type: ignore
-
-    def activate(self, adapters: Sequence[str]) -> None:
-        """Activate these adapters without changing which parameters are trainable.
-
-        PEFT's `set_adapter` sets `requires_grad` of every matrix too.
-        """
-        self._active_adapter = list(adapters)
+        merges = merges and dtype == torch.float32
+        return _LoRA.apply(x.to(dtype), base.weight, base.bias, merges, scales, *matrices)  # type: ignore
 
 
-class _MergedLoRA(torch.autograd.Function):
-    """x (W + sum_i scale_i B_i A_i)^T + b, and the gradients of x, A_i and B_i."""
+class _LoRA(torch.autograd.Function):
+    """x (W + sum_i scale_i B_i A_i)^T + b, and the gradients of x, A_i and B_i.
+
+    Where `merges` is False it is x W^T + b + sum_i scale_i (x A_i^T) B_i^T.
+    """
 
     @staticmethod
     def forward(
@@ -81,54 +77,19 @@ class _MergedLoRA(torch.autograd.Function):
         x: Float[Tensor, "*n i"],
         weight: Float[Tensor, "o i"],
         bias: Float[Tensor, " o"] | None,
+        merges: bool,
         scales: Sequence[float],
         *matrices: Tensor,
     ) -> Float[Tensor, "*n o"]:
-        for a, b, scale in zip(matrices[::2], matrices[1::2], scales, strict=True):
+        rows, inner = x.reshape(-1, x.shape[-1]), []
+        pairs = list(zip(matrices[::2], matrices[1::2], scales, strict=True))
+        for a, b, scale in pairs if merges else ():
             weight = torch.addmm(weight, b, a, alpha=scale)
-        ctx.scales = scales
-        ctx.save_for_backward(x, weight, *matrices)
-        y = linear(x.reshape(-1, x.shape[-1]), weight, bias)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Float[Tensor, "*n o"]) -> tuple[Tensor | None, ...]:
-        x, weight, *matrices = ctx.saved_tensors
-        rows, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-        wanted_x, _, _, _, *wanted = ctx.needs_input_grad
-        gradients: list[Tensor | None] = []
-        for i, scale in enumerate(ctx.scales):
-            a, b = matrices[2 * i : 2 * i + 2]
-            da = db = None
-            if wanted[2 * i]:
-                da = product(product(dy, b).mul_(scale).T, rows)
-            if wanted[2 * i + 1]:
-                db = product(dy.T, product(rows, a.T).mul_(scale))
-            gradients += [da, db]
-        dx = product(dy, weight).view(x.shape) if wanted_x else None
-        return dx, None, None, None, *gradients
-
-
-class _AddedLoRA(torch.autograd.Function):
-    """x W^T + b + sum_i scale_i (x A_i^T) B_i^T, and the gradients of x, A_i and B_i."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Float[Tensor, "*n i"],
-        weight: Float[Tensor, "o i"],
-        bias: Float[Tensor, " o"] | None,
-        scales: Sequence[float],
-        *matrices: Tensor,
-    ) -> Float[Tensor, "*n o"]:
-        rows = x.reshape(-1, x.shape[-1])
         y = linear(rows, weight, bias)
-        inner = []
-        for a, b, scale in zip(matrices[::2], matrices[1::2], scales, strict=True):
+        for a, b, scale in () if merges else pairs:
             inner.append(rows @ a.T)
             y.addmm_(inner[-1], b.T, alpha=scale)
-        ctx.scales, ctx.shape = scales, x.shape
+        ctx.merges, ctx.scales, ctx.shape = merges, scales, x.shape
         ctx.save_for_backward(rows, weight, *matrices, *inner)
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -139,27 +100,35 @@ class _AddedLoRA(torch.autograd.Function):
         rows, weight, *others = ctx.saved_tensors
         matrices, inner = others[: 2 * count], others[2 * count :]
         dy = dy.reshape(-1, dy.shape[-1])
-        wanted_x, _, _, _, *wanted = ctx.needs_input_grad
+        wanted_x, *_ = ctx.needs_input_grad
+        wanted = ctx.needs_input_grad[5:]
         dx = product(dy, weight) if wanted_x else None
         gradients: list[Tensor | None] = []
         for i, scale in enumerate(ctx.scales):
             a, b = matrices[2 * i : 2 * i + 2]
-            d_inner = (dy @ b).mul_(scale)
-            if dx is not None:
-                dx.addmm_(d_inner, a)
-            gradients.append(d_inner.T @ rows if wanted[2 * i] else None)
-            gradients.append((dy.T @ inner[i]).mul_(scale) if wanted[2 * i + 1] else None)
-        return None if dx is None else dx.view(ctx.shape), None, None, None, *gradients
+            da = db = None
+            if ctx.merges:
+                if wanted[2 * i]:
+                    da = product(product(dy, b).mul_(scale).T, rows)
+                if wanted[2 * i + 1]:
+                    db = product(dy.T, product(rows, a.T).mul_(scale))
+            else:
+                d_inner = (dy @ b).mul_(scale)
+                if dx is not None:
+                    dx.addmm_(d_inner, a)
+                if wanted[2 * i]:
+                    da = d_inner.T @ rows
+                if wanted[2 * i + 1]:
+                    db = (dy.T @ inner[i]).mul_(scale)
+            gradients += [da, db]
+        return None if dx is None else dx.view(ctx.shape), None, None, None, None, *gradients
 
 
 ROWS = 32  # number of rows for which a packed weight is laid out; others are correct too
 SMALLEST, LARGEST = 2**17, 2**25
-"""Number of elements of a weight from which packing saves time in fp32, and above which its copy
-takes too much memory."""
+"""Elements of a weight from which packing pays in fp32, and above which its copy is too large."""
 LARGEST_BF16 = 2**28
 """The same in bf16: 0.5 GB once more for half the time of 8 rows pays from 10 tokens on."""
-OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "_is_mkldnn_bf16_supported")
-"""Operators of torch.ops.mkldnn by which torch.compile packs weights; a release may lack them."""
 
 
 class JointLinear:
@@ -226,10 +195,9 @@ def can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
     A product of 1 to 64 rows is then 1.2 to 2 times as fast as with the plain layout, for which a
     CPU uses a library that packs it at every call. bf16 uses oneDNN with either layout.
     """
-    onednn = torch.ops.mkldnn
-    if weight.device.type != "cpu" or not all(hasattr(onednn, name) for name in OPERATORS):
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
-    if weight.dtype == torch.bfloat16 and onednn._is_mkldnn_bf16_supported():
+    if weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return weight.numel() <= LARGEST_BF16
     return weight.dtype == torch.float32 and SMALLEST <= weight.numel() <= LARGEST
 

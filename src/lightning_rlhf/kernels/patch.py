@@ -11,18 +11,10 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import ConfigError, first_line
-from lightning_rlhf.kernels.decoder import FAMILIES, Packing, family, packed_class
-from lightning_rlhf.kernels.layers import (
-    LINEAR,
-    FastLayer,
-    computing_dtype,
-    fast_class,
-    use_fast_sdpa,
-)
+from lightning_rlhf.kernels import layers
+from lightning_rlhf.kernels.decoder import TRUNKS, Packing, family, packed_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
 
-LORA = ("lora_A", "lora_B", "lora_dropout", "lora_bias", "lora_variant", "scaling", "use_dora")
-"""Attributes of PEFT's linear layer that the fast one reads."""
 LAYERS = 4
 """Number of layers from which rounding in 16 bits grows."""
 
@@ -51,7 +43,7 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
         return Kernels("plain", "model.kernels=plain")
     if family(model) is None:
         reason = f"{name} has layers of another kind"
-        allowed = f"auto, plain, or a model of {FAMILIES}"
+        allowed = f"auto, plain, or a model of {', '.join(sorted(TRUNKS.values()))}"
     elif any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         reason = "the weights are sharded"
     elif choice == "auto" and device != "cpu":
@@ -73,17 +65,17 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
 def patch_layers(model: nn.Module) -> None:
     """Give every layer that has a fast class that class."""
     for layer in model.modules():
-        kind = fast_class(type(layer))  # type: ignore[arg-type]
-        if type(layer) is LoRALinear and type(layer.base_layer) in LINEAR:
-            kind = FusedLoRALinear if all(hasattr(layer, name) for name in LORA) else None
+        kind = layers.fast_class(type(layer))  # type: ignore[arg-type]
+        if type(layer) is LoRALinear and type(layer.base_layer) in layers.LINEAR:
+            kind = FusedLoRALinear
         layer.__class__ = kind or type(layer)
 
 
 def unpatch(model: PreTrainedModel) -> None:
     """Restore the class that its library gave every layer."""
-    use_fast_sdpa(model, fast=False)
+    layers.use_fast_sdpa(model, fast=False)
     for layer in model.modules():
-        if isinstance(layer, FastLayer):
+        if isinstance(layer, layers.FastLayer):
             layer.__class__ = type(layer).__bases__[-1]
             layer.__dict__.pop("is_last", None)
 
@@ -101,7 +93,7 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     wanted[1, 9:] = False
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[wanted]
     patch_layers(model)
-    use_fast_sdpa(model, fast=True)
+    layers.use_fast_sdpa(model, fast=True)
     for layer in trunk.layers:  # which then accept a `Packing`
         layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
         layer.is_last = layer is trunk.layers[-1]
@@ -125,13 +117,14 @@ def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
 def rounding(model: PreTrainedModel) -> float:
     """Return the relative difference of a model's logits between two ways to compute them."""
     config = model.config.get_text_config()
-    return rounding_of(computing_dtype(model), getattr(config, "num_hidden_layers", LAYERS))
+    count = getattr(config, "num_hidden_layers", LAYERS)
+    return rounding_of(layers.computing_dtype(model), count)
 
 
-def rounding_of(dtype: torch.dtype, layers: int) -> float:
-    """Return the relative difference of logits between two ways to compute them in `dtype`.
+def rounding_of(dtype: torch.dtype, count: int) -> float:
+    """Return the relative difference of logits of `count` layers between two ways to compute them.
 
     1e-4 in fp32 (other kernels, other order of sums). In 16 bits (numbers rounded once more, in
     each layer) 3e-2, which grows with the square root of the layers; measured: 4e-2 of 24 layers.
     """
-    return 1e-4 if dtype == torch.float32 else 3e-2 * max(1.0, layers / LAYERS) ** 0.5
+    return 1e-4 if dtype == torch.float32 else 3e-2 * max(1.0, count / LAYERS) ** 0.5

@@ -1,7 +1,6 @@
 """Loading of earlier stages' checkpoints as roles on one base, and of the critic.
 
-Each checkpoint is checked by its fingerprint: stored logits on a probe input, which identify its
-model and its parent model.
+Each is checked by its fingerprint: logits on a probe input, of its model and its parent model.
 """
 
 import warnings
@@ -19,7 +18,7 @@ from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models import checkpoint, loading
 from lightning_rlhf.models import config as names
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
-from lightning_rlhf.models.heads import RewardHeads, ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles, checked_adapter
 
 FINGERPRINT = "fingerprint.safetensors"
@@ -129,8 +128,7 @@ def attach_reward(
 
     Returns: the roles whose `rewards` computes the reward; `roles` itself where the base is shared.
 
-    Raises CheckpointError where the reward model has another tokenizer, or its adapter was trained
-    on another SFT model.
+    Raises CheckpointError where it has another tokenizer, or an adapter on another SFT model.
     """
     manifest = final.require_manifest("rm")
     if manifest.tokenizer_hash != tokenizer_hash:
@@ -181,7 +179,7 @@ def load_reward(final: checkpoint.Final, config: ModelConfig) -> Roles:
 def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
     """Warn where uncertainty_coef is above 0 but the reward model has a single head."""
     heads = roles.heads[role]
-    assert isinstance(heads, RewardHeads)
+    assert isinstance(heads, ScalarHeads)
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
         warnings.warn(
             f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "
@@ -192,7 +190,7 @@ def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str)
 
 def random_reward(roles: Roles, role: str, generator: torch.Generator) -> None:
     """Add a random reward head on the reference as `role`, for debugging."""
-    roles.heads[role] = RewardHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
+    roles.heads[role] = ScalarHeads.random(roles.hidden_size, 1, generator).requires_grad_(False)
     roles.assign(role)
 
 
@@ -215,19 +213,16 @@ def check_positions(
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return
-    has, advice = f"{what} has {longest} tokens", lower.format(limit=limit)
+    said = (
+        f"{what} has {longest} tokens, but the model has positions for {limit} "
+        f"(max_position_embeddings); {lower.format(limit=limit)}"
+    )
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
-        raise ConfigError(
-            f"{has}, but the model has positions for {limit} (max_position_embeddings); {advice}"
-        )
+        raise ConfigError(said)
     if warns and limit not in WARNED:
         WARNED.add(limit)
-        warnings.warn(
-            f"{has}, more than the {limit} that the model was made for (max_position_embeddings): "
-            f"its answers and scores may be meaningless there; {advice}",
-            stacklevel=2,
-        )
+        warnings.warn(f"{said}. Its answers and scores may be meaningless beyond", stacklevel=2)
 
 
 def check_room(
@@ -270,8 +265,7 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a new policy adapter. Raises CheckpointError where the reference or the untrained policy
-    then differ from the SFT model."""
+    """Add a policy adapter. Raises CheckpointError unless it starts as the unchanged reference."""
     before = roles.probe(REFERENCE)
     roles.add_adapter(POLICY, config.lora, seed)
     for role in (REFERENCE, POLICY):
@@ -314,7 +308,7 @@ def add_critic(
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
         roles.load_adapter(role, reward.adapter, trainable=True)
-    owner.heads[names.VALUE] = head = ScalarHead.zeros(owner.hidden_size)
+    owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
         heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
@@ -350,7 +344,7 @@ def whole_weights(
     return model.requires_grad_(True)
 
 
-def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> RewardHeads:
+def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> ScalarHeads:
     """Return the stored scalar heads `name` (one, or an ensemble) of `final`, frozen.
 
     Raises CheckpointError where there are none, or where they do not fit `hidden_size`.
@@ -360,6 +354,6 @@ def load_head(final: checkpoint.Final, name: str, hidden_size: int) -> RewardHea
         raise CheckpointError(f"{final.path} has no {file.name}: it is not a {name} model")
     with checkpoint.naming(str(file), ""):
         state = load_file(file)
-        heads = RewardHeads(hidden_size, len(state["linear.weight"]))
+        heads = ScalarHeads(hidden_size, len(state["linear.weight"]))
         heads.load_state_dict(state)
     return heads.requires_grad_(False)

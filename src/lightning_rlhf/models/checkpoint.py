@@ -26,11 +26,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from pydantic.dataclasses import dataclass as validated
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
-from lightning_rlhf.core.validation import LARGEST, STRICT, Options, Seed, build, described
+from lightning_rlhf.core.validation import LARGEST, STRICT, Options, Seed, build, described, nested
 from lightning_rlhf.io.storage import is_number
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.models.config import LARGEST_RANK, SFT
@@ -57,8 +57,6 @@ FROM_CONFIG = "from_config"
 """Value of Manifest.base for a model that was trained from random weights."""
 PACKAGES = ("lightning-rlhf", "torch", "transformers", "peft", "lightning")
 """Names of the packages whose versions are recorded in a manifest."""
-FLOAT32_MAX = (2 - 2**-23) * 2.0**127
-"""Largest finite float32 number."""
 
 
 def is_folder(source: str) -> bool:
@@ -161,8 +159,7 @@ def check_references(config: Path) -> None:
 
 
 def config_faults(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield refused keys of a model's configuration, nested ones too, with value and what is
-    allowed.
+    """Yield the refused keys of a configuration, nested ones too, with value and what is allowed.
 
     They refer to weights other than safetensors or to code on the hub (transformers would download
     and run an attention named org/repository), or are numbers of layers beyond 1 to DEEPEST.
@@ -172,8 +169,8 @@ def config_faults(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
         if isinstance(value, Mapping):
             yield from config_faults(value, f"{name}.")
         elif key in ("attn_implementation", "_attn_implementation") and "/" in str(value):
-            yield name, value, (", code on the hub; allowed: eager, sdpa, flash_attention_2, or "
-                                "none and model.attn_implementation")  # fmt: skip
+            own = "eager, sdpa, flash_attention_2, or none and model.attn_implementation"
+            yield name, value, f", code on the hub; allowed: {own}"
         elif name == "transformers_weights" and value and not str(value).endswith(".safetensors"):
             yield name, value, "; allowed: *.safetensors"
         elif key in LAYERS and isinstance(value, int) and not 1 <= value <= DEEPEST:
@@ -225,18 +222,10 @@ class Verdict:
         return "yellow" if self.reasons else ""
 
 
-def _is_verdict(node: dict[str, Any]) -> dict[str, Any]:
-    Verdict(**node)
-    return node
-
-
 Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
-Verdicts = Annotated[
-    dict[str, Annotated[dict[str, Any], AfterValidator(_is_verdict)]],
-    described("a mapping of names to verdicts"),
-]
-Finite = Field(ge=-FLOAT32_MAX, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number")
-Positive = Field(gt=0, le=FLOAT32_MAX, allow_inf_nan=False, description="a finite number above 0")
+Verdicts = dict[str, Annotated[Verdict, nested(Verdict)]]
+Finite = Field(allow_inf_nan=False, description="a finite number")
+Positive = Field(gt=0, allow_inf_nan=False, description="a finite number above 0")
 
 
 @validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})
@@ -268,7 +257,9 @@ class Manifest:
     """The resolved configuration of the stage."""
     versions: dict[str, str]
     """Package name -> version of the package that wrote the checkpoint."""
-    verdicts: Verdicts = field(default_factory=dict)
+    verdicts: Annotated[Verdicts, described("a mapping of names to verdicts")] = field(
+        default_factory=dict
+    )
     """Reward -> the verdict of its fitness report: under "rm" the verdict of stage=rm on its own
     model; under component names the verdicts on the reward components of stage=ppo."""
     chosen: Options = field(default_factory=dict)
@@ -286,8 +277,7 @@ def read_manifest(file: Path) -> Manifest:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the vocabulary: equal hashes mean that each token id stands for the same
-    text."""
+    """Return a hash of the vocabulary; where it is equal, token ids stand for the same texts."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
@@ -365,8 +355,7 @@ class Final:
 
         None where the manifest has no verdict, or another program wrote the folder.
         """
-        found = {} if self.manifest is None else self.manifest.verdicts
-        return Verdict(**found["rm"]) if "rm" in found else None
+        return None if self.manifest is None else self.manifest.verdicts.get("rm")
 
     def reward_moments(self) -> tuple[float, float]:
         """Return mean and standard deviation of the reward on SFT samples, measured by stage=rm.

@@ -30,8 +30,7 @@ class Classifier:
     """True if prompt and response are encoded as a pair of texts, without chat template."""
 
     def encode(self, row: Mapping[str, Any], response: str) -> Mapping[str, list[int]]:
-        """Return the dialogue as the model's inputs: input_ids and others that the tokenizer
-        gives."""
+        """Return the dialogue as input_ids and what else the tokenizer gives to the model."""
         if self.pair:
             return dict(self.tokenizer(row["prompt"], response))
         # The template writes the special tokens; the tokenizer must not add them again.
@@ -139,7 +138,7 @@ def check_classifier(
     """Return configuration, index of the reward and tokenizer of a model, without its weights.
 
     Raises the errors of `load_classifier`: CheckpointError for a model that is no sequence
-    classifier, ConfigError where `label` is no output, or None and the model has several.
+    classifier, ConfigError where `label` names no single output or there is no chat template.
     """
     check_references(folder / "config.json")
     with naming(str(folder), f"{key}.name_or_path"):
@@ -154,16 +153,32 @@ def check_classifier(
         )
     count, names = own.num_labels, {name: index for index, name in own.id2label.items()}
     label = 0 if config.label is None and count == 1 else names.get(config.label, config.label)
-    require(isinstance(label, int) and label < count, f"{key}.label", config.label,
-            f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}")  # fmt: skip
-    assert isinstance(label, int)
-    limit = positions(own)
-    require(limit is None or config.max_tokens is None or config.max_tokens <= limit,
-            f"{key}.max_tokens", config.max_tokens,
-            f"null, or at most {limit}, the model's max_position_embeddings")  # fmt: skip
-    reader = load_reader(folder, config, key)
+    outputs = f"0 to {count - 1} or {', '.join(names)}, the outputs of {folder}"
+    require(isinstance(label, int) and label < count, f"{key}.label", config.label, outputs)
+    limit, most = positions(own), config.max_tokens
+    allowed = f"null, or at most {limit}, the model's max_position_embeddings"
+    fits = limit is None or most is None or most <= limit
+    require(fits, f"{key}.max_tokens", most, allowed)
+    source, template = config.tokenizer or str(folder), config.chat_template
+    there = local_folder(source, f"{key}.tokenizer", None)
+    with naming(source, f"{key}.tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            there, trust_remote_code=config.trust_remote_code
+        )
+    if template not in (None, PAIR):
+        file = Path(str(template)).expanduser()
+        allowed = f"a Jinja file that exists, {PAIR}, null for the tokenizer's own"
+        require(file.is_file(), f"{key}.chat_template", template, allowed)
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    if tokenizer.chat_template is None and template != PAIR:
+        raise ConfigError(
+            f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
+            f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "
+            "tokenizer(prompt, response)"
+        )
     check_weights(folder)
-    return own, label, reader
+    assert isinstance(label, int)
+    return own, label, tokenizer
 
 
 def positions(config: PretrainedConfig) -> int | None:
@@ -173,28 +188,3 @@ def positions(config: PretrainedConfig) -> int | None:
     if limit is not None and "roberta" in config.model_type:  # starts after pad_token_id
         limit -= text.pad_token_id + 1
     return limit
-
-
-def load_reader(folder: Path, config: ClassifierConfig, key: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of the reward model in `folder`, with the configured chat template.
-
-    Raises ConfigError where there is no chat template to use.
-    """
-    source, template = config.tokenizer or str(folder), config.chat_template
-    there = local_folder(source, f"{key}.tokenizer", None)
-    with naming(source, f"{key}.tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            there, trust_remote_code=config.trust_remote_code
-        )
-    if template not in (None, PAIR):
-        file = Path(str(template)).expanduser()
-        require(file.is_file(), f"{key}.chat_template", template,
-                f"a Jinja file that exists, {PAIR}, null for the tokenizer's own")  # fmt: skip
-        tokenizer.chat_template = file.read_text(encoding="utf-8")
-    if tokenizer.chat_template is None and template != PAIR:
-        raise ConfigError(
-            f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
-            f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "
-            "tokenizer(prompt, response)"
-        )
-    return tokenizer

@@ -27,8 +27,7 @@ class LoRASettings:
         ModuleName | Annotated[tuple[ModuleName, ...], Field(strict=False, min_length=1)],
         described("a list of module names, or all-linear"),
     ]
-    """Names of the linear layers that get an adapter, a regular expression for them, or
-    "all-linear"."""
+    """Names of the linear layers to adapt, a regular expression for them, or "all-linear"."""
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -60,10 +59,10 @@ class ModelConfig:
                 f"(a model with random weights) must be set; found {self.name_or_path!r} and "
                 f"{'a configuration' if self.from_config else None!r}"
             )
-        if self.from_config is not None:
-            rule("model_type" in self.from_config, "from_config", self.from_config,
-                 "a configuration with model_type")  # fmt: skip
-            rule(self.tokenizer is not None, "tokenizer", None,
-                 "a folder or hub id, since model.from_config has no tokenizer")  # fmt: skip
-            rule(self.quantization == "none", "quantization", self.quantization,
-                 "none, since model.from_config has no weights to quantise")  # fmt: skip
+        if (sizes := self.from_config) is not None:
+            why, quantization = "since model.from_config has no", self.quantization
+            rule("model_type" in sizes, "from_config", sizes, "a configuration with model_type")
+            tokenizer = f"a folder or hub id, {why} tokenizer"
+            rule(self.tokenizer is not None, "tokenizer", None, tokenizer)
+            none = f"none, {why} weights to quantise"
+            rule(quantization == "none", "quantization", quantization, none)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from jaxtyping import Float
-from peft import PeftModel, get_peft_model_state_dict
+from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def write_final(
 
     Raises StorageError where the disk is full.
     """
-    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    is_adapter = role in roles.adapters(role)
     parts = roles.model.named_parameters()
     size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
     with written_whole(folder, size, "folder") as beside:
@@ -66,10 +66,7 @@ def write_final(
                 save_adapter(own, roles, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
-            if rewards is None or not heads.save_classifier(
-                beside, causal_lm, rewards, tokenizer.pad_token_id
-            ):
-                causal_lm.save_pretrained(beside)
+            heads.save_whole(beside, causal_lm, rewards, tokenizer.pad_token_id)
         tokenizer.save_pretrained(beside)
         if head is not None:
             state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}
@@ -77,9 +74,8 @@ def write_final(
         save_file(fingerprints, own / build_roles.FINGERPRINT)
         if card is not None:
             (beside / "README.md").write_text(card, encoding="utf-8")
-        (beside / checkpoint.MANIFEST).write_text(
-            json.dumps(dataclasses.asdict(manifest), indent=2) + "\n"
-        )
+        record = json.dumps(dataclasses.asdict(manifest), indent=2)
+        (beside / checkpoint.MANIFEST).write_text(f"{record}\n")
 
 
 def save_adapter(
@@ -96,8 +92,7 @@ def save_adapter(
     if isinstance(config.target_modules, set):  # its order differs between runs
         config.target_modules = sorted(config.target_modules)
     if rewards is not None:
-        changed = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
-        config, state = (config, state) if changed is None else changed
+        config, state = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
     config.base_model_name_or_path = base
     save_file(
         {k: x.detach().cpu().contiguous() for k, x in state.items()},

@@ -20,48 +20,32 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lightning_rlhf.models.checkpoint import json_object
 
 
-class RewardHeads(nn.Module):
-    """An ensemble of linear maps from a hidden state to a reward, computed in fp32."""
+class ScalarHeads(nn.Module):
+    """Linear maps from a hidden state to a value or to rewards, computed in fp32.
+
+    All weights are 0 at first, so that training of a value head starts from V = 0.
+    """
 
     def __init__(self, hidden_size: int, count: int) -> None:
         super().__init__()
         self.linear = nn.Linear(hidden_size, count)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
 
     @classmethod
-    def random(cls, hidden_size: int, count: int, generator: torch.Generator) -> RewardHeads:
+    def random(cls, hidden_size: int, count: int, generator: torch.Generator) -> ScalarHeads:
         """Return `count` heads with weights drawn from N(0, std = 1 / sqrt(d + 1)) and bias 0.
 
         Source: Stiennon et al. 2020, appendix C, https://arxiv.org/abs/2009.01325
         """
-        heads = cls(hidden_size, count)
-        std = 1 / math.sqrt(hidden_size + 1)
+        heads, std = cls(hidden_size, count), 1 / math.sqrt(hidden_size + 1)
         nn.init.normal_(heads.linear.weight, std=std, generator=generator)
-        nn.init.zeros_(heads.linear.bias)
         return heads
 
     def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch H"]:
         """Return the fp32 output of each of the H heads for each hidden state."""
         with torch.autocast(hidden.device.type, enabled=False):
             return self.linear(hidden.float())
-
-
-class ScalarHead(RewardHeads):
-    """A linear map from a hidden state to a scalar, computed in fp32."""
-
-    def __init__(self, hidden_size: int) -> None:
-        super().__init__(hidden_size, 1)
-
-    @classmethod
-    def zeros(cls, hidden_size: int) -> ScalarHead:
-        """Return a head with all weights 0, so that training of a value head starts from V = 0."""
-        head = cls(hidden_size)
-        nn.init.zeros_(head.linear.weight)
-        nn.init.zeros_(head.linear.bias)
-        return head
-
-    def forward(self, hidden: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch"]:
-        """Return one fp32 number for each hidden state."""
-        return super().forward(hidden).squeeze(-1)
 
 
 SCORE = "score"
@@ -89,8 +73,7 @@ def trunk_name(config: PretrainedConfig, causal_lm: PreTrainedModel) -> str | No
 def score_weight(heads: Any) -> Float[Tensor, "1 d"]:
     """Return the weight of a classifier's output layer, which has no bias.
 
-    score = mean over heads of (reward - bias of the head): Bradley-Terry rewards are defined up to
-    a constant.
+    score = mean over heads of (reward - bias); the constant means nothing to Bradley-Terry rewards.
     """
     return heads.linear.weight.detach().float().mean(dim=0, keepdim=True).cpu()
 
@@ -102,11 +85,11 @@ def score_bias(heads: Any) -> float:
 
 def classifier_adapter(
     config: LoraConfig, state: dict[str, Tensor], causal_lm: PreTrainedModel, heads: nn.Module
-) -> tuple[LoraConfig, dict[str, Tensor]] | None:
+) -> tuple[LoraConfig, dict[str, Tensor]]:
     """Return an adapter on a language model as one on the classifier of the same base weights.
 
-    A multimodal base is a classifier with a vision tower, which the adapter leaves out. None where
-    transformers has no classifier for the base.
+    A multimodal base is a classifier with a vision tower, which the adapter leaves out. Where
+    transformers has no classifier for the base, the adapter is returned as it is.
     """
     config_file = Path(causal_lm.name_or_path) / "config.json"
     stored: PretrainedConfig = causal_lm.config  # the folder's may be that of a larger model
@@ -114,7 +97,7 @@ def classifier_adapter(
         stored = transformers.AutoConfig.from_pretrained(config_file.parent)
     name = trunk_name(stored, causal_lm)
     if name is None:
-        return None
+        return config, state
     own = f"base_model.model.{causal_lm.base_model_prefix}."
     trunk = f"base_model.model.{name}."
     state = {key.replace(own, trunk, 1): tensor for key, tensor in state.items()}
@@ -129,19 +112,18 @@ def classifier_adapter(
     return changed, state
 
 
-def save_classifier(
-    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module, pad_token_id: int | None
-) -> bool:
-    """Write a fully trained reward model as a sequence classifier with one label.
+def save_whole(
+    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module | None, pad_token_id: int | None
+) -> None:
+    """Write a language model; with heads, where transformers has one, as a sequence classifier.
 
-    The output layer of the language model stays in the file where it is not tied to the embedding:
-    the stages here compare its logits with the fingerprint.
-
-    Returns: False, and nothing is written, where transformers has no classifier for the model.
+    That has one label. The output layer of the language model stays in the file where it is not
+    tied to the embedding: the stages here compare its logits with the fingerprint.
     """
     config = copy.deepcopy(causal_lm.config)
-    if trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
-        return False
+    if heads is None or trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
+        causal_lm.save_pretrained(folder)
+        return
     weight = score_weight(heads).to(causal_lm.dtype)
     causal_lm.save_pretrained(
         folder, state_dict={**causal_lm.state_dict(), f"{SCORE}.weight": weight}
@@ -154,7 +136,6 @@ def save_classifier(
     setattr(config, OWN_PAD, config.pad_token_id)
     config.pad_token_id = pad_token_id
     config.save_pretrained(folder)
-    return True
 
 
 def restore_padding(causal_lm: PreTrainedModel) -> None:

@@ -4,8 +4,8 @@ bitsandbytes is imported for a quantised model alone: not every machine has a bu
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ from jaxtyping import Float, Int8
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from lightning_rlhf.core.config import ClassifierConfig, Quantization
+from lightning_rlhf.core.config import ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.models.checkpoint import (
@@ -35,7 +34,6 @@ from lightning_rlhf.models.heads import restore_padding
 
 DESCRIPTION = ("config.json", "*.py")
 """Patterns of the files on the hub that describe a model: configuration, and code with it."""
-RoleContext = Callable[[], AbstractContextManager[None]]
 
 
 def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
@@ -47,34 +45,6 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
             "that can be recomputed; allowed: false"
         )
     return found
-
-
-def recompute(model: PreTrainedModel) -> None:
-    """Mark a model whose layers are to be recomputed. Raises ConfigError where it has none."""
-    layers_of(model)
-    model.recomputes = True
-
-
-def checkpoint_layers(model: PreTrainedModel, current_role: Callable[[], RoleContext]) -> None:
-    """Let the model's layers keep their inputs alone, and recompute the rest for the gradient.
-
-    transformers' own way is for models in training mode, which have dropout.
-
-    current_role: returns the context that a layer computed now must be recomputed in.
-    """
-
-    def checkpointed(layer: GradientCheckpointingLayer, *args: Any, **kwargs: Any) -> Any:
-        forward = partial(type(layer).forward, layer)
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        role = current_role()
-        return checkpoint(
-            forward, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), role()),
-            preserve_rng_state=False, **kwargs,  # there is no dropout
-        )  # fmt: skip
-
-    for layer in layers_of(model):
-        layer.forward = partial(checkpointed, layer)
 
 
 def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
@@ -131,8 +101,7 @@ def load_causal_lm(
         key = "model.name_or_path"
         model = read_weights(transformers.AutoModelForCausalLM, folder, config, dtype, source, key)
         restore_padding(model)
-    if config.gradient_checkpointing:
-        recompute(model)
+    model.recomputes = config.gradient_checkpointing
     return model.eval().requires_grad_(trainable)
 
 
@@ -144,9 +113,8 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
     Raises ConfigError, CheckpointError or HubError.
     """
     if config.from_config is not None:
-        with naming_sizes(), torch.device("meta"):
-            described = described_sizes(config.from_config)
-            return transformers.AutoModelForCausalLM.from_config(described)  # type: ignore[no-any-return]
+        with described_sizes(config.from_config) as sizes, torch.device("meta"):
+            return transformers.AutoModelForCausalLM.from_config(sizes)  # type: ignore[no-any-return]
     source, key = str(config.name_or_path), "model.name_or_path"
     folder = local_folder(source, key, config.revision, DESCRIPTION)
     check_references(folder / "config.json")
@@ -157,20 +125,18 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
 
 
 @contextmanager
-def naming_sizes() -> Iterator[None]:
-    """Convert any exception of the block into a ConfigError that names model.from_config."""
+def described_sizes(from_config: Mapping[str, Any]) -> Iterator[PretrainedConfig]:
+    """Yield the configuration of random weights, unless `config_faults` names something in it.
+
+    Any exception of the block becomes a ConfigError that names model.from_config.
+    """
     try:
-        yield
+        for key, value, allowed in config_faults(from_config):
+            raise ValueError(f"{key} is {value!r}{allowed}")
+        yield transformers.AutoConfig.for_model(**from_config)
     except Exception as error:  # inconsistent sizes raise various errors in transformers
         message = " ".join(str(error).split())[:300] or repr(error)
         raise ConfigError(f"model.from_config: {message}") from error
-
-
-def described_sizes(from_config: Mapping[str, Any]) -> PretrainedConfig:
-    """Return the configuration of random weights. Raises ValueError for too many layers."""
-    for key, value, allowed in config_faults(from_config):
-        raise ValueError(f"{key} is {value!r}{allowed}")
-    return transformers.AutoConfig.for_model(**from_config)  # type: ignore[no-any-return]
 
 
 def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
@@ -181,7 +147,7 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
     assert config.from_config is not None
     shapes = {name: p.shape for name, p in empty_model(config).named_parameters()}
     count, there = sum(s.numel() for s in shapes.values()), total_memory(torch.device("cpu"))
-    with naming_sizes():
+    with described_sizes(config.from_config) as sizes:
         if empty := [f"{name} has the shape {(*s,)}" for name, s in shapes.items() if 0 in s]:
             raise ValueError(f"{empty[0]}; allowed: sizes of 1 and more")
         if 4 * count > there:  # transformers makes random weights in float32
@@ -191,7 +157,7 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
             )
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(
-            described_sizes(config.from_config),
+            sizes,
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
@@ -214,8 +180,22 @@ def read_weights(
     source, key: hub id or folder as configured, and its configuration key, for error messages.
     more: further arguments of `from_pretrained`.
 
-    Raises CheckpointError where weights are missing.
+    Raises CheckpointError where weights are missing, ConfigError without a needed bitsandbytes.
     """
+    quantization, settings = config.quantization, None
+    if quantization != "none":
+        try:
+            import bitsandbytes  # noqa: F401
+        except Exception as error:  # a build for another machine raises errors of any type
+            raise ConfigError(
+                f"model.quantization is '{quantization}', but bitsandbytes cannot be imported "
+                f"({first_line(error)}); allowed: none, or install bitsandbytes"
+            ) from error
+        options: dict[str, Any] = {"load_in_8bit": True}
+        if quantization == "nf4":
+            options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+            options["bnb_4bit_compute_dtype"] = dtype
+        settings = transformers.BitsAndBytesConfig(**options)
     with naming(source, key):
         model, info = auto.from_pretrained(
             folder,
@@ -224,7 +204,7 @@ def read_weights(
             attn_implementation=config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
             use_safetensors=True,
-            quantization_config=quantization_config(config.quantization, dtype),
+            quantization_config=settings,
             **more,
         )
     if info["missing_keys"]:
@@ -235,31 +215,6 @@ def read_weights(
     if quantization_of(model) in ("int8", "nf4"):
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
-
-
-def quantization_config(
-    quantization: Quantization, dtype: torch.dtype
-) -> transformers.BitsAndBytesConfig | None:
-    """Return the settings of bitsandbytes for int8 or nf4 weights (QLoRA); None without.
-
-    dtype: data type in which nf4 layers compute.
-
-    Raises ConfigError where bitsandbytes cannot be imported.
-    """
-    if quantization == "none":
-        return None
-    try:
-        import bitsandbytes  # noqa: F401
-    except Exception as error:  # a build for another machine raises errors of any type
-        raise ConfigError(
-            f"model.quantization is '{quantization}', but bitsandbytes cannot be imported "
-            f"({first_line(error)}); allowed: none, or install bitsandbytes"
-        ) from error
-    if quantization == "int8":
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
-    return transformers.BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype
-    )
 
 
 def quantization_of(model: PreTrainedModel) -> str:

@@ -28,19 +28,18 @@ from peft.tuners.lora import Linear as LoRALinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, picker
-from lightning_rlhf.kernels import decoder
-from lightning_rlhf.kernels.layers import ROWS, compiles_by_shape, computing_dtype
-from lightning_rlhf.kernels.lora import FusedLoRALinear, can_be_packed
-from lightning_rlhf.kernels.patch import patch_layers, rounding, same_logits, use_kernels
+from lightning_rlhf.kernels import decoder, layers, lora, patch
 from lightning_rlhf.models.checkpoint import check_adapter, check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.loading import checkpoint_layers
+from lightning_rlhf.models.loading import layers_of
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
 """Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
@@ -54,13 +53,13 @@ def copied_bytes(causal_lm: PreTrainedModel) -> int:
     They are all linear layers, in the dtype of the computation (`JointLinear`); the output layer,
     if it is packed or of another dtype; in fp32 the adapted layers once more, with adapters added.
     """
-    dtype = computing_dtype(causal_lm)
-    layers = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
+    dtype = layers.computing_dtype(causal_lm)
+    weights = [layer.weight for _, layer, _, _ in linear_layers(causal_lm.base_model)]
     head = causal_lm.get_output_embeddings().weight
     copied = 0
-    if all(weight.dtype in (dtype, torch.float32) for weight in layers):
-        copied = sum(weight.numel() for weight in layers) * dtype.itemsize
-        if head.dtype != dtype or can_be_packed(head):
+    if all(weight.dtype in (dtype, torch.float32) for weight in weights):
+        copied = sum(weight.numel() for weight in weights) * dtype.itemsize
+        if head.dtype != dtype or lora.can_be_packed(head):
             copied += head.numel() * dtype.itemsize
     if dtype != torch.float32:
         return copied
@@ -105,8 +104,7 @@ def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
 def check_output_layer(causal_lm: PreTrainedModel) -> None:
     """Raise CheckpointError unless the model's logits are those of its output layer.
 
-    Models that cap or scale their logits are not supported. On torch's device `meta` there are no
-    logits to check.
+    Models that cap or scale them are not supported. On torch's device `meta` there are none.
     """
     if causal_lm.device.type == "meta":
         return
@@ -114,7 +112,7 @@ def check_output_layer(causal_lm: PreTrainedModel) -> None:
     hidden = causal_lm.base_model(input_ids=tokens, use_cache=False).last_hidden_state
     ours = causal_lm.get_output_embeddings()(hidden).float()
     theirs = causal_lm(input_ids=tokens).logits.float()
-    if not same_logits(ours, theirs, rounding(causal_lm)):
+    if not patch.same_logits(ours, theirs, patch.rounding(causal_lm)):
         raise CheckpointError(
             f"{causal_lm.config.model_type} changes its logits after the output layer "
             "(soft-capping or scaling), which is not supported"
@@ -124,14 +122,20 @@ def check_output_layer(causal_lm: PreTrainedModel) -> None:
 class Roles(nn.Module):
     """A causal language model with its adapters and scalar heads, on its device.
 
-    One role is active at a time: the one last given to `set_role`, or inside `use_role` the one
-    given there.
+    One role is active at a time: inside `use_role` the one given there, else `set_role`'s last.
     """
 
     def __init__(self, causal_lm: PreTrainedModel, kernels: KernelChoice = "auto") -> None:
         """kernels: which layers compute; with auto the place of the weights decides."""
         super().__init__()
         self.model: PreTrainedModel | PeftModel = causal_lm
+        head = causal_lm.get_output_embeddings()
+        self.hidden_size = int(head.in_features)
+        """Size of a hidden state."""
+        self.vocab_size = int(head.out_features)
+        """Number of logits of the output layer."""
+        self.caches = "past_key_values" in signature(causal_lm.base_model.forward).parameters
+        """True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
         self._kernel_choice: KernelChoice = kernels
         self._set_kernels()
         self.heads = nn.ModuleDict()
@@ -149,21 +153,6 @@ class Roles(nn.Module):
         return self.model.get_base_model() if isinstance(self.model, PeftModel) else self.model
 
     @property
-    def hidden_size(self) -> int:
-        """Return the size of a hidden state."""
-        return int(self.causal_lm.get_output_embeddings().in_features)
-
-    @property
-    def vocab_size(self) -> int:
-        """Return the number of logits of the output layer."""
-        return int(self.causal_lm.get_output_embeddings().out_features)
-
-    @property
-    def caches(self) -> bool:
-        """Return True if the trunk accepts transformers' cache; Mamba and RWKV do not."""
-        return "past_key_values" in signature(self.causal_lm.base_model.forward).parameters
-
-    @property
     def device(self) -> torch.device:
         """Return the device of the parameters."""
         return next(self.parameters()).device
@@ -174,10 +163,11 @@ class Roles(nn.Module):
 
         It is 1 unless a library compiles for each number of rows.
         """
-        return ROWS if compiles_by_shape(self.causal_lm.get_input_embeddings().weight) else 1
+        weight = self.causal_lm.get_input_embeddings().weight
+        return layers.ROWS if layers.compiles_by_shape(weight) else 1
 
     def _set_kernels(self) -> None:
-        self.kernels = use_kernels(self._kernel_choice, self.causal_lm)
+        self.kernels = patch.use_kernels(self._kernel_choice, self.causal_lm)
         """Layers that compute: fast or plain."""
         self._kernel_device = self.device.type
 
@@ -240,8 +230,22 @@ class Roles(nn.Module):
         return self.causal_lm.get_output_embeddings()(hidden)
 
     def recompute_layers(self) -> None:
-        """Recompute the layers for the gradient, in the role that they were computed in."""
-        checkpoint_layers(self.causal_lm, lambda: partial(self.use_role, self.role))
+        """Let the layers keep their inputs alone, and recompute the rest for the gradient.
+
+        Each is recomputed in the role that it was computed in. transformers' own way is for models
+        in training mode, which have dropout. Raises ConfigError where there are no such layers.
+        """
+
+        def recomputed(layer: GradientCheckpointingLayer, *args: Any, **kwargs: Any) -> Any:
+            forward, role = partial(type(layer).forward, layer), self.role
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            kwargs |= {"use_reentrant": False, "preserve_rng_state": False}  # there is no dropout
+            kwargs["context_fn"] = lambda: (nullcontext(), self.use_role(role))
+            return checkpoint(forward, *args, **kwargs)
+
+        for layer in layers_of(self.causal_lm):
+            layer.forward = partial(recomputed, layer)
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
@@ -296,7 +300,7 @@ class Roles(nn.Module):
                 "roles predict through one output layer; leave it out"
             )
         if self.kernels.kind == "fast":
-            patch_layers(self.model)
+            patch.patch_layers(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
         marker = f".{role}."
@@ -332,8 +336,8 @@ class Roles(nn.Module):
         if not isinstance(self.model, PeftModel):
             return
         for layer in self._layers:
-            if isinstance(layer, FusedLoRALinear):
-                layer.activate(self._stacks[role])
+            if isinstance(layer, lora.FusedLoRALinear):
+                layer._active_adapter = list(self._stacks[role])
             else:  # PEFT's own freezes all adapters with inference_mode
                 layer.set_adapter(list(self._stacks[role]), inference_mode=True)
         for parameter in self._trainable:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
 from lightning_rlhf.rollout import sampler as samplers
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import KEY, HFSampler, Sampler, SamplingParams, Share
+from lightning_rlhf.rollout.sampler import KEY, HFSampler, Sampler, SamplingParams
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
 OURS = ("native", "hf")
@@ -38,15 +39,15 @@ def build_sampler(
     Raises: ConfigError where it does not fit the model, or does not name a sampler.
     """
     if name == "native":
-        require(roles.caches, key, name,
-                f"hf, for {roles.causal_lm.config.model_type}, which takes no cache")  # fmt: skip
+        kind = roles.causal_lm.config.model_type
+        require(roles.caches, key, name, f"hf, for {kind}, which takes no cache")
         on_trunk = critic is not None and critic.shares_trunk
         return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
         return HFSampler(roles, params)
-    kind = load_sampler(name, key)
+    own = load_sampler(name, key)
     try:
-        sampler = kind(roles, params)
+        sampler = own(roles, params)
     except FAULTS as error:
         if isinstance(error, RLHFError):
             raise
@@ -140,15 +141,10 @@ class ShardedBatch:
 
     prompts: records.Prompts
     samples_per_prompt: int
-    local: Share
-    """Prompts that this process samples; it may have none."""
-    first: int
-    """Number of the first response of the batch among the responses of all batches."""
-
-    @property
-    def numbers(self) -> Int[Tensor, " R"]:
-        """Return the numbers, among the responses of all batches, of those sampled here."""
-        return self.first + self.local.responses(self.samples_per_prompt)
+    rows: Int[Tensor, " M"]
+    """Numbers of the prompts that this process samples; it may have none."""
+    numbers: Int[Tensor, " R"]
+    """Numbers, among the responses of all batches, of those that this process samples."""
 
 
 def shard(
@@ -166,7 +162,8 @@ def shard(
         rows = torch.arange(len(prompts) if number % replicas.size == replicas.rank else 0)
         if number >= whole:
             rows = replicas.share(masking.by_length(prompts.mask))
-        found.append(ShardedBatch(prompts, count, Share(rows, len(prompts)), first))
+        numbers = first + samplers.response_numbers(rows, count)
+        found.append(ShardedBatch(prompts, count, rows, numbers))
         first += len(prompts) * count
     return found
 
@@ -179,13 +176,13 @@ def sample_local(
     The random numbers of a response are those that it has in a single process.
     """
     for batch in batches:
-        prompts, count, local = batch.prompts, batch.samples_per_prompt, batch.local
-        if not len(local.rows):
+        prompts, count, rows = batch.prompts, batch.samples_per_prompt, batch.rows
+        if not len(rows):
             sampler.draw(len(prompts) * count, generator)
             continue
-        some = prompts.select(local.rows).to(sampler.roles.device)
-        part = [local] * (len(some) < len(prompts))  # which the native sampler alone takes
-        yield batch.numbers, sampler.sample(some, count, generator, *part)
+        prompts = prompts.to(sampler.roles.device)
+        part = [rows] * (len(rows) < len(prompts))  # which the native sampler alone takes
+        yield batch.numbers, sampler.sample(prompts, count, generator, *part)
 
 
 def sample_reference(
@@ -209,18 +206,6 @@ def sample_reference(
         ]
     firsts = torch.tensor([first for first, _ in local])
     return replicas.merged(firsts, [part for _, part in local])
-
-
-@torch.no_grad()
-def sample_rewards(
-    roles: Roles, rollouts: Iterable[records.SampledResponses]
-) -> Float[Tensor, " B"]:
-    """Return the raw reward of each response, on the CPU."""
-    rewards = [
-        roles.reward(rollout.tokens.to(roles.device), rollout.mask.to(roles.device)).cpu()
-        for rollout in rollouts
-    ]
-    return torch.cat(rewards)
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
@@ -289,38 +274,37 @@ class Collector:
         Each process samples and annotates its share of the prompts. Where the memory runs out,
         fewer are sampled at a time. Raises LogitsError, TrainingError or SamplerError.
         """
-        local = Share(self.replicas.share(masking.by_length(prompts.mask)), len(prompts))
+        rows = self.replicas.share(masking.by_length(prompts.mask))
         return self.replicas.joined(
-            local.responses(samples_per_prompt),
-            lambda _: self.annotate(self.sample(prompts, local, generator, samples_per_prompt)),
+            samplers.response_numbers(rows, samples_per_prompt),
+            lambda _: self.annotate(self.sample(prompts, rows, generator, samples_per_prompt)),
         )
 
     def sample(
         self,
         prompts: records.Prompts,
-        share: Share,
+        rows: Int[Tensor, " M"],
         generator: torch.Generator,
         samples_per_prompt: int,
     ) -> records.SampledResponses:
-        """Return the responses to a share of the prompts, as many at a time as fit into memory.
+        """Return the responses to some of the prompts, as many at a time as fit into memory.
 
-        The native sampler draws the same numbers for a response in every share; another is given a
-        generator of its own for a part of a batch.
+        The native sampler draws the same numbers for a response whatever `rows` are; another is
+        given a generator of its own for a part of a batch.
         """
         start = generator.get_state()
 
         def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
-            for rows in share.rows.split(max(1, count // samples_per_prompt)):
+            for some in rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                some = prompts.select(rows)
-                given: list[Any] = [generator]
-                if isinstance(self.sampler, NativeSampler):
-                    given.append(Share(rows, share.total))
-                elif len(some) < share.total:
-                    seed = int(torch.randint(2**62, (), generator=generator)) + int(rows[0])
-                    given = [torch.Generator().manual_seed(seed)]
-                parts.append(self.sampler.sample(some, samples_per_prompt, *given))
+                given: list[Any] = [prompts, samples_per_prompt, generator, some]
+                if not isinstance(self.sampler, NativeSampler):
+                    given = [prompts.select(some), samples_per_prompt, generator]
+                    if len(some) < len(prompts):
+                        seed = int(torch.randint(2**62, (), generator=generator)) + int(some[0])
+                        given[2] = torch.Generator().manual_seed(seed)
+                parts.append(self.sampler.sample(*given))
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))
@@ -329,14 +313,11 @@ class Collector:
         """Return the responses with the predictions that the sampler does not know."""
         on_trunk = self.critic is not None and self.critic.shares_trunk
         given = [sampled.logprobs, *([sampled.values] if on_trunk else [])]
-        self.annotated = not self.sampler.is_exact or any(numbers is None for numbers in given)
-        return self.microbatch.fitting(
-            lambda rows: annotate(
-                sampled, self.roles, self.critic, is_exact=self.sampler.is_exact,
-                temperature=self.config.temperature, policy_rows=self.annotation_rows,
-                batch_size=rows,
-            )
-        )  # fmt: skip
+        is_exact, temperature = self.sampler.is_exact, self.config.temperature
+        self.annotated = not is_exact or any(numbers is None for numbers in given)
+        read = partial(annotate, sampled, self.roles, self.critic, is_exact=is_exact)
+        read = partial(read, temperature=temperature, policy_rows=self.annotation_rows)
+        return self.microbatch.fitting(lambda rows: read(batch_size=rows))
 
     def decode(self, rollout: records.Rollout, split: str) -> records.DecodedResponses:
         """Return the rollout with its text and the rows of `split` that hold its prompts."""
@@ -348,16 +329,14 @@ class Collector:
         Raises: RewardError where the reward gives no number for a response.
         """
         config = self.config
+        is_full = config.kl_estimator == "full" and config.kl_in == "reward"
+        read = partial(score, temperature=config.temperature, over_vocabulary=is_full)
 
         def scored(some: Int[Tensor, " R"]) -> records.Scores:
+            part = decoded.select(some)
             return self.microbatch.fitting(
-                lambda rows: score(
-                    self.roles, decoded.select(some), self.reward, batch_size=rows,
-                    temperature=config.temperature,
-                    over_vocabulary=config.kl_estimator == "full" and config.kl_in == "reward",
-                )
-            )  # fmt: skip
+                lambda rows: read(self.roles, part, self.reward, batch_size=rows)
+            )
 
-        return self.replicas.joined(
-            self.replicas.share(masking.by_length(decoded.rollout.mask)), scored
-        )
+        shortest_first = masking.by_length(decoded.rollout.mask)
+        return self.replicas.joined(self.replicas.share(shortest_first), scored)

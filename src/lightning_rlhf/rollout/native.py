@@ -11,12 +11,10 @@ from transformers import DynamicCache
 
 from lightning_rlhf.core.errors import LogitsError
 from lightning_rlhf.core.records import Prompts, SampledResponses
-from lightning_rlhf.kernels.decoder import family
-from lightning_rlhf.kernels.decoding import decode_step
-from lightning_rlhf.kernels.layers import rounded_up
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.kernels import decoder, decoding, layers
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.sampler import SamplingParams, Share
+from lightning_rlhf.rollout.sampler import SamplingParams, response_numbers
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
@@ -68,8 +66,7 @@ def cumulative(mass: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
 class DecodeState:
     """Buffers for the responses of a batch, filled column by column.
 
-    Letters: B responses in all, A active rows, which are not dropped yet, P prompt tokens, T
-    response tokens.
+    Letters: B responses, A active rows, not dropped yet, P prompt tokens, T response tokens.
     """
 
     def __init__(
@@ -140,7 +137,7 @@ class DecodeState:
         """
         kept = count
         if self.few_shapes:
-            kept = min(rounded_up(count, MULTIPLE), 1 << (count - 1).bit_length())
+            kept = min(layers.rounded_up(count, MULTIPLE), 1 << (count - 1).bit_length())
         if kept > KEPT * len(self.rows):
             return None
         left = self.unfinished.long().argsort(descending=True, stable=True)[:kept]
@@ -181,7 +178,7 @@ class NativeSampler:
 
     roles: Roles
     params: SamplingParams
-    value_head: ScalarHead | None = None
+    value_head: ScalarHeads | None = None
     """Head of a critic on the policy's trunk; None for no values."""
     is_exact = True
 
@@ -195,30 +192,28 @@ class NativeSampler:
         prompts: Prompts,
         samples_per_prompt: int,
         generator: torch.Generator,
-        share: Share | None = None,
+        rows: Int[Tensor, " M"] | None = None,
     ) -> SampledResponses:
         """Return responses with their log-probabilities and values, as `Sampler.sample`.
 
-        share: place of the prompts in their batch; None where they are the whole batch.
+        rows: prompts that are sampled, whose responses are those of the whole batch; None for all.
         """
-        roles, params = self.roles, self.params
+        roles, params, model = self.roles, self.params, self.roles.causal_lm
+        uniforms = self.draw(len(prompts) * samples_per_prompt, generator)
+        if rows is not None:
+            prompts = prompts.select(rows)
+            uniforms = uniforms[response_numbers(rows, samples_per_prompt).cpu()]
         few_shapes = roles.row_multiple > 1
-        state = DecodeState(
-            prompts, samples_per_prompt, params.max_response_tokens, few_shapes=few_shapes
-        )
-        batch, room = state.logprobs.shape
+        room = params.max_response_tokens
+        state = DecodeState(prompts, samples_per_prompt, room, few_shapes=few_shapes)
         asked = 1 if roles.device.type == "cpu" else ASKED
-        total = batch if share is None else share.total * samples_per_prompt
-        uniforms = self.draw(total, generator)
-        if share is not None:
-            uniforms = uniforms[share.responses(samples_per_prompt).cpu()]
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)
-        cache = DynamicCache(config=roles.causal_lm.config)
+        cache = DynamicCache(config=model.config)
         with roles.merged():
             at = position_ids(prompts.mask)
             hidden = last_hidden(roles, cache, prompts.tokens, prompts.mask, at)
-            step = decode_step(roles.causal_lm, cache) if roles.kernels.kind == "fast" else None
+            step = decoding.decode_step(model, cache) if roles.kernels.kind == "fast" else None
             head = step.head if step else roles.head
             if samples_per_prompt > 1:
                 prompt = torch.arange(len(prompts), device=roles.device)
@@ -230,7 +225,7 @@ class NativeSampler:
                 if params.temperature != 1:
                     logits.div_(params.temperature)
                 token, logprob = draw_tokens(logits, uniforms[state.rows, state.length])
-                value = self.value_head(hidden) if self.value_head is not None else None
+                value = None if self.value_head is None else self.value_head(hidden).squeeze(-1)
                 state.append(token, logprob, value)
                 state.end(torch.isin(token, end))
                 if params.stop is not None:
@@ -259,14 +254,12 @@ def last_hidden(
 
     mask: mask of all S tokens, the cached ones included.
     """
-    attention_mask = mask.long()
-    if tokens.shape[1] == 1 and mask.device.type != "cpu" and family(roles.causal_lm) is not None:
+    model, attention_mask = roles.causal_lm, mask.long()
+    if tokens.shape[1] == 1 and mask.device.type != "cpu" and decoder.family(model) is not None:
         # transformers reads a mask [B, S] from the device, and one of four dimensions not.
         attention_mask = mask[:, None, None]
-    found = roles.causal_lm.base_model(
-        input_ids=tokens, attention_mask=attention_mask, position_ids=positions,
-        past_key_values=cache, use_cache=True,
-    )  # fmt: skip
+    inputs = {"input_ids": tokens, "attention_mask": attention_mask, "position_ids": positions}
+    found = model.base_model(**inputs, past_key_values=cache, use_cache=True)
     return found.last_hidden_state[:, -1].contiguous()
 
 

@@ -3,13 +3,13 @@
 The checks are those of the results of a user's sampler.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 import transformers
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import StoppingCriteria
 
@@ -30,26 +30,13 @@ class SamplingParams:
     end_token_ids: Sequence[int]
     """Ids of the tokens that end a response."""
     stop: StoppingCriteria | None = None
-    """Criterion that is given the response tokens so far, [B, T], and returns which responses end
-    there; None for no rule."""
+    """Criterion that is given the response tokens, [B, T], and returns which end; None without."""
 
 
-@dataclass(frozen=True)
-class Share:
-    """Prompts of a batch that are sampled now, on this device; the others are elsewhere or later.
-
-    The random numbers of a response are those that it has when the whole batch is sampled at once.
-    """
-
-    rows: Int[Tensor, " M"]
-    """Numbers of the prompts in the batch."""
-    total: int
-    """Number of prompts in the batch."""
-
-    def responses(self, samples_per_prompt: int) -> Int[Tensor, " R"]:
-        """Return the numbers of the responses to these prompts in the batch of responses."""
-        first = self.rows[:, None] * samples_per_prompt
-        return (first + torch.arange(samples_per_prompt, device=self.rows.device)).flatten()
+def response_numbers(rows: Int[Tensor, " M"], samples_per_prompt: int) -> Int[Tensor, " R"]:
+    """Return the numbers, among the responses of a batch, of those to the prompts `rows` of it."""
+    first = rows[:, None] * samples_per_prompt
+    return (first + torch.arange(samples_per_prompt, device=rows.device)).flatten()
 
 
 class Sampler(Protocol):
@@ -74,8 +61,7 @@ class Sampler(Protocol):
             prompts: left-padded prompts, on the device of the models; a part of a batch where
                 several processes divide it, or where the memory runs out.
             samples_per_prompt: number of responses to each prompt.
-            generator: source of everything random, on the CPU: the same state gives the same
-                responses.
+            generator: source of everything random, on the CPU; its state decides the responses.
 
         Returns: `samples_per_prompt` responses to the first prompt, then those to the second, …,
             right-padded to the longest of all.
@@ -89,8 +75,7 @@ class Sampler(Protocol):
 class HFSampler:
     """Samples from the active role; the same distribution as `NativeSampler`, but slower.
 
-    All draws of a batch come from one generator, so that a response depends on the lengths of the
-    others.
+    A batch has one generator, so that a response depends on the lengths of the others.
     """
 
     roles: Roles
@@ -136,7 +121,11 @@ class HFSampler:
                 )
             finally:
                 model.generation_config = models_own
-        ends = _ends(tokens[:, width:], params)
+        responses = tokens[:, width:]
+        ends = torch.isin(responses, torch.tensor(list(params.end_token_ids), device=tokens.device))
+        if stop is not None:
+            lengths = range(1, responses.shape[1] + 1)
+            ends |= torch.stack([stop(responses[:, :n], None) for n in lengths], dim=1)
         response_mask = ends.long().cumsum(dim=1) - ends.long() == 0
         return SampledResponses(
             tokens=tokens,
@@ -147,15 +136,6 @@ class HFSampler:
             values=None,
             index=prompts.index,
         )
-
-
-def _ends(responses: Int[Tensor, "B T"], params: SamplingParams) -> Bool[Tensor, "B T"]:
-    """Return True where a token ends its response, by its id or by the criterion `stop`."""
-    ends = torch.isin(responses, torch.tensor(list(params.end_token_ids), device=responses.device))
-    if params.stop is not None:
-        lengths = range(1, responses.shape[1] + 1)
-        ends |= torch.stack([params.stop(responses[:, :n], None) for n in lengths], dim=1)
-    return ends
 
 
 class _Finite(transformers.LogitsProcessor):
@@ -204,65 +184,68 @@ class CheckedSampler:
         except FAULTS as error:
             shown = f"raised {' '.join(f'{type(error).__name__}: {error}'.split())}"
             raise SamplerError(f"{self.key} is {self.name!r}, whose sample() {shown}") from error
-        for what, allowed in self.faults(found, prompts.repeat(samples_per_prompt)):
-            raise SamplerError(
-                f"{self.key} is {self.name!r}, whose sample() returned {what}; allowed: {allowed}"
-            )
+        self.check(found, prompts.repeat(samples_per_prompt))
         return found
 
-    def faults(self, found: Any, prompts: Prompts) -> Iterator[tuple[str, str]]:
-        """Yield what is wrong with the responses, and what is allowed: their form, then their rows.
+    def refuse(self, what: str, allowed: str) -> None:
+        """Raise SamplerError naming the key, what was returned and what is allowed."""
+        raise SamplerError(
+            f"{self.key} is {self.name!r}, whose sample() returned {what}; allowed: {allowed}"
+        )
+
+    def check(self, found: Any, prompts: Prompts) -> None:
+        """Raise SamplerError unless the responses have the form that is allowed, and then each row.
 
         prompts: prompt of each response, in the order of the responses.
         """
         if not isinstance(found, SampledResponses):
-            yield f"an object of type {type(found).__name__}", "SampledResponses"
-            return
+            self.refuse(f"an object of type {type(found).__name__}", "SampledResponses")
         (rows, width), device = prompts.tokens.shape, prompts.tokens.device
-        mask: Any = found.response_mask
+        mask, index, tokens = found.response_mask, found.index, found.tokens
         columns = mask.shape[1] if isinstance(mask, Tensor) and mask.dim() == 2 else 0
-        each, whole = [rows, columns], [rows, width + columns]
-        for field, dtype, shape in (
-            ("response_mask", torch.bool, each), ("tokens", torch.int64, whole),
-            ("mask", torch.bool, whole), ("ended", torch.bool, [rows]),
-            ("index", torch.int64, [rows]), ("logprobs", None, each), ("values", None, each),
-        ):  # fmt: skip
-            x = getattr(found, field)
-            if x is None and dtype is None:
+        forms: dict[str, tuple[Any, list[int]]] = {
+            "response_mask": (torch.bool, [rows, columns]),
+            "tokens": (torch.int64, [rows, width + columns]),
+            "mask": (torch.bool, [rows, width + columns]),
+            "ended": (torch.bool, [rows]),
+            "index": (torch.int64, [rows]),
+            "logprobs": (None, [rows, columns]),
+            "values": (None, [rows, columns]),
+        }
+        for name, (dtype, shape) in forms.items():
+            if (x := getattr(found, name)) is None and dtype is None:
                 continue
+            form = f"{dtype or 'a floating-point type'} {shape} on {device}"
             got = type(x).__name__
             if isinstance(x, Tensor):
-                got = f"{x.dtype} {[*x.shape]} on {x.device}"
                 is_kind = x.is_floating_point() if dtype is None else x.dtype == dtype
                 if is_kind and [*x.shape] == shape and x.device == device:
                     continue
-            kind = dtype or "a floating-point type"
-            yield f"{field} of {got}", f"{kind} {shape} on {device}, for {width} prompt tokens"
-            return
+                got = f"{x.dtype} {[*x.shape]} on {x.device}"
+            self.refuse(f"{name} of {got}", f"{form}, for {width} prompt tokens")
         lengths, most = mask.sum(dim=1), self.max_response_tokens
-        outside = (found.tokens < 0) | (found.tokens >= self.vocab_size)
+        most_key = f"{self.key.rpartition('.')[0]}.max_response_tokens"
+        count = f"1 to {most_key}={most}, the end token included"
+        gapless = "True from its first column to the last token of the response, then False"
+        foreign = (tokens[:, :width] != prompts.tokens) & prompts.mask
+        unknown, ids = (tokens < 0) | (tokens >= self.vocab_size), f"0 to {self.vocab_size - 1}"
+        whole = torch.cat([prompts.mask, mask], dim=1)
         rules = [
-            ((lengths < 1) | (lengths > most), "another number of tokens",
-             f"1 to {self.key.rpartition('.')[0]}.max_response_tokens={most}, the end token "
-             "included"),
-            (mask[:, 1:] > mask[:, :-1], "a response_mask with a gap",
-             "True from its first column to the last token of the response, then False"),
-            (found.mask != torch.cat([prompts.mask, mask], dim=1), "another mask",
-             "the prompt's mask, then response_mask"),
-            ((found.tokens[:, :width] != prompts.tokens) & prompts.mask,
-             "tokens of another prompt", "the prompt's, then the response's"),
-            (found.index != prompts.index, "another index", "that of its prompt"),
-            (outside, "a token id outside of the vocabulary",
-             f"0 to {self.vocab_size - 1}, on padding too"),
-        ]  # fmt: skip
-        for field in ("logprobs", "values"):
-            if (numbers := getattr(found, field)) is not None:
-                wrong = ~numbers.isfinite() & mask
-                rules.append((wrong, f"{field} that are not finite", "finite numbers"))
+            ((lengths < 1) | (lengths > most), "another number of tokens", count),
+            (mask[:, 1:] > mask[:, :-1], "a response_mask with a gap", gapless),
+            (found.mask != whole, "another mask", "the prompt's mask, then response_mask"),
+            (foreign, "tokens of another prompt", "the prompt's, then the response's"),
+            (index != prompts.index, "another index", "that of its prompt"),
+            (unknown, "a token id outside of the vocabulary", f"{ids}, on padding too"),
+        ]
+        for name in ("logprobs", "values"):
+            if (x := getattr(found, name)) is not None:
+                wrong = ~x.isfinite() & mask
+                rules.append((wrong, f"{name} that are not finite", "finite numbers"))
         if found.logprobs is not None:
             wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))
         for wrong, what, allowed in rules:
             if wrong.any():
                 row = int(wrong.view(rows, -1).any(dim=1).int().argmax())
-                yield f"{what} for response {row}", allowed
+                self.refuse(f"{what} for response {row}", allowed)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,21 +13,12 @@ from lightning_rlhf.core import losses, masking, memory, records, shaping
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
-from lightning_rlhf.models.heads import ScalarHead
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
 
-B = TypeVar(
-    "B",
-    records.SampledResponses,
-    records.Experience,
-    "records.SampledResponses | records.Experience",
-)
 
-
-def response_hidden(
-    roles: Roles, batch: records.SampledResponses | records.Experience
-) -> Float[Tensor, "N d"]:
+def response_hidden(roles: Roles, batch: records.Responses) -> Float[Tensor, "N d"]:
     """Return hidden states of the active role from which each real response token is predicted."""
     lengths, responses = records.row_lengths(batch)[:, :, None].unbind(dim=1)
     longest = int(lengths.max())
@@ -39,7 +30,7 @@ def response_hidden(
 def response_logprobs(
     roles: Roles,
     hidden: Float[Tensor, "N d"],
-    batch: records.SampledResponses | records.Experience,
+    batch: records.Responses,
     temperature: float,
     *,
     learn_entropy: bool = False,
@@ -56,10 +47,7 @@ def response_logprobs(
 
 
 def response_kl(
-    roles: Roles,
-    hidden: Float[Tensor, "N d"],
-    ref_hidden: Float[Tensor, "N d"],
-    temperature: float,
+    roles: Roles, hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], temperature: float
 ) -> Float[Tensor, " N"]:
     """Return the KL over the whole vocabulary between the predictions of two roles, nats."""
     return vocabulary_kl(
@@ -80,8 +68,7 @@ def score(
 ) -> records.Scores:
     """Return scores of the reward, and of the reference `batch_size` rows at a time.
 
-    over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more forward
-        pass of the active role.
+    over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more pass.
     """
     components, rollout = reward(decoded), decoded.rollout
 
@@ -111,7 +98,7 @@ def padding_share(mask: Bool[Tensor, "B S"], batch_size: int) -> Float[Tensor, "
 
 
 def by_micro_batch(
-    batch: B, size: int, read: Callable[[B], tuple[Float[Tensor, " N"], ...]]
+    batch: records.Responses, size: int, read: Callable[[Any], tuple[Float[Tensor, " N"], ...]]
 ) -> list[Float[Tensor, "B T"]]:
     """Return numbers of each response token, 0 on padding.
 
@@ -137,10 +124,10 @@ class Critic:
     role: str
 
     @property
-    def head(self) -> ScalarHead:
+    def head(self) -> ScalarHeads:
         """Return the value head."""
         head = self.roles.heads[VALUE]
-        assert isinstance(head, ScalarHead)
+        assert isinstance(head, ScalarHeads)
         return head
 
     @property
@@ -149,24 +136,19 @@ class Critic:
         return self.role == POLICY
 
     def values(
-        self,
-        batch: records.SampledResponses | records.Experience,
-        *,
-        policy_hidden: Float[Tensor, "N d"] | None = None,
+        self, batch: records.Responses, *, policy_hidden: Float[Tensor, "N d"] | None = None
     ) -> Float[Tensor, " N"]:
         """Return V before each real response token, row by row.
 
         policy_hidden: hidden states of the policy, if known; a critic on its trunk reads them.
         """
         if self.shares_trunk and policy_hidden is not None:
-            return self.head(policy_hidden)
+            return self.head(policy_hidden).squeeze(-1)
         with self.roles.use_role(self.role):
-            return self.head(response_hidden(self.roles, batch))
+            return self.head(response_hidden(self.roles, batch)).squeeze(-1)
 
     @torch.no_grad()
-    def all_values(
-        self, batch: records.SampledResponses | records.Experience, batch_size: int
-    ) -> Float[Tensor, "B T"]:
+    def all_values(self, batch: records.Responses, batch_size: int) -> Float[Tensor, "B T"]:
         """Return V before each response token, 0 on padding, `batch_size` rows at a time."""
         (values,) = by_micro_batch(batch, batch_size, lambda rows: (self.values(rows),))
         return values
@@ -211,7 +193,7 @@ def annotate(
 
 @torch.no_grad()
 def predict(
-    batch: records.SampledResponses | records.Experience,
+    batch: records.Responses,
     roles: Roles,
     critic: Critic | None,
     temperature: float,
@@ -219,11 +201,10 @@ def predict(
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """Return log-probabilities of the active role and values of the critic at each response token.
 
-    Both are 0 on padding and computed `batch_size` rows at a time; values are None without a
-    critic.
+    Both are 0 on padding, read `batch_size` rows at a time; values are None without a critic.
     """
 
-    def read(rows: records.SampledResponses | records.Experience) -> tuple[Tensor, ...]:
+    def read(rows: records.Responses) -> tuple[Tensor, ...]:
         hidden = response_hidden(roles, rows)
         logprobs, _ = response_logprobs(roles, hidden, rows, temperature)
         values = () if critic is None else (critic.values(rows, policy_hidden=hidden),)

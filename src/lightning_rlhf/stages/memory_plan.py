@@ -245,8 +245,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
         )
     is_full = getattr(config, "finetune", "lora") == "full"
     model = loading.empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
-    if own.gradient_checkpointing:
-        loading.recompute(model)
+    model.recomputes = own.gradient_checkpointing
     base = list(model.requires_grad_(is_full).parameters())
     roles = assumed_roles(settings, Roles(model, "plain"), is_full=is_full)
     found = by_role(SimpleNamespace(roles=roles))

@@ -12,6 +12,7 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from peft import PeftModel
+from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
@@ -73,7 +74,7 @@ def hand_over(
         metrics=dict(metrics) | {"time/stage_s": time.perf_counter() - run.started},
         config=settings.tree,
         versions=checkpoint.versions(),
-        verdicts={name: asdict(verdict) for name, verdict in (verdicts or {}).items()},
+        verdicts=dict(verdicts or {}),
         chosen={} if ending is None else asdict(ending),
     )
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
@@ -107,7 +108,7 @@ def write_model(
     if is_reward:
         tokenizer = heads.with_padding(tokenizer, chat.end_token_ids)
         bias = heads.score_bias(roles.heads[REWARD])
-    is_adapter = isinstance(roles.model, PeftModel) and role in roles.model.peft_config
+    is_adapter = role in roles.adapters(role)
     config, hub = manifest.config, hub_id(manifest.base)
     is_random = manifest.base == checkpoint.FROM_CONFIG
     node = (config.get("data") or {}).get(kind) or {}

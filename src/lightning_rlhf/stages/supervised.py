@@ -206,7 +206,7 @@ class RM(Supervised):
     def make_module(self, run: Run, roles: Roles) -> RewardModule:
         config, seed = run.settings.config, run.settings.seed
         generator = torch.Generator().manual_seed(seed)
-        roles.heads[REWARD] = heads.RewardHeads.random(roles.hidden_size, config.heads, generator)
+        roles.heads[REWARD] = heads.ScalarHeads.random(roles.hidden_size, config.heads, generator)
         self.add_roles(run, roles)
         return self.module_class(roles, config, seed=seed, replicas=run.replicas)
 
@@ -261,12 +261,15 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
     return known
 
 
+@torch.no_grad()
 def scored_samples(
     roles: Roles, rollouts: Sequence[records.SampledResponses]
 ) -> Float[Tensor, " B"]:
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
-        return collector.sample_rewards(roles, working.track(rollouts, lambda r: len(r.tokens)))
+        tracked = working.track(rollouts, lambda rollout: len(rollout.tokens))
+        there = (rollout.to(roles.device) for rollout in tracked)
+        return torch.cat([roles.reward(one.tokens, one.mask).cpu() for one in there])
 
 
 def require_margins(rows: Rows[Preference]) -> None:
