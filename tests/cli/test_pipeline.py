@@ -18,7 +18,7 @@ import torch
 
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.core.results import SFTEvaluation
+from lightning_rlhf.core.results import SFTScores
 from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import MINI, MODULE, STAGES, TRAIN_PY, Workplace, given, rows, weights
@@ -211,9 +211,9 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
 def test_the_best_evaluation_is_named_with_its_number(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def judged(self: SFTModule, *_: object) -> SFTEvaluation:
+    def judged(self: SFTModule, *_: object) -> SFTScores:
         loss = {2: 1.5, 4: 1.25, 6: 2.0}[self.iteration]
-        return SFTEvaluation(nll_sum=torch.tensor(2 * loss), tokens=torch.tensor(2))
+        return SFTScores(nll_sum=torch.tensor(2 * loss), tokens=torch.tensor(2))
 
     monkeypatch.setattr(SFTModule, "validation_step", judged)
     assert (

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
-from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
+from lightning_rlhf.core.errors import LogitsError, ProcessEndedError
 from lightning_rlhf.core.records import Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
@@ -181,7 +181,7 @@ def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path
         return module.make_experience(module.roll_out(prompts(8), module.generator(0, 0)))
 
     for error in replicated(2, work, tmp_path):
-        assert isinstance(error, PolicyLogitsError)
+        assert isinstance(error, LogitsError)
         assert str(error).startswith("iteration 1: the model's logits are NaN")
 
 

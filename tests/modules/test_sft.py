@@ -87,7 +87,7 @@ def test_the_mean_is_over_the_tokens_of_the_batch() -> None:
         expected = slow_nll(module.roles, batch) / 19
     fit(module, [batch], [outputs])
     close(outputs.steps[0].loss.double(), expected)
-    assert outputs.steps[0].tokens.item() == 19
+    assert outputs.steps[0].scores.tokens.item() == 19
     norm = torch.stack([g.square().sum() for g in outputs.grads[0].values()]).sum().sqrt()
     close(outputs.steps[0].grad_norm, norm)
 

@@ -129,12 +129,8 @@ def test_optimizer_steps(minibatch_count: int) -> None:
     micro-batches of a minibatch. Ours takes one step a minibatch.
     """
     trl = trl_iteration(num_mini_batches=minibatch_count)
-    ours = minibatches(
-        experience_of(trl),
-        ppo_epochs=4,
-        minibatch_size=BATCH // minibatch_count,
-        generator=torch.Generator().manual_seed(0),
-    )
+    generator = torch.Generator().manual_seed(0)
+    ours = minibatches(experience_of(trl), 4, BATCH // minibatch_count, generator)
     assert len(list(ours)) == 4 * minibatch_count
     assert trl.optimizer_steps == 4
 

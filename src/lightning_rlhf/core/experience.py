@@ -176,11 +176,7 @@ def estimate(
 
 
 def minibatches(
-    experience: records.Experience,
-    *,
-    ppo_epochs: int,
-    minibatch_size: int,
-    generator: torch.Generator,
+    experience: records.Experience, ppo_epochs: int, minibatch_size: int, generator: torch.Generator
 ) -> Iterator[records.Experience]:
     """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
     for _ in range(ppo_epochs):
