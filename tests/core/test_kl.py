@@ -22,9 +22,10 @@ from lightning_rlhf.core.kl import (
     k1,
     k2,
     k3,
-    linear_coef,
+    next_kl_coef,
 )
 
+from .configs import ppo_config
 from .conftest import close, drawn
 
 LN2 = math.log(2)
@@ -193,8 +194,6 @@ def test_what_changes_it_is_episodes_over_the_horizon() -> None:
     [(0.4, 0.1, [0.4, 0.3, 0.2, 0.1]), (0.0, 3.0, [0, 1, 2, 3]), (0.2, 0.2, [0.2] * 4)],
 )
 def test_linear_by_hand(start: float, end: float, expected: list[float]) -> None:
-    assert [linear_coef(start, end, i, 4) for i in range(4)] == pytest.approx(expected, rel=1e-12)
-
-
-def test_a_run_of_one_iteration_has_the_price_it_starts_with() -> None:
-    assert linear_coef(0.4, 0.1, 0, 1) == 0.4
+    config = ppo_config(kl_coef=start, kl_control="linear", kl_coef_end=end, iterations=4)
+    found = [next_kl_coef(start, torch.zeros(1, 1), config, iteration=i) for i in range(3)]
+    assert [start, *found] == pytest.approx(expected, rel=1e-12)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.modules.optim import build_optimizer, lr_factor
+from lightning_rlhf.modules.optim import lr_factor
 from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import sft_config, sft_roles, within_fit
@@ -46,7 +46,8 @@ def test_weight_decay_is_for_matrices_and_frozen_weights_are_left_out() -> None:
     net, head = Net(), nn.Linear(2, 1)
     config = sft_config(lr=0.1, weight_decay=0.3, adam_beta2=0.9, adam_eps=1e-4)
     groups = [(1.0, net.parameters()), (5.0, head.parameters())]
-    optimizer = build_optimizer(groups, config, 10)["optimizer"]
+    module = SFTModule(sft_roles("qwen3"), config)
+    optimizer = module.build_optimizer(groups, 10)["optimizer"]
     found = {
         id(p): (group["lr"], group["weight_decay"])
         for group in optimizer.param_groups

@@ -244,12 +244,7 @@ class Experience(Responses):
     score: Float[Tensor, " B"]
     """Weighted sum of the components, before any shaping."""
     counts: Int[Tensor, "B 2"] | None = None
-    """Number of tokens and of response tokens of each row; None until `with_lengths`."""
-
-
-def with_lengths(experience: Experience) -> Experience:
-    """Return the experience with its `counts`, which are read from its device at once."""
-    return replace(experience, counts=row_lengths(experience).cpu())
+    """Number of tokens and of response tokens of each row; None until `minibatches`."""
 
 
 def row_lengths(batch: Responses) -> Int[Tensor, "B 2"]:

@@ -20,7 +20,7 @@ RESULT = "result"
 """Key of the record that a training step returns."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IterationResult:
     """Result of `training_step` of PPO."""
 

@@ -1,11 +1,12 @@
-"""Optimizer and schedule of all stages, and the base class of their modules."""
+"""Base class of the modules of all stages, with their optimizer and its schedule."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -15,41 +16,6 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteEr
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.parallel.replicas import Replicas
-
-
-def build_optimizer(
-    groups: Sequence[tuple[float, Iterable[nn.Parameter]]],
-    config: StageConfig,
-    total_steps: int,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
-) -> dict[str, Any]:
-    """Return the optimizer of the trainable parameters and its schedule, as Lightning takes them.
-
-    groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
-        weight decay.
-    total_steps: number of calls of the scheduler over the whole run.
-    make: function from groups of parameters to their optimizer; None is `adamw`.
-    """
-    parameter_groups = []
-    for factor, parameters in groups:
-        trained = [p for p in parameters if p.requires_grad]
-        for decay, matrices in ((config.weight_decay, True), (0.0, False)):
-            chosen = [p for p in trained if (p.ndim > 1) == matrices]
-            if chosen:
-                parameter_groups.append(
-                    {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
-                )
-    optimizer = adamw(parameter_groups, config) if make is None else make(parameter_groups)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, total_steps, config)
-    )
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
-def adamw(groups: list[dict[str, Any]], config: StageConfig) -> torch.optim.AdamW:
-    """Return AdamW on groups of parameters, with `adam_beta2` and `adam_eps`."""
-    betas = (0.9, config.adam_beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, fused=True)
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
@@ -64,6 +30,12 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
     if config.lr_schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * done))
     return 1 - done if config.lr_schedule == "linear" else 1.0
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    """Return a new generator on the CPU, a pure function of the numbers."""
+    sequence = np.random.SeedSequence(numbers)
+    return torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
 
 
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -157,6 +129,38 @@ class StageModule(L.LightningModule):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         table = self.replicas.sum_gradients(trained, numbers)
         return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+
+    def build_optimizer(
+        self, groups: Sequence[tuple[float, Iterable[nn.Parameter]]], total_steps: int
+    ) -> dict[str, Any]:
+        """Return the optimizer and its schedule, as Lightning takes them.
+
+        groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
+            weight decay.
+        total_steps: number of calls of the scheduler over the whole run.
+        """
+        config, parameter_groups = self.config, []
+        for factor, parameters in groups:
+            trained = [p for p in parameters if p.requires_grad]
+            for decay, matrices in ((config.weight_decay, True), (0.0, False)):
+                chosen = [p for p in trained if (p.ndim > 1) == matrices]
+                if chosen:
+                    parameter_groups.append(
+                        {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
+                    )
+        optimizer = self.make_optimizer(parameter_groups)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, total_steps, config)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return AdamW on groups of parameters with their learning rate and weight decay.
+
+        A subclass returns another optimizer here; `build_optimizer` adds the schedule.
+        """
+        betas, eps = (0.9, self.config.adam_beta2), self.config.adam_eps
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
 
     def check_finite(self, loss: Tensor, grad_norm: Tensor) -> bool:
         """Return whether the loss and the gradient norm of an update, 0-d, are finite.

@@ -6,7 +6,6 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -79,17 +78,9 @@ class PPOModule(optim.StageModule):
         self.seed = seed
         self.chat = chat
         self.collector = Collector(
-            roles=roles,
-            reward=reward,
-            config=config,
-            critic=critic,
-            chat=chat,
-            prompts=prompts,
-            microbatch=self.microbatch,
-            sampler=sampler,
-            stage=stage,
-            replicas=replicas,
-        )
+            roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
+            microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
+        )  # fmt: skip
         self.ptx = ptx
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
@@ -118,13 +109,7 @@ class PPOModule(optim.StageModule):
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
         padding = padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
-        result = results.IterationResult(
-            experience=experience,
-            updates=updates,
-            kl_coef=self.kl_coef,
-            padding=padding,
-            seconds=seconds,
-        )
+        result = results.IterationResult(experience, updates, self.kl_coef, padding, seconds)
         self.end_iteration(experience)
         self.log_headline(result.headline)
         return {results.RESULT: result}
@@ -179,7 +164,7 @@ class PPOModule(optim.StageModule):
         self, experience: records.Experience, generator: torch.Generator
     ) -> Iterator[records.Experience]:
         """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
-        config, experience = self.config, records.with_lengths(experience)
+        config = self.config
         parts = minibatches(experience, config.ppo_epochs, config.minibatch_size, generator)
         for self.update_number, minibatch in enumerate(parts):
             yield whitened(minibatch) if config.whiten_advantages == "minibatch" else minibatch
@@ -298,15 +283,10 @@ class PPOModule(optim.StageModule):
             values: values of the critic at the same tokens.
         """
         return losses.ppo_terms(
-            micro_batch,
-            weights,
-            tokens,
-            self.config,
-            kl_coef=kl_coef,
-            policy=policy,
+            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
             policy_losses=None if policy is None else self.policy_losses(policy, micro_batch),
             values=values,
-        )
+        )  # fmt: skip
 
     def policy_losses(
         self, policy: losses.PolicyOutputs, batch: records.Experience
@@ -317,13 +297,10 @@ class PPOModule(optim.StageModule):
         """
         pick, config = masking.picker(records.known_mask(batch)), self.config
         return losses.policy_loss(
-            policy.logprobs,
-            pick(batch.old_logprobs),
-            pick(batch.advantages),
-            clip_range=config.clip_range,
-            clip_range_high=config.clip_range_high,
+            policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
+            clip_range=config.clip_range, clip_range_high=config.clip_range_high,
             dual_clip=config.dual_clip,
-        )
+        )  # fmt: skip
 
     def backpropagate(self, terms: records.PPOTerms) -> records.PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
@@ -356,22 +333,13 @@ class PPOModule(optim.StageModule):
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""
-        sequence = np.random.SeedSequence((self.seed, stream, number))
-        return torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
+        return optim.seeded(self.seed, stream, number)
 
     def configure_optimizers(self) -> Any:
         groups = [(1.0, self.roles.trained_by(POLICY))]
         if self.critic is not None:
             groups.append((self.config.value_lr_factor, self.critic.parameters()))
-        config = self.config
-        return optim.build_optimizer(groups, config, config.iterations, self.make_optimizer)
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return AdamW on groups of parameters with their learning rate and weight decay.
-
-        A subclass returns another optimizer here; `configure_optimizers` adds the schedule.
-        """
-        return optim.adamw(groups, self.config)
+        return self.build_optimizer(groups, self.config.iterations)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
@@ -387,6 +355,8 @@ class PPOModule(optim.StageModule):
         if self.ptx is not None:
             self.ptx.check(checkpoint)
         self.kl_coef = checkpoint["kl_coef"]
-        self.moments = shaping.ScoreMoments.from_state_dict(checkpoint["moments"])
+        moments, of = checkpoint["moments"], shaping.RunningMoments
+        components = tuple(of(**part) for part in moments["components"])
+        self.moments = shaping.ScoreMoments(of(**moments["whole"]), components)
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]

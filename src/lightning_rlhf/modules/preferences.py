@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -14,6 +13,7 @@ from lightning_rlhf.core.config import DPOConfig, RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, preference_loss
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
@@ -41,7 +41,7 @@ class RewardModule(SupervisedModule):
     def loss_share(
         self, micro_batch: records.Preferences, total: int
     ) -> tuple[Tensor, results.PairScores]:
-        config, rewards = self.config, self.rewards(micro_batch)
+        config, rewards = self.config, self.roles.rewards(*micro_batch.stacked()).chunk(2)
         margin = config.margin_coef * micro_batch.margin[:, None]
         losses = bradley_terry_loss(*rewards, margin=margin, label_smoothing=config.label_smoothing)
         losses = losses + config.center_coef * centering_loss(*rewards)
@@ -53,21 +53,12 @@ class RewardModule(SupervisedModule):
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""
         rates = torch.ones(pairs, self.config.heads)
         if self.config.heads > 1:
-            sequence = np.random.SeedSequence((self.seed, self.iteration))
-            generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
-            rates = torch.poisson(rates, generator)
+            rates = torch.poisson(rates, optim.seeded(self.seed, self.iteration))
         return masking.upload(rates, self.device)
 
     def scores(self, micro_batch: records.Preferences) -> results.PairScores:
         """Return the scores of both sides: means over the heads, without a gradient."""
-        return pair_scores(self.rewards(micro_batch))
-
-    def rewards(
-        self, batch: records.Preferences
-    ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
-        """Return each head's rewards of the chosen and of the rejected responses, in one pass."""
-        chosen, rejected = self.roles.rewards(*batch.stacked()).chunk(2)
-        return chosen, rejected
+        return pair_scores(self.roles.rewards(*micro_batch.stacked()).chunk(2))
 
 
 def pair_scores(rewards: Sequence[Float[Tensor, "B H"]]) -> results.PairScores:
@@ -121,21 +112,17 @@ class DPOModule(SupervisedModule):
         summed = ratios if config.loss_type == "sigmoid" else ratios / counts
         chosen, rejected = summed.chunk(2)
         chosen_logprob, rejected_logprob = logprobs.chunk(2)
-        losses = preference_loss(
-            chosen,
-            rejected,
-            beta=config.beta,
-            loss_type=config.loss_type,
-            label_smoothing=config.label_smoothing,
-        )
         return results.DPOScores(
             chosen=(config.beta * chosen).detach(),
             rejected=(config.beta * rejected).detach(),
-            pair_losses=losses,
+            pair_losses=preference_loss(
+                chosen, rejected, beta=config.beta, loss_type=config.loss_type,
+                label_smoothing=config.label_smoothing,
+            ),
             chosen_logprob=chosen_logprob,
             rejected_logprob=rejected_logprob,
             chosen_tokens=counts[: len(micro_batch)],
-        )
+        )  # fmt: skip
 
     def logprobs(
         self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]

@@ -99,7 +99,7 @@ class SupervisedModule(optim.StageModule):
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return optim.build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
+        return self.build_optimizer([(1.0, self.roles.parameters())], steps)
 
 
 def target_logprobs(
