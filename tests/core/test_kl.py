@@ -62,18 +62,12 @@ def test_single_values_by_hand() -> None:
     # p = 1/2, q = 1/4: log p - log q = ln 2; r = 1/2, so (r - 1) - ln r = -1/2 + ln 2.
     # p = 1/4, q = 1/2: -ln 2; r = 2, so 1 - ln 2. k1 is negative here, the others never.
     p, q = doubles(1 / 2, 1 / 4).log(), doubles(1 / 4, 1 / 2).log()
-    close(k1(p, q), doubles(LN2, -LN2))
-    close(k2(p, q), doubles(LN2**2 / 2, LN2**2 / 2))
-    close(k3(p, q), doubles(LN2 - 0.5, 1 - LN2))
-    close(absolute(p, q), doubles(LN2, LN2))
-
-
-def test_the_names_of_the_configuration() -> None:
-    # The single values above tell the estimators apart; "full" has a function of its own.
-    p, q = doubles(1 / 4).log(), doubles(1 / 2).log()
-    expected = {"k1": -LN2, "k2": LN2**2 / 2, "k3": 1 - LN2, "abs": LN2, "mse": LN2**2 / 2}
-    for name, value in expected.items():
-        close(ESTIMATORS[name](p, q), doubles(value))
+    squared = (LN2**2 / 2, LN2**2 / 2)
+    expected = {"k1": (LN2, -LN2), "k2": squared, "k3": (LN2 - 0.5, 1 - LN2), "abs": (LN2, LN2),
+                "mse": squared}  # fmt: skip
+    for name, values in expected.items():
+        close(ESTIMATORS[name](p, q), doubles(*values))
+    # "full" has a function of its own.
     assert set(ESTIMATORS) == set(get_args(KLEstimator)) - {"full"}
 
 
@@ -163,11 +157,8 @@ def test_it_tends_to_the_bound_and_stays_below(n: int) -> None:
     [
         (6.0, 0.2),  # at the target
         (6.6, 0.21),  # a tenth above: half of a tenth dearer
-        (5.4, 0.19),  # a tenth below
         (7.2, 0.22),  # a fifth above, the most that counts
         (60.0, 0.22),
-        (4.8, 0.18),
-        (0.0, 0.18),
         (-3.0, 0.18),  # an estimate can be negative
     ],
 )
