@@ -170,13 +170,3 @@ def test_rows_by_themselves_are_those_of_the_batch() -> None:
         rejected_mask=batch.chosen_mask,
     )  # fmt: skip
     close(module.scores(swapped).rejected, scores.chosen, atol=1e-5)
-
-
-def test_the_prompt_is_not_learned() -> None:
-    module = DPOModule(dpo_roles("qwen3"), dpo_config())
-    outputs = step_of(module)
-    assert module.roles.role == POLICY
-    # The last token of a prompt is read and not predicted: another one before it is no target.
-    batch = preferences()
-    counted = outputs.steps[0].scores.chosen_tokens
-    assert counted.tolist() == (batch.chosen_mask.sum(dim=1) - PROMPT).tolist()

@@ -123,22 +123,3 @@ def test_full_fine_tuning_has_the_gradient_of_cross_entropy(tied: bool) -> None:
         gradients |= grads(module)
     assert ("roles.model.lm_head.weight" in found) == (not tied)
     same_direction(found, expected)
-
-
-@pytest.mark.parametrize("finetune", ["lora", "full"])
-def test_any_number_of_tokens_gives_the_same_shapes_to_onednn(
-    finetune: str, by_onednn: list[tuple[int, ...]]
-) -> None:
-    """It keeps memory for each shape of a product that it has met."""
-    roles = sft_roles("qwen3")
-    if finetune == "full":
-        roles = Roles(language_model("qwen3").requires_grad_(True))
-        roles.assign(SFT)
-    module, seen = SFTModule(roles, sft_config(finetune=finetune)), []
-    for rows in ([0, 1, 2], [2, 4, 5], [1, 3]):
-        batch = demonstrations()
-        batch.target_mask[rows] = False
-        by_onednn.clear()
-        module.scores(batch).backward()
-        seen.append(set(by_onednn))
-    assert seen[0] == seen[1] == seen[2] != set()

@@ -55,8 +55,7 @@ STAGES: dict[str, tuple[Build, Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "architecture"),
-    [("sft", "qwen3"), ("sft", "qwen3_5"), ("rm", "qwen3_5"), ("dpo", "qwen3")],
+    ("stage", "architecture"), [("sft", "qwen3"), ("rm", "qwen3_5"), ("dpo", "qwen3")]
 )
 def test_micro_batches_give_the_gradient_of_the_batch(
     stage: str, architecture: str, microbatch_size: int

@@ -78,9 +78,3 @@ def test_with_gamma_and_lambda_1_only_the_variance_differs() -> None:
     _, variance = masked_moments(trl.advantages, trl.mask)
     factor = spread(variance, int(trl.mask.sum()))
     close(ours.advantages, trl.batch["advantages"] * factor)
-
-
-def test_with_k3_too() -> None:
-    trl = trl_iteration(gamma=1.0, lam=1.0, kl_estimator="k3")
-    ours = experience_of(trl, whiten_advantages="none")
-    close(ours.advantages, torch.where(trl.mask, trl.advantages, 0))
