@@ -35,7 +35,7 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
         with pytest.raises(ConfigError) as error:
             from_section(config, {k: v for k, v in valid.items() if k != key}, stage)
         assert str(error.value) == f"{stage}.{key} is missing from the configuration"
-        if isinstance(valid[key], tuple):
+        if isinstance(valid[key], list):
             assert refusal(stage, **{key: "END"}).startswith(f"{stage}.{key} is 'END'; allowed: ")
         if isinstance(valid[key], int | float) and not isinstance(valid[key], bool):
             for found in (math.nan, -math.inf, "1e-5", None, True):

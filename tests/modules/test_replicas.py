@@ -240,20 +240,6 @@ def test_metrics_of_the_first_process_are_those_of_all(tmp_path: Path) -> None:
     assert replicated(2, work, tmp_path) == [[torch.tensor(3.0), torch.tensor(1.0)]] * 2
 
 
-def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:
-    batch = prompts(5)
-
-    def work(replicas: Replicas) -> Any:
-        rows = replicas.share(torch.tensor([4, 2, 0, 1, 3]))
-        return rows, replicas.joined(rows, batch.select), replicas.largest(3 - replicas.rank)
-
-    found = replicated(2, work, tmp_path)
-    assert [rows.tolist() for rows, _, _ in found] == [[0, 3, 4], [1, 2]]
-    for _, joined, largest in found:
-        assert_same(joined, batch)
-        assert largest == 3
-
-
 class Pruner(optuna.pruners.BasePruner):
     """A pruner that ends every trial at its first report."""
 
