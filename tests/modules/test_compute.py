@@ -14,12 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rlhf.callbacks.compute import (
-    Weights,
-    iteration_totals,
-    step_totals,
-    weights_of,
-)
+from lightning_rlhf.callbacks.compute import Weights, iteration_totals, step_totals, weights_of
 from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.config import POLICY, REWARD, SFT

@@ -16,10 +16,7 @@ from .conftest import close, parameters, prompts, within_fit
 from .experiences import Make, nothing_to_gain, off_policy, on_policy, update, updated
 
 ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
-LOSSES = {
-    "k2": lambda p, q: (p - q) ** 2 / 2,
-    "k3": lambda p, q: (q - p).exp() - 1 - (q - p),
-}
+LOSSES = {"k2": lambda p, q: (p - q) ** 2 / 2, "k3": lambda p, q: (q - p).exp() - 1 - (q - p)}
 
 
 @torch.no_grad()

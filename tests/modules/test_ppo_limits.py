@@ -85,9 +85,7 @@ def marked(experience: Experience) -> Experience:
     )
 
 
-def test_a_minibatch_that_went_too_far_is_skipped_and_the_rest_learned_from(
-    make_ppo: Make,
-) -> None:
+def test_a_minibatch_that_went_too_far_is_skipped_and_the_rest_learned_from(make_ppo: Make) -> None:
     # A micro-learning-rate, so that ratios stay e^3 = 20.1 and 1: minibatches of one response.
     module = make_ppo(max_ratio=5.0, minibatch_size=1, microbatch_size=1, ppo_epochs=1, lr=1e-7)
     experience, state = marked(on_policy(module)), parameters(module)

@@ -39,9 +39,7 @@ def demonstrations(seed: int = 0, extra_columns: int = 0) -> Demonstrations:
     prompt = torch.tensor([p for p, _ in LENGTHS])[:, None]
     end = torch.tensor([p + r for p, r in LENGTHS])[:, None]
     return Demonstrations(
-        tokens=tokens,
-        mask=position < end,
-        target_mask=(position >= prompt) & (position < end),
+        tokens=tokens, mask=position < end, target_mask=(position >= prompt) & (position < end)
     )
 
 

@@ -62,10 +62,7 @@ def test_advantages_differ_by_where_the_score_is_paid(settings: dict[str, Any]) 
     trl = trl_iteration(**settings)
     ours = experience_of(trl, whiten_advantages="none")
     expected = paid_later(trl)
-    for theirs, found in (
-        (trl.advantages, ours.advantages),
-        (trl.batch["returns"], ours.returns),
-    ):
+    for theirs, found in ((trl.advantages, ours.advantages), (trl.batch["returns"], ours.returns)):
         close(torch.where(trl.mask, theirs, 0) - found, expected)
     assert bool(expected.any()) == (trl.batch["args"].lam < 1)
 

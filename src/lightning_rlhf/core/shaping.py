@@ -65,8 +65,7 @@ class ScoreMoments:
         """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         return ScoreMoments(
-            self.whole.including(scores.score),
-            tuple(seen.including(part) for seen, part in parts),
+            self.whole.including(scores.score), tuple(seen.including(part) for seen, part in parts)
         )
 
 
