@@ -209,9 +209,9 @@ def phases(
     weights = [p.nbytes for n, p in module.roles.causal_lm.named_parameters() if "lora_" not in n]
     read = result.experience.response_mask.shape[1] * sum(weights)
     return {
-        "rollout": (of.rollout, totals["generated_tokens"], totals["rollout_flops"], read),
-        "score": (of.score, totals["scored_tokens"], totals["score_flops"], 0.0),
-        "update": (of.update, totals["trained_tokens"], totals["update_flops"], 0.0),
+        "rollout": (of["rollout"], totals["generated_tokens"], totals["rollout_flops"], read),
+        "score": (of["score"], totals["scored_tokens"], totals["score_flops"], 0.0),
+        "update": (of["update"], totals["trained_tokens"], totals["update_flops"], 0.0),
     }
 
 

@@ -107,7 +107,7 @@ def build(stage: str, workload: Workload, replicas: Replicas) -> tuple[L.Lightni
             minibatches=MINIBATCHES,
         )  # fmt: skip
         ppo = ours.build(model, setting, workload.critic)
-        ppo.guard.microbatch.rows = MICROBATCH
+        ppo.microbatch.rows = MICROBATCH
         ppo.replicas = ppo.collector.replicas = replicas
         return ppo, prompts_of(workload)
     roles, rows = Roles(model), BATCHES[stage]

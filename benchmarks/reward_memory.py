@@ -76,9 +76,7 @@ def with_reward(module: PPOModule, kind: str) -> Roles:
         parameter.requires_grad_(False)
     module.roles.set_role(POLICY)
     rewards = partial(roles.rewards, role=REWARD)
-    module.collector.reward = Reward.of(
-        LearnedReward(rewards, 0.0, 1.0, 0.0, module.guard.microbatch)
-    )
+    module.collector.reward = Reward.of(LearnedReward(rewards, 0.0, 1.0, 0.0, module.microbatch))
     return roles
 
 

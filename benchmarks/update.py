@@ -281,7 +281,7 @@ def as_they_come(mask: Tensor) -> Tensor:
 @contextmanager
 def microbatches(module: PPOModule, size: int) -> Iterator[None]:
     """Inside, so many responses a forward and backward pass."""
-    microbatch = module.guard.microbatch
+    microbatch = module.microbatch
     before, microbatch.rows = microbatch.rows, size
     try:
         yield

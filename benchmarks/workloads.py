@@ -165,7 +165,7 @@ def build_module(
     )
     module = ours.build(build_model(workload), setting, workload.critic)
     if microbatch_size is not None:
-        module.guard.microbatch.rows = microbatch_size
+        module.microbatch.rows = microbatch_size
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in module.named_parameters():

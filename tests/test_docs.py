@@ -21,7 +21,6 @@ from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
-from lightning_rlhf.cli.replay import COLUMNS
 from lightning_rlhf.core.config import Normalization, PPOConfig
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.data.formats import FORMATS
@@ -164,13 +163,6 @@ def test_every_key_of_the_algorithm_is_mentioned(key: str) -> None:
 def test_every_choice_is_mentioned(key: str) -> None:
     for choice in get_args(KEYS[key]):
         assert re.search(rf"(?<![\w-]){re.escape(choice)}(?![\w+])", PPO), f"{key}={choice}"
-
-
-def test_there_are_commands() -> None:
-    assert any("recipe=bandit" in command for command in COMMANDS)
-    assert any("stage=ppo" in command for command in COMMANDS)
-    for kind in (*REWARD_KINDS, "sum", "composite"):
-        assert any(f"reward={kind}" in command for command in COMMANDS) or kind == "head"
 
 
 @pytest.fixture
@@ -343,56 +335,28 @@ def test_the_forms_of_data_in_the_docs_are_those_of_the_code() -> None:
             assert kinds == {*form.kinds}, name
 
 
-def test_the_columns_in_the_picture_are_those_of_the_code() -> None:
-    table = REPLAY.split("## Reading a replay")[1]
-    cells = [line.split("|")[1].strip() for line in table.splitlines() if line.startswith("| ")]
-    assert cells[1:] == [name for name, _ in COLUMNS.values()]
-
-
 # docs/performance.md
-
-
-def ratios(name: str) -> dict[str, dict[str, str]]:
-    """Return the columns of a committed table of benchmarks/ppo_vs_trl.py, by workload."""
-    text = (HOME / "benchmarks" / "results" / name).read_text()
-    header, _, *rows = [line.split("|") for line in text.splitlines() if line.startswith("|")]
-    names = [cell.strip() for cell in header]
-    cells = [dict(zip(names, map(str.strip, row), strict=True)) for row in rows]
-    return {row["workload"]: row for row in cells}
-
-
-def measured() -> dict[str, list[str]]:
-    """Return the three columns of ratios in docs/performance.md, by workload."""
-    section = (HOME / "docs" / "performance.md").read_text().split("## Measurements")[1]
-    rows = re.findall(r"^\|[^|]*\(`([\w-]+)`\) \|(.*)\|$", section, re.MULTILINE)
-    return {workload: [cell.strip() for cell in rest.split("|")] for workload, rest in rows}
 
 
 @pytest.mark.parametrize(("column", "name"), [(0, "ppo_vs_trl.md"), (2, "ppo_vs_trl_xeon.md")])
 def test_ratios_are_those_of_the_committed_tables(column: int, name: str) -> None:
-    table = ratios(name)
-    found = measured()
-    assert found.keys() == table.keys()
-    for workload, row in table.items():
+    """The columns of ratios, by workload."""
+    text = (HOME / "benchmarks" / "results" / name).read_text()
+    names, _, *rows = (
+        [cell.strip() for cell in line.split("|")]
+        for line in text.splitlines()
+        if line.startswith("|")
+    )
+    expected = {}
+    for row in (dict(zip(names, cells, strict=True)) for cells in rows):
         of, ours = float(row["TRL / ours"]), float(row["TRL with our settings / ours"])
-        assert found[workload][column] == f"{of:.2f} ({ours:.2f})", workload
-
-
-def test_the_smallest_ratios_are_quoted() -> None:
-    readme = " ".join((HOME / "README.md").read_text().split())
-    page = (HOME / "docs" / "performance.md").read_text()
-    for workload, ratios in measured().items():
-        if "-" not in ratios:
-            smallest = min((ratio.split()[0] for ratio in ratios), key=float)
-            assert smallest in readme, workload
-            assert re.search(rf"smallest\s+ratios of the three are[^:]*{smallest}", page), workload
+        expected[row["workload"]] = f"{of:.2f} ({ours:.2f})"
+    section = (HOME / "docs" / "performance.md").read_text().split("## Measurements")[1]
+    quoted = re.findall(r"^\|[^|]*\(`([\w-]+)`\) \|(.*)\|$", section, re.MULTILINE)
+    assert {work: rest.split("|")[column].strip() for work, rest in quoted} == expected
 
 
 # README.md
-
-
-def test_the_readme_is_short() -> None:
-    assert len(README.splitlines()) <= 150
 
 
 def test_metrics_table_is_the_one_in_the_code() -> None:
@@ -407,20 +371,12 @@ def test_metrics_table_is_the_one_in_the_code() -> None:
 
 
 def test_the_quickstart_has_the_same_numbers_in_both_places() -> None:
-    table = (
-        (HOME / "README.md")
-        .read_text()
-        .split("<!-- quickstart table: begin -->")[1]
-        .split("\n\n")[0]
-    )
+    table = README.split("<!-- quickstart table: begin -->")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     after = {row[1]: row[3] for row in rows if len(row) == 6}
-    first = re.search(
-        r"^\| nothing \|(.*)\|$", (HOME / "docs" / "quickstart.md").read_text(), re.MULTILINE
-    )
+    first = re.search(r"^\| nothing \|(.*)\|$", QUICKSTART, re.MULTILINE)
     assert first is not None
     _, reward, gold, correct, polite, _, kl = (cell.strip() for cell in first[1].split("|"))
-    assert (reward, gold, correct, polite, kl) == (
-        *(after["reward"], after["gold score (hidden judge)"], after["correct"], after["polite"]),
-        after["KL to the SFT model, nats a response"],
-    )
+    names = ("reward", "gold score (hidden judge)", "correct", "polite")
+    assert [reward, gold, correct, polite] == [after[name] for name in names]
+    assert kl == after["KL to the SFT model, nats a response"]

@@ -21,11 +21,9 @@ from lightning_rlhf.core.results import (
     RESULT,
     EvaluationResult,
     IterationResult,
-    IterationSeconds,
     PairScores,
-    RewardStep,
-    SFTEvaluation,
-    SFTStep,
+    SFTScores,
+    Step,
 )
 from lightning_rlhf.core.shaping import AS_IT_IS
 
@@ -80,17 +78,19 @@ class FakePPO(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.iteration = 0
         self.chat = Chat()
-        self.reward = SimpleNamespace(
-            terms=[replace(AS_IT_IS[0], name=name) for name in components]
-        )
+        self.config = SimpleNamespace(group_size=2)
+        terms = [replace(AS_IT_IS[0], name=name) for name in components]
+        prompts = {
+            split: [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
+            for split in ("train", "val")
+        }
+        self.collector = SimpleNamespace(reward=SimpleNamespace(terms=terms), prompts=prompts)
 
     def parts(self) -> Tensor:
         """[2,K] with column k = (k + 1) * (2 + iteration, -1 + iteration)."""
         score = torch.tensor([2.0, -1.0]) + self.iteration
-        return torch.stack([(k + 1) * score for k in range(len(self.reward.terms))], dim=1)
-
-    def prompt_rows(self, split: str) -> list[dict[str, Any]]:
-        return [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
+        count = len(self.collector.reward.terms)
+        return torch.stack([(k + 1) * score for k in range(count)], dim=1)
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
         for _ in range(UPDATES):
@@ -102,8 +102,8 @@ class FakePPO(LightningModule):
         score = torch.tensor([2.0, -1.0]) + self.iteration
         return IterationResult(
             experience=make_experience(score=score, component_scores=self.parts()),
-            updates=make_updates(), kl_coef=0.05, padding=torch.tensor(0.25), group_size=2,
-            seconds=IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5),
+            updates=make_updates(), kl_coef=0.05, padding=torch.tensor(0.25),
+            seconds={"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5},
         )  # fmt: skip
 
     def validation_step(self, batch: Any, batch_idx: int) -> EvaluationResult:
@@ -115,7 +115,7 @@ class FakePPO(LightningModule):
         )  # fmt: skip
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
-        rows, texts = self.prompt_rows("val"), ["t1 t2 t3", "t4"]
+        rows, texts = self.collector.prompts["val"], ["t1 t2 t3", "t4"]
         decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts)
         scores = Scores(component_scores=self.parts(), score=score, ref_logprobs=ref)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
@@ -141,13 +141,14 @@ class FakeSFT(LightningModule):
         loss = self.weight.sum() * 0.0 + float(batch_idx)
         return {"loss": loss, RESULT: self.result(batch_idx)}
 
-    def result(self, batch_idx: int) -> SFTStep:
+    def result(self, batch_idx: int) -> Step:
         loss, tokens = torch.tensor(float(batch_idx)), torch.tensor(batch_idx + 1)
-        return SFTStep(loss=loss, tokens=tokens, grad_norm=torch.tensor(0.25), is_made=True)
+        scores = SFTScores(nll_sum=loss * tokens, tokens=tokens)
+        return Step(loss=loss, scores=scores, grad_norm=torch.tensor(0.25), is_made=True)
 
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         tokens = torch.tensor(batch_idx + 1)
-        return SFTEvaluation(nll_sum=torch.tensor(2.0 * batch_idx), tokens=tokens)
+        return SFTScores(nll_sum=torch.tensor(2.0 * batch_idx), tokens=tokens)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -157,9 +158,9 @@ class FakeReward(FakeSFT):
     """One pair right, one tied; with a gradient norm as under manual optimization."""
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss, pairs = self.weight.sum() * 0.0, vars(self.validation_step(batch, batch_idx))
+        loss, scores = self.weight.sum() * 0.0, self.validation_step(batch, batch_idx)
         facts = {"loss": loss.detach(), "grad_norm": torch.tensor(0.25), "is_made": True}
-        return {"loss": loss, RESULT: RewardStep(**pairs, **facts)}
+        return {"loss": loss, RESULT: Step(scores=scores, **facts)}
 
     def validation_step(self, batch: Any, batch_idx: int) -> PairScores:
         return PairScores(chosen=torch.tensor([1.0, 0.0]), rejected=torch.tensor([-1.0, 0.0]))

@@ -21,10 +21,8 @@ from lightning_rlhf.callbacks.metrics import (
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.core.results import (
     DPOScores,
-    IterationSeconds,
     PairScores,
-    SFTEvaluation,
-    SFTStep,
+    SFTScores,
 )
 
 from .conftest import make_experience, make_updates
@@ -126,7 +124,7 @@ def test_minibatches_are_counted_by_what_became_of_them() -> None:
 
 
 def test_time_metrics_by_hand() -> None:
-    seconds = IterationSeconds(rollout=2.0, score=1.0, update=1.0, other=0.5)
+    seconds = {"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5}
     metrics = time_metrics(seconds, tokens=4, responses=2)
     assert metrics == {
         "time/rollout_s": 2.0, "time/score_s": 1.0, "time/update_s": 1.0, "time/iteration_s": 4.0,
@@ -142,8 +140,8 @@ def means(*results: Any, phase: str = "eval") -> dict[str, float]:
 def test_sft_loss_is_the_mean_over_tokens_however_they_are_batched() -> None:
     # 1 token of loss 4 and 3 tokens of loss 2: (4 + 6) / 4 = 2.5, where a mean of means says 3.
     number = torch.tensor
-    first = SFTStep(loss=number(4.0), tokens=number(1), grad_norm=number(0.0), is_made=True)
-    second = SFTEvaluation(nll_sum=number(6.0), tokens=number(3))
+    first = SFTScores(nll_sum=number(4.0), tokens=number(1))
+    second = SFTScores(nll_sum=number(6.0), tokens=number(3))
     expected = {"eval/loss": 2.5, "eval/perplexity": math.exp(2.5)}
     assert means(first, second) == pytest.approx(expected)
 

@@ -112,7 +112,7 @@ def test_one_quantised_copy_of_the_base_serves_four_roles(stages: Stages, built:
     roles, critic = built.roles, built.module.critic
     assert critic is not None
     assert critic.roles is roles
-    assert [source.module is roles for source in built.module.reward.sources] == [True]
+    assert [source.module is roles for source in built.module.collector.reward.sources] == [True]
     (reward,) = {*roles.heads} - {VALUE}
     assert [roles.adapters(role) for role in (BASE, REFERENCE, POLICY, reward, CRITIC)] == [
         (), (SFT,), (SFT, POLICY), (SFT, reward), (SFT, CRITIC),

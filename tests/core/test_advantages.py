@@ -100,23 +100,6 @@ def test_padding_rows_and_parts(
     assert torch.equal(torch.cat(parts, dim=1), whole)
 
 
-@drawn
-@given(ragged(), unit, unit)
-def test_gradients(batch: Ragged, gamma: float, gae_lambda: float) -> None:
-    weight = batch.normal(2).nan_to_num()
-    grads = []
-    for function in (
-        lambda r, v: gae(r, v, batch.mask, gamma=gamma, gae_lambda=gae_lambda),
-        lambda r, v: slow_gae(r, v, batch.lengths, gamma, gae_lambda),
-    ):
-        rewards, values = batch.normal(0).requires_grad_(), batch.normal(1).requires_grad_()
-        advantages, returns = function(rewards, values)
-        (advantages * weight + returns * weight**2).sum().backward()
-        grads.append((rewards.grad, values.grad))
-    for ours, theirs in zip(*grads, strict=True):
-        close(ours[batch.mask], theirs[batch.mask])
-
-
 GROUPED = (leave_one_out, group_centered, group_normalised)
 
 

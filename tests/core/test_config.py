@@ -15,17 +15,6 @@ from lightning_rlhf.core.validation import build as from_section
 
 from .configs import STAGES, ppo_config
 
-WHOLE = "a whole number and >= 1"
-BOUNDS: list[tuple[str, str, Any, str]] = [
-    ("sft", "val_every", 1.5, WHOLE),
-    ("rm", "label_smoothing", 0.5, "a number and >= 0 and < 0.5"),
-    ("ppo", "score_clip", 0, "a number and > 0, or null"),
-    # A text alone would be read letter by letter, and stop every response at an E.
-    ("ppo", "stop_strings", "END", "a list of texts, none of them empty"),
-    ("ppo", "rollout", "no", "native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
-    ("ppo", "kl_estimator", "k4", "k1, k2, k3, abs, mse, full"),
-]
-
 
 def refusal(stage: str = "ppo", **changes: Any) -> str:
     config, valid = STAGES[stage]
@@ -34,20 +23,20 @@ def refusal(stage: str = "ppo", **changes: Any) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize(("stage", "key", "found", "allowed"), BOUNDS)
-def test_out_of_bounds(stage: str, key: str, found: Any, allowed: str) -> None:
-    assert refusal(stage, **{key: found}) == f"{stage}.{key} is {found!r}; allowed: {allowed}"
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
-    """A number must be finite; "1e-5" is what YAML makes of 1e-5 written without a point."""
+    """A number must be finite; "1e-5" is what YAML makes of 1e-5 written without a point.
+
+    A text alone is no list of texts: it would be read letter by letter.
+    """
     config, valid = STAGES[stage]
     for key in (field.name for field in fields(config)):
         assert refusal(stage, **{key: object()}).startswith(f"{stage}.{key} is ")
         with pytest.raises(ConfigError) as error:
             from_section(config, {k: v for k, v in valid.items() if k != key}, stage)
         assert str(error.value) == f"{stage}.{key} is missing from the configuration"
+        if isinstance(valid[key], list):
+            assert refusal(stage, **{key: "END"}).startswith(f"{stage}.{key} is 'END'; allowed: ")
         if isinstance(valid[key], int | float) and not isinstance(valid[key], bool):
             for found in (math.nan, -math.inf, "1e-5", None, True):
                 start = f"{stage}.{key} is {found!r}; allowed: a "
@@ -59,7 +48,6 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
     [
         ("sft", "microbatch_size", 4, "batch_size", 10, "1, 2, 5, 10"),
         ("ppo", "minibatch_size", 24, "rollout_batch_size", 64, "1, 2, 4, 8, 16, 32, 64"),
-        ("ppo", "microbatch_size", 3, "minibatch_size", 4, "1, 2, 4"),
         ("ppo", "samples_per_prompt", 3, "rollout_batch_size", 8, "1, 2, 4, 8"),
     ],
 )
@@ -74,11 +62,8 @@ def test_sizes_that_do_not_divide(
 @pytest.mark.parametrize(
     ("changes", "key", "reason"),
     [
-        *[
-            ({"advantage": name, "samples_per_prompt": 1}, "samples_per_prompt",
-             f"at least 2, which advantage={name} compares")
-            for name in GROUPED
-        ],
+        ({"advantage": "rloo", "samples_per_prompt": 1}, "samples_per_prompt",
+         "at least 2, which advantage=rloo compares"),
         ({"kl_in": "loss", "kl_estimator": "k1"}, "kl_estimator",
          "k2, k3, abs, mse, full where ppo.kl_in=loss"),
         ({"critic": "head", "critic_init": "reward"}, "critic",
@@ -89,8 +74,6 @@ def test_sizes_that_do_not_divide(
          "a number > 0 to start from where ppo.kl_control=adaptive"),
         ({"advantage": "rloo", "samples_per_prompt": 2, "critic_warmup": 1}, "critic_warmup",
          "0, since advantage=rloo has no critic"),
-        ({"advantage": "reinforce++", "critic": "model"}, "critic",
-         "head, since advantage=reinforce++ has no critic"),
         ({"critic_warmup": 10}, "critic_warmup", "< ppo.iterations, 10"),
         ({"vf_coef": 0.0, "critic_warmup": 1}, "vf_coef",
          "a number > 0 where ppo.critic_warmup"),

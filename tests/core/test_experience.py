@@ -77,20 +77,6 @@ def test_by_hand_without_whitening() -> None:
     assert experience.index is rollout.index
 
 
-def test_by_hand_with_whitening() -> None:
-    # Advantages 5/2, 5/2, -4: mean 1/3, deviations 13/6, 13/6, -13/3,
-    # population variance 13^2 (1/36 + 1/36 + 4/36) / 3 = 169/18, deviation 13 / sqrt(18).
-    # Whitened: sqrt(18) (1/6, 1/6, -1/3) = (1/sqrt 2, 1/sqrt 2, -sqrt 2). Returns stay.
-    config = ppo_config(
-        gamma=1.0, gae_lambda=1.0, whiten_advantages="batch",
-        missing_eos="subtract", missing_eos_penalty=2.0,
-    )  # fmt: skip
-    experience = make(*by_hand(), config)
-    half = math.sqrt(0.5)
-    close(experience.advantages, doubles([half, half], [-2 * half, 0]), rtol=1e-8)
-    assert experience.returns.tolist() == [[3, 3.5], [-2, 0]]
-
-
 @drawn
 @given(ragged(), st.integers(1, 3), st.sampled_from([NAN, float("inf"), 5.0]), drawn_rules())
 def test_padding_changes_nothing(
@@ -168,25 +154,18 @@ def by_rules(**changes: Any) -> Experience:
     [
         # Half the estimate off each token, and the score on the last: 3, and 1.
         ({"kl_estimator": "k1"}, [[-0.5, 0.5 + 3], [-1 + 1, 0]]),
-        # k2 = 1/2 d^2: (1/2, 1/2), (2)
-        ({"kl_estimator": "k2"}, [[-0.25, -0.25 + 3], [-1 + 1, 0]]),
-        ({"kl_estimator": "mse"}, [[-0.25, -0.25 + 3], [-1 + 1, 0]]),
         # k3 = exp(-d) - 1 + d: (1/e, e - 2), (1/e^2 + 1)
         ({"kl_estimator": "k3"}, [[-1 / E / 2, 1 - E / 2 + 3], [-(E**-2) / 2 - 0.5 + 1, 0]]),
-        ({"kl_estimator": "abs"}, [[-0.5, -0.5 + 3], [-1 + 1, 0]]),
         # Of the whole vocabulary, as measured: (1/2, 2), (4)
         ({"kl_estimator": "full"}, [[-0.25, -1 + 3], [-2 + 1, 0]]),
         # In the loss, it is not in the reward too.
-        *[({"kl_in": "loss", "kl_estimator": name}, [[0, 3], [1, 0]])
-          for name in ("k2", "k3", "abs", "mse", "full")],
+        ({"kl_in": "loss", "kl_estimator": "k2"}, [[0, 3], [1, 0]]),
+        ({"kl_in": "loss", "kl_estimator": "full"}, [[0, 3], [1, 0]]),
         # A quarter a token: 3 - 1/2, 1 - 1/4; and 2 more for the end that is missing.
-        ({"length_penalty": 0.25}, [[-0.5, 0.5 + 2.5], [-1 + 0.75, 0]]),
         ({"length_penalty": 0.25, "missing_eos": "subtract", "missing_eos_penalty": 2.0},
          [[-0.5, 0.5 + 2.5], [-1 - 1.25, 0]]),
-        ({"score_clip": 2.0}, [[-0.5, 0.5 + 2], [-1 + 1, 0]]),
         # (3 - 1) / 2 = 1 and (1 - 1) / 2 = 0; their scale alone: 3/2 and 1/2.
         ({"score_normalization": "running"}, [[-0.5, 0.5 + 1], [-1 + 0, 0]]),
-        ({"score_normalization": "running_scale"}, [[-0.5, 0.5 + 1.5], [-1 + 0.5, 0]]),
         # 3/2 clipped to 5/4, then less the price of two tokens.
         ({"score_normalization": "running_scale", "score_clip": 1.25, "length_penalty": 0.25},
          [[-0.5, 0.5 + 0.75], [-1 + 0.25, 0]]),
@@ -255,14 +234,7 @@ def test_components_are_normalised_clipped_and_weighted() -> None:
         torch.tensor([6 - 1, -10 - 2], dtype=torch.float64),
     )
     assert torch.equal(found.component_scores, scores.component_scores)
-
-
-def test_moments_of_components_are_kept_apart() -> None:
-    _, scores = by_hand()
-    scores = replace(
-        scores, component_scores=doubles([3.0, 10.0], [-5.0, 20.0]), score=doubles([1.0, 2.0])[0]
-    )
-    moments = ScoreMoments.none(2).including(scores)
+    moments = ScoreMoments.none(2).including(replace(scores, score=doubles([1.0, 2.0])[0]))
     assert [part.mean for part in moments.components] == [-1.0, 15.0]
     assert [part.std for part in moments.components] == [4.0, 5.0]
     assert moments.whole.mean == 1.5

@@ -1,4 +1,4 @@
-"""Losses of the critic and of pairs: cases by hand, and the sign and size of the gradient."""
+"""Losses of policy, critic and pairs: by hand, and the sign and size of the gradient."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from lightning_rlhf.core.losses import (
     bradley_terry_loss,
     centering_loss,
+    policy_loss,
     preference_loss,
     value_loss,
 )
@@ -141,73 +142,133 @@ def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
     assert bradley_terry_loss(chosen, rejected).tolist() == [1000, 0]
 
 
-seeds = st.integers(0, 2**20)
-LOSSES = ("sigmoid", "sigmoid_norm", "ipo")
-
-
-def near(found: Tensor, expected: Tensor | float) -> None:
-    torch.testing.assert_close(
-        found, torch.as_tensor(expected, dtype=torch.float64).expand_as(found), rtol=0, atol=1e-10
-    )
-
-
-def number(x: float) -> Tensor:
-    return torch.tensor([x], dtype=torch.float64)
-
-
-def sides(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    chosen, rejected = 3 * torch.randn(2, 8, generator=generator, dtype=torch.float64)
-    return chosen.requires_grad_(), rejected.requires_grad_()
-
-
 def test_preference_loss_by_hand() -> None:
-    """beta = 2, and log-ratios of 1/2 and -1/4: h = 3/4, beta h = 3/2."""
-    given_ = {"beta": 2.0, "label_smoothing": 0.0}
-    right = preference_loss(number(0.5), number(-0.25), loss_type="sigmoid", **given_)
-    near(right, math.log(1 + math.exp(-1.5)))
-    # The aim is 1 / (2 * 2) = 1/4, and 3/4 - 1/4 = 1/2.
-    near(preference_loss(number(0.5), number(-0.25), loss_type="ipo", **given_), 0.25)
+    """beta = 2, and log-ratios of 1/2 and -1/4: h = 3/4, beta h = 3/2; and a tie.
+
+    The aim of ipo is 1 / (2 * 2) = 1/4, and 3/4 - 1/4 = 1/2. At a tie, as for a policy that is the
+    reference, sigmoid is log 2 whatever the smoothing is, and ipo (1/4)^2.
+    """
+    chosen, rejected = leaf(0.5, 1.0).detach(), leaf(-0.25, 1.0).detach()
+    for loss_type, right, tie in (
+        ("sigmoid", math.log(1 + math.exp(-1.5)), math.log(2)),
+        ("sigmoid_norm", math.log(1 + math.exp(-1.5)), math.log(2)),
+        ("ipo", 0.25, 1 / 16),
+    ):
+        found, smoothed = (
+            preference_loss(chosen, rejected, beta=2.0, loss_type=loss_type, label_smoothing=e)
+            for e in (0.0, 0.3)
+        )
+        close(found, leaf(right, tie).detach())
+        close(smoothed[1], found[1])
+
+
+@drawn
+@given(sizes_and_seeds, st.floats(0.05, 2), st.floats(0, 0.49))
+def test_preference_losses_and_their_gradients(
+    drawn_: tuple[int, int], beta: float, smoothing: float
+) -> None:
+    """d loss / d chosen is -beta ((1 - e) sigmoid(-beta h) - e sigmoid(beta h)), and of ipo
+    2 (h - (1 - 2 e) / (2 beta)): wrong labels bring its aim nearer to 0."""
+    sides = 3 * draw(drawn_, 2)
+    h, aim = sides[0] - sides[1], 1 / (2 * beta)
+    win, lose = 1 / (1 + (-beta * h).exp()), 1 / (1 + (beta * h).exp())
+    for loss_type, loss, slope in (
+        ("sigmoid", -(1 - smoothing) * win.log() - smoothing * lose.log(),
+         -beta * ((1 - smoothing) * lose - smoothing * win)),
+        ("ipo", (1 - smoothing) * (h - aim) ** 2 + smoothing * (h + aim) ** 2,
+         2 * (h - (1 - 2 * smoothing) * aim)),
+    ):  # fmt: skip
+        chosen, rejected = (side.clone().requires_grad_() for side in sides)
+        found = preference_loss(
+            chosen, rejected, beta=beta, loss_type=loss_type, label_smoothing=smoothing
+        )
+        close(found, loss, atol=1e-10)
+        found.sum().backward()
+        close(chosen.grad, slope, atol=1e-10)
+        close(rejected.grad, -slope, atol=1e-10)
+
+
+# The clipped surrogate.
+
+low_ends = st.floats(0.05, 0.9)
+high_ends = st.none() | st.floats(0.05, 3)
+dual_clips = st.none() | st.floats(1.05, 4)
+
+
+def loss_and_slope(
+    new: Tensor, old: Tensor, advantages: Tensor, clip_range: float,
+    clip_range_high: float | None, dual_clip: float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    logprobs = new.clone().requires_grad_()
+    loss = policy_loss(
+        logprobs, old, advantages, clip_range=clip_range, clip_range_high=clip_range_high,
+        dual_clip=dual_clip,
+    )  # fmt: skip
+    loss.sum().backward()
+    assert logprobs.grad is not None
+    return loss.detach(), logprobs.grad
+
+
+# The loss is max(-A r, -A clip(r)), its slope in the log-probability -A r where the first is the
+# larger, else 0.
+SYMMETRIC = (0.2, None, None)  # the ratio is kept within 0.8 .. 1.2
+HIGHER = (0.2, 0.5, None)  # 0.8 .. 1.5
+DUAL = (0.2, None, 3.0)  # and where A < 0 the loss is at most 3 |A|
 
 
 @pytest.mark.parametrize(
-    ("loss_type", "expected"), [("sigmoid", math.log(2)), ("sigmoid_norm", math.log(2)), ("ipo", 4)]
+    ("rule", "advantage", "ratio", "loss", "slope"),
+    [
+        (SYMMETRIC, 2, 1.5, -2.4, 0.0),  # good and already much likelier: nothing more to gain
+        (SYMMETRIC, 2, 0.5, -1.0, -1.0),  # good and less likely than before: pulled back up
+        (SYMMETRIC, -2, 1.5, 3.0, 3.0),  # bad and much likelier: pushed down
+        (SYMMETRIC, -2, 0.5, 1.6, 0.0),  # bad and already much less likely: nothing more to gain
+        (SYMMETRIC, 2, 1.0, -2.0, -2.0),  # an iteration's first step: the plain policy gradient
+        (SYMMETRIC, -2, 1.0, 2.0, 2.0),
+        (SYMMETRIC, -2, 9.0, 18.0, 18.0),  # no bound on this side
+        (HIGHER, 2, 1.4, -2.8, -2.8),  # good and likelier: goes on where 1.2 would have stopped it
+        (HIGHER, 2, 1.6, -3.0, 0.0),
+        (HIGHER, -2, 0.7, 1.6, 0.0),  # the lower end stays where it was
+        (DUAL, -2, 2.9, 5.8, 5.8),
+        (DUAL, -2, 3.5, 6.0, 0.0),  # bad and far likelier: no longer listened to
+        (DUAL, 2, 3.5, -2.4, 0.0),  # good tokens do not meet it
+    ],
 )
-def test_a_policy_that_is_the_reference(loss_type: str, expected: float) -> None:
-    """log 2 whatever beta and smoothing are; for ipo 1 / (2 beta)^2."""
-    for smoothing in (0.0, 0.3):
-        found = preference_loss(
-            number(0), number(0), beta=0.25, loss_type=loss_type, label_smoothing=smoothing
-        )
-        near(found, expected)
+def test_policy_loss_by_hand(
+    rule: tuple[float, float | None, float | None],
+    advantage: float,
+    ratio: float,
+    loss: float,
+    slope: float,
+) -> None:
+    old = torch.tensor([-1.25], dtype=torch.float64)
+    advantages = torch.full_like(old, advantage)
+    found, found_slope = loss_and_slope(old + math.log(ratio), old, advantages, *rule)
+    close(found, torch.full_like(old, loss))
+    close(found_slope, torch.full_like(old, slope))
 
 
 @drawn
-@given(seeds, st.floats(0.02, 2), st.floats(0, 0.49))
-def test_sigmoid_and_its_gradient(seed: int, beta: float, smoothing: float) -> None:
-    """d loss / d chosen = -beta ((1 - e) sigmoid(-beta h) - e sigmoid(beta h))."""
-    chosen, rejected = sides(seed)
-    found = preference_loss(
-        chosen, rejected, beta=beta, loss_type="sigmoid", label_smoothing=smoothing
-    )
-    h = (chosen - rejected).detach()
-    win, lose = 1 / (1 + (-beta * h).exp()), 1 / (1 + (beta * h).exp())
-    near(found, -(1 - smoothing) * win.log() - smoothing * lose.log())
-    found.sum().backward()
-    slope = -beta * ((1 - smoothing) * lose - smoothing * win)
-    near(chosen.grad, slope)
-    near(rejected.grad, -slope)
-
-
-@drawn
-@given(seeds, st.floats(0.05, 2), st.floats(0, 0.49))
-def test_ipo_and_its_gradient(seed: int, beta: float, smoothing: float) -> None:
-    """d loss / d chosen = 2 (h - (1 - 2 e) / (2 beta)): wrong labels bring the aim nearer to 0."""
-    chosen, rejected = sides(seed)
-    found = preference_loss(chosen, rejected, beta=beta, loss_type="ipo", label_smoothing=smoothing)
-    h, aim = (chosen - rejected).detach(), 1 / (2 * beta)
-    near(found, (1 - smoothing) * (h - aim) ** 2 + smoothing * (h + aim) ** 2)
-    found.sum().backward()
-    slope = 2 * (h - (1 - 2 * smoothing) * aim)
-    near(chosen.grad, slope)
-    near(rejected.grad, -slope)
+@given(sizes_and_seeds, low_ends, high_ends, dual_clips)
+def test_it_is_the_ratio_kept_from_rewarding_a_long_step(
+    drawn_: tuple[int, int], low: float, high: float | None, dual: float | None
+) -> None:
+    # Case by case: a good token counts min(r, 1 + high), a bad one max(r, 1 - low), at most dual.
+    old, advantages, steps = draw(drawn_, 3)
+    new = old + 1.5 * steps
+    logprobs = new.clone().requires_grad_()
+    rows = []
+    for n, o, a in zip(logprobs, old, advantages, strict=True):
+        ratio, top = (n - o).exp(), 1 + (low if high is None else high)
+        if a >= 0:
+            counted = ratio if ratio <= top else torch.tensor(top)
+        elif ratio < 1 - low:
+            counted = torch.tensor(1 - low)
+        else:
+            counted = ratio if dual is None or ratio <= dual else torch.tensor(dual)
+        rows.append(-a * counted.double() + 0 * n)
+    slow = torch.stack(rows)
+    slow.sum().backward()
+    loss, slope = loss_and_slope(new, old, advantages, low, high, dual)
+    close(loss, slow.detach(), rtol=1e-7)
+    close(slope, logprobs.grad)

@@ -28,7 +28,7 @@ def ten_rows() -> Experience:
 
 def epochs_of(seed: int, ppo_epochs: int, size: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(seed)
-    parts = minibatches(ten_rows(), ppo_epochs=ppo_epochs, minibatch_size=size, generator=generator)
+    parts = minibatches(ten_rows(), ppo_epochs, size, generator)
     return [part.index.tolist() for part in parts]
 
 

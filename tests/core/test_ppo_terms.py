@@ -205,19 +205,6 @@ def test_weights_by_hand(reduction: Reduction, expected: list[list[float]]) -> N
 
 
 @drawn
-@given(ragged())
-def test_what_the_weights_sum_to(batch: Ragged) -> None:
-    one = torch.tensor(1.0)
-    close(weights(batch.mask, "token_mean").sum(), one, **FP32)
-    close(weights(batch.mask, "sequence_mean").sum(), one, **FP32)
-    share = sum(batch.lengths) / (len(batch.lengths) * ROOM)
-    close(weights(batch.mask, "constant").sum(), share * one, **FP32)
-    # Every response counts the same.
-    rows = weights(batch.mask, "sequence_mean").sum(dim=1)
-    close(rows, torch.full_like(rows, 1 / len(rows)), **FP32)
-
-
-@drawn
 @given(ragged(), reductions, st.integers(1, 3))
 def test_micro_batches_add_up_to_the_loss_of_the_minibatch(
     batch: Ragged, reduction: Reduction, size: int

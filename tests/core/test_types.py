@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import torch
 from hypothesis import given
@@ -16,7 +16,6 @@ from lightning_rlhf.core.records import (
     Scores,
     known_mask,
     row_lengths,
-    with_lengths,
 )
 
 from .conftest import F, T, drawn
@@ -87,7 +86,7 @@ def test_an_experience_that_is_counted_selects_its_counts_too() -> None:
     tokens = torch.arange(9).view(3, 3)
     plain = Experience(**zeros | {"tokens": tokens, "mask": mask, "response_mask": response_mask})
     assert plain.responses.tolist() == [[1, 2], [4, 5], [7, 8]]  # the columns after the prompt
-    found = with_lengths(plain)
+    found = replace(plain, counts=row_lengths(plain))
     assert found.counts is not None
     assert found.counts.tolist() == [[2, 2], [2, 1], [1, 1]]
     assert found.to("meta").counts is found.counts

@@ -14,12 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from lightning_rlhf.callbacks.compute import (
-    Weights,
-    iteration_totals,
-    step_totals,
-    weights_of,
-)
+from lightning_rlhf.callbacks.compute import Weights, iteration_totals, step_totals, weights_of
 from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, SampledResponses
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
@@ -219,7 +214,7 @@ def test_demonstrations_and_reward_models_add_to_an_iteration(make: Any) -> None
     assert ptx is not None
     assert whole["update_flops"] - plain["update_flops"] == 2 * policy.update(rows, 64)
     assert whole["trained_tokens"] - plain["trained_tokens"] == 2 * 132
-    (source,) = module.reward.sources
+    (source,) = module.collector.reward.sources
     source.module, source.role = module.roles, POLICY  # a reward model in this process
     more = iteration_totals(module, outputs.steps[0])
     assert more["score_flops"] - plain["score_flops"] == policy.forward(rows)
@@ -256,7 +251,7 @@ def test_a_batch_of_a_supervised_stage_is_counted(
             chosen=tokens, chosen_mask=mask, rejected=tokens.flip(1), rejected_mask=mask,
             margin=torch.zeros(8), prompt_tokens=torch.full((8,), 17),
         )  # fmt: skip
-    operations = within_fit(module, lambda: counted(lambda: module.gradient(batch)))
+    operations = within_fit(module, lambda: counted(lambda: module.accumulate(batch, 8)))
     totals = step_totals(module, batch, seconds=0.5, devices=2)
     assert totals["flops"] == pytest.approx(operations, rel=WITHIN)
     assert totals["trained_tokens"] == 8 * 49 * (1 if role == SFT else 2)

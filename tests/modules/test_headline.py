@@ -83,7 +83,7 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
     if stage == "sft":
         expected = {"update/loss": float(last.loss)}
     else:
-        pairs = list(zip(last.chosen.tolist(), last.rejected.tolist(), strict=True))
+        pairs = list(zip(last.scores.chosen.tolist(), last.scores.rejected.tolist(), strict=True))
         loss = sum(math.log1p(math.exp(worse - better)) for better, worse in pairs) / len(pairs)
         right = sum(better > worse for better, worse in pairs) / len(pairs)
         expected = {"update/rm_loss": loss, "update/accuracy": right}

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD
-from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import Outputs, changed, close, fit, parameters, prompts, within_fit
@@ -164,7 +163,7 @@ def test_what_learns_apart_comes_with_a_loss_of_its_own(
         moved.append({n for n, p in module.named_parameters() if p.grad is not None})
         return loss.detach()
 
-    monkeypatch.setattr(optim, "backward", spy)
+    monkeypatch.setattr(PPOModule, "add_gradient", spy)
     within_fit(module, lambda: update(module, experience))
     parts = len(experience) // module.config.microbatch_size
     assert len(moved) == parts * (1 if kind == "head" else 2)

@@ -16,8 +16,7 @@ from .experiences import Make, off_policy, on_policy, updated
 REDUCTIONS = ("token_mean", "sequence_mean", "constant")
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
-@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize(("reduction", "microbatch_size"), zip(REDUCTIONS, (1, 2, 1), strict=True))
 def test_the_split_into_micro_batches_changes_no_gradient(
     make_ppo: Make, reduction: str, microbatch_size: int
 ) -> None:
@@ -94,26 +93,20 @@ def test_whitening_is_over_what_it_says(make_ppo: Make, rule: str) -> None:
 @pytest.mark.parametrize(
     ("log_ratio", "advantage", "changes", "loss", "clipped"),
     [
-        # e^0.25 = 1.2840254 for a good token: cut at 1.2, at 1.28, or not.
+        # e^0.25 = 1.2840254 for a good token: cut at 1.2, or not.
         (0.25, 1.0, {}, -1.2, 1.0),
-        (0.25, 1.0, {"clip_range_high": 0.28}, -1.28, 1.0),
         (0.25, 1.0, {"clip_range_high": 0.3}, -1.2840254, 0.0),
         # e^-0.25 = 0.7788008 for a bad one: the lower end stays where it was.
         (-0.25, -1.0, {"clip_range_high": 0.3}, 0.8, 1.0),
-        # e^2 = 7.3890561 for a bad token: not cut, or at three times its advantage.
-        (2.0, -1.5, {}, 1.5 * 7.3890561, 1.0),
+        # e^2 = 7.3890561 for a bad token: cut at three times its advantage, or not.
         (2.0, -1.5, {"dual_clip": 3.0}, 4.5, 1.0),
         (2.0, -1.5, {"dual_clip": 8.0}, 1.5 * 7.3890561, 1.0),
     ],
 )
 def test_clips_by_hand(
-    make_ppo: Make,
-    log_ratio: float,
-    advantage: float,
-    changes: dict[str, Any],
-    loss: float,
+    make_ppo: Make, log_ratio: float, advantage: float, changes: dict[str, Any], loss: float,
     clipped: float,
-) -> None:
+) -> None:  # fmt: skip
     module = make_ppo(clip_range=0.2, vf_coef=0.0, ent_coef=0.0, **changes)
     experience = on_policy(module)
     mask = experience.response_mask

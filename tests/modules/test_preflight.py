@@ -171,12 +171,12 @@ def test_models_with_a_base_of_their_own_are_read_too(
             raise RewardError("the template refuses")
         return owner.rewards(tokens, torch.ones_like(mask) if fault == "reward" else mask)
 
-    (learned,) = module.reward.sources
+    (learned,) = module.collector.reward.sources
     module.collector.reward = Reward.of(replace(learned, rewards=rewards, module=owner))
     assert module.critic is not None
     if fault == "critic":
         read_padding(monkeypatch, module.critic.role)
-    name = module.reward.terms[0].name if fault in ("reward", "no number") else fault
+    name = module.collector.reward.terms[0].name if fault in ("reward", "no number") else fault
     assert failing(module) == ({f"padding: {name}"} if fault else set())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
-from lightning_rlhf.core.errors import PolicyLogitsError, ProcessEndedError
+from lightning_rlhf.core.errors import LogitsError, ProcessEndedError
 from lightning_rlhf.core.records import Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
@@ -181,7 +181,7 @@ def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path
         return module.make_experience(module.roll_out(prompts(8), module.generator(0, 0)))
 
     for error in replicated(2, work, tmp_path):
-        assert isinstance(error, PolicyLogitsError)
+        assert isinstance(error, LogitsError)
         assert str(error).startswith("iteration 1: the model's logits are NaN")
 
 
@@ -238,20 +238,6 @@ def test_metrics_of_the_first_process_are_those_of_all(tmp_path: Path) -> None:
         return [step["kl_divergence"] for step in found]
 
     assert replicated(2, work, tmp_path) == [[torch.tensor(3.0), torch.tensor(1.0)]] * 2
-
-
-def test_records_are_joined_in_the_order_of_their_rows(tmp_path: Path) -> None:
-    batch = prompts(5)
-
-    def work(replicas: Replicas) -> Any:
-        rows = replicas.share(torch.tensor([4, 2, 0, 1, 3]))
-        return rows, replicas.joined(rows, batch.select), replicas.largest(3 - replicas.rank)
-
-    found = replicated(2, work, tmp_path)
-    assert [rows.tolist() for rows, _, _ in found] == [[0, 3, 4], [1, 2]]
-    for _, joined, largest in found:
-        assert_same(joined, batch)
-        assert largest == 3
 
 
 class Pruner(optuna.pruners.BasePruner):

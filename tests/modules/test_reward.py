@@ -88,9 +88,9 @@ def test_loss_and_rewards(architecture: str) -> None:
     step = outputs.steps[0]
     close(step.loss.double(), loss)
     # All pairs in their order, though they went through in micro-batches of two.
-    close(step.chosen, chosen)
-    close(step.rejected, rejected)
-    assert not step.chosen.requires_grad
+    close(step.scores.chosen, chosen)
+    close(step.scores.rejected, rejected)
+    assert not step.scores.chosen.requires_grad
 
 
 def test_gradient_is_that_of_the_slow_version(architecture: str) -> None:

@@ -55,8 +55,7 @@ STAGES: dict[str, tuple[Build, Callable[[], Any], str]] = {
 
 @pytest.mark.parametrize("microbatch_size", [1, 2])
 @pytest.mark.parametrize(
-    ("stage", "architecture"),
-    [("sft", "qwen3"), ("sft", "qwen3_5"), ("rm", "qwen3_5"), ("dpo", "qwen3")],
+    ("stage", "architecture"), [("sft", "qwen3"), ("rm", "qwen3_5"), ("dpo", "qwen3")]
 )
 def test_micro_batches_give_the_gradient_of_the_batch(
     stage: str, architecture: str, microbatch_size: int
@@ -66,9 +65,11 @@ def test_micro_batches_give_the_gradient_of_the_batch(
     for size, outputs in ((6, whole), (microbatch_size, parts)):
         fit(build(architecture, microbatch_size=size), [batch()], [outputs])
     same_direction(parts.grads[0], whole.grads[0])
-    for name, value in vars(whole.steps[0]).items():
-        if isinstance(value, torch.Tensor):
-            close(getattr(parts.steps[0], name), value, atol=1e-5)
+    found, expected = parts.steps[0], whole.steps[0]
+    close(found.loss, expected.loss, atol=1e-5)
+    for name, value in vars(expected.scores).items():
+        if value is not None:
+            close(getattr(found.scores, name), value, atol=1e-5)
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -100,4 +101,4 @@ def test_sft_and_the_reward_model_learn() -> None:
     assert last.loss < first.loss / 3
     first, last = found["rm"]
     assert last.loss < 0.1 < first.loss
-    assert (last.chosen > last.rejected).all()
+    assert (last.scores.chosen > last.scores.rejected).all()

@@ -62,12 +62,8 @@ def experience_of(trl: Iteration, **changes: Any) -> Experience:
     """What our code makes of TRL's responses, log-probabilities, values and scores."""
     rollout, scores, config = trl.rollout(), trl.scores(), config_like(trl, **changes)
     moments = ScoreMoments.none(1).including(scores)
-    return make_experience(
-        rollout,
-        scores,
-        config,
-        token_rewards(rollout, scores, config, kl_coef=config.kl_coef, moments=moments),
-    )
+    rewards = token_rewards(rollout, scores, config, kl_coef=config.kl_coef, moments=moments)
+    return make_experience(rollout, scores, config, rewards)
 
 
 def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str, Tensor]:
@@ -75,34 +71,21 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
     logprobs, values, logits = (
         trl.epoch(epoch, name) for name in ("new_logprobs", "vpred", "logits")
     )
-
     config = config_like(trl)
-    mask, index = experience.response_mask, experience.index
-    weights = token_weights(
-        mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
+    mask, index, room = experience.response_mask, experience.index, config.max_response_tokens
+    policy = PolicyOutputs(
+        logprobs=logprobs[index][mask], entropy=entropies(logits[index][mask]), vocabulary_kl=None
     )
-    new_logprobs = logprobs[index][mask]
+    losses = policy_loss(
+        policy.logprobs, experience.old_logprobs[mask], experience.advantages[mask],
+        clip_range=config.clip_range, clip_range_high=config.clip_range_high,
+        dual_clip=config.dual_clip,
+    )  # fmt: skip
+    weights = token_weights(mask, config.loss_reduction, max_response_tokens=room)
     terms = ppo_terms(
-        experience,
-        weights,
-        mask.sum(),
-        config,
-        kl_coef=config.kl_coef,
-        policy=PolicyOutputs(
-            logprobs=new_logprobs,
-            entropy=entropies(logits[index][mask]),
-            vocabulary_kl=None,
-        ),
-        policy_losses=policy_loss(
-            new_logprobs,
-            experience.old_logprobs[mask],
-            experience.advantages[mask],
-            clip_range=config.clip_range,
-            clip_range_high=config.clip_range_high,
-            dual_clip=config.dual_clip,
-        ),
-        values=values[index][mask],
-    )
+        experience, weights, mask.sum(), config, kl_coef=config.kl_coef, policy=policy,
+        policy_losses=losses, values=values[index][mask],
+    )  # fmt: skip
     return vars(terms)
 
 

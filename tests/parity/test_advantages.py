@@ -62,10 +62,7 @@ def test_advantages_differ_by_where_the_score_is_paid(settings: dict[str, Any]) 
     trl = trl_iteration(**settings)
     ours = experience_of(trl, whiten_advantages="none")
     expected = paid_later(trl)
-    for theirs, found in (
-        (trl.advantages, ours.advantages),
-        (trl.batch["returns"], ours.returns),
-    ):
+    for theirs, found in ((trl.advantages, ours.advantages), (trl.batch["returns"], ours.returns)):
         close(torch.where(trl.mask, theirs, 0) - found, expected)
     assert bool(expected.any()) == (trl.batch["args"].lam < 1)
 
@@ -78,9 +75,3 @@ def test_with_gamma_and_lambda_1_only_the_variance_differs() -> None:
     _, variance = masked_moments(trl.advantages, trl.mask)
     factor = spread(variance, int(trl.mask.sum()))
     close(ours.advantages, trl.batch["advantages"] * factor)
-
-
-def test_with_k3_too() -> None:
-    trl = trl_iteration(gamma=1.0, lam=1.0, kl_estimator="k3")
-    ours = experience_of(trl, whiten_advantages="none")
-    close(ours.advantages, torch.where(trl.mask, trl.advantages, 0))

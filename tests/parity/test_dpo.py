@@ -123,7 +123,7 @@ def ours(like: Result, **changes: Any) -> tuple[Result, DPOScores]:
     )
     module = DPOModule(roles, module_config)
     scores = module.scores(batch)
-    loss = module.loss(scores, len(batch), scores.chosen_tokens.sum())
+    loss = module.loss_share(batch, module.total(batch))[0]
     loss.backward()
     metrics = {
         "rewards/chosen": scores.chosen.mean().item(),

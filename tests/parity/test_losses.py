@@ -21,7 +21,7 @@ from .trl_iteration import (
     trl_iteration,
 )
 
-epochs = pytest.mark.parametrize("epoch", range(4))
+epochs = pytest.mark.parametrize("epoch", [0, 3])
 
 
 def masks(trl: Iteration, part: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -36,13 +36,9 @@ def test_policy_loss_and_its_gradient(epoch: int) -> None:
         mask, _ = masks(trl, part)
         logprobs = part["new_logprobs"].clone().requires_grad_()
         ours = policy_loss(
-            logprobs,
-            part["mb_logprobs"],
-            part["mb_advantage"],
-            clip_range=trl.batch["args"].cliprange,
-            clip_range_high=None,
-            dual_clip=None,
-        )
+            logprobs, part["mb_logprobs"], part["mb_advantage"], clip_range_high=None,
+            dual_clip=None, clip_range=trl.batch["args"].cliprange,
+        )  # fmt: skip
         close(ours, part["pg_loss_max"])
         loss = masked_mean(ours, mask)
         close(loss, part["pg_loss"])
@@ -57,12 +53,8 @@ def test_value_loss_and_its_gradient(epoch: int) -> None:
     for part in trl.microbatches[epoch]:
         _, mask_p1 = masks(trl, part)
         values = part["vpred"].clone().requires_grad_()
-        ours = value_loss(
-            values,
-            part["mb_values"],
-            part["mb_return"],
-            clip_range_vf=trl.batch["args"].cliprange_value,
-        )
+        clip = trl.batch["args"].cliprange_value
+        ours = value_loss(values, part["mb_values"], part["mb_return"], clip_range_vf=clip)
         close(ours, 0.5 * part["vf_loss_max"])
         loss = masked_mean(ours, mask_p1)
         close(loss, part["vf_loss"])
@@ -129,12 +121,8 @@ def test_optimizer_steps(minibatch_count: int) -> None:
     micro-batches of a minibatch. Ours takes one step a minibatch.
     """
     trl = trl_iteration(num_mini_batches=minibatch_count)
-    ours = minibatches(
-        experience_of(trl),
-        ppo_epochs=4,
-        minibatch_size=BATCH // minibatch_count,
-        generator=torch.Generator().manual_seed(0),
-    )
+    generator = torch.Generator().manual_seed(0)
+    ours = minibatches(experience_of(trl), 4, BATCH // minibatch_count, generator)
     assert len(list(ours)) == 4 * minibatch_count
     assert trl.optimizer_steps == 4
 

@@ -138,13 +138,6 @@ def test_clip_fraction_differs_by_the_ratios_that_clipping_does_not_hold() -> No
     assert torch.stack(unheld).mean() > 0.01
 
 
-def test_our_clip_fraction_is_the_share_of_tokens_outside() -> None:
-    trl = trl_iteration()
-    clip = trl.batch["args"].cliprange
-    shares = [((trl.epoch(e, "ratio") - 1).abs() > clip)[trl.mask].double().mean() for e in EPOCHS]
-    close(our_facts(trl)["clip_fraction"].double(), torch.stack(shares).mean(), rtol=1e-6)
-
-
 def test_policy_loss_of_an_update_differs_by_microbatches() -> None:
     """PPOModule's own sum, and TRL's mean of K means: sum (1 / K - n_k / N) m_k."""
     trl = trl_iteration()

@@ -49,17 +49,6 @@ def test_gae_of_padded_rows(estimate: Estimate, gamma: float, gae_lambda: float)
         close(found, torch.where(mask, expected.squeeze(-1), 0))
 
 
-@estimates
-def test_gae_of_responses_end_to_end(estimate: Estimate, gamma: float, gae_lambda: float) -> None:
-    """No padding: one long trajectory in which a response follows the other."""
-    mask, rewards, values = ragged(rows=9, width=12, seed=1)
-    columns = (x[mask][None, :, None] for x in (values, following(values), rewards, last(mask)))
-    theirs = estimate(gamma, gae_lambda, *columns)
-    ours = gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda)
-    for found, expected in zip(ours, theirs, strict=True):
-        close(found[mask], expected.flatten())
-
-
 @discounts
 def test_returns_are_lambda_returns(gamma: float, gae_lambda: float) -> None:
     mask, rewards, values = ragged(rows=9, width=12, seed=2)

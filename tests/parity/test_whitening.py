@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
 from trl.experimental.ppo.ppo_trainer import masked_mean, masked_var, masked_whiten
 
@@ -35,9 +34,8 @@ def test_variance_differs_by_bessels_correction() -> None:
     close(masked_var(x, mask), variance * tokens / (tokens - 1))
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whitening_to_mean_0_differs_by_the_variance(seed: int) -> None:
-    mask, x, _ = ragged(rows=7, width=9, seed=seed)
+def test_whitening_to_mean_0_differs_by_the_variance() -> None:
+    mask, x, _ = ragged(rows=7, width=9, seed=0)
     _, variance = masking.masked_moments(x, mask)
     ours, theirs = masking.masked_whiten(x, mask)[mask], masked_whiten(x, mask)[mask]
     factor = spread(variance, int(mask.sum()))
@@ -45,21 +43,12 @@ def test_whitening_to_mean_0_differs_by_the_variance(seed: int) -> None:
     assert factor > 1
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_whitening_about_the_mean_differs_by_the_variance(seed: int) -> None:
-    mask, x, _ = ragged(rows=7, width=9, seed=seed)
+def test_whitening_about_the_mean_differs_by_the_variance() -> None:
+    mask, x, _ = ragged(rows=7, width=9, seed=0)
     mean, variance = masking.masked_moments(x, mask)
     ours = masking.masked_rescale(x, mask)[mask]
     theirs = masked_whiten(x, mask, shift_mean=False)[mask]
     close(ours - mean, (theirs - mean) * spread(variance, int(mask.sum())))
-
-
-def test_at_a_thousand_tokens_the_difference_is_a_twentieth_of_a_percent() -> None:
-    # sqrt(1000 / 999) - 1 = 0.00050037...
-    x = torch.randn(1000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(1000, dtype=torch.bool)
-    ratio = masking.masked_whiten(x, mask) / masked_whiten(x, mask)
-    close(ratio - 1, torch.full_like(x, 5.0037e-4), rtol=1e-4)
 
 
 def test_one_token_has_no_unbiased_variance() -> None:

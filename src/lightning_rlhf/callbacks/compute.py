@@ -139,11 +139,11 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
     rollout = policy.sampling(lengths - responses, responses, each)
     score = reference.forward(lengths, wanted)
-    for model, role in module.reward.models.values():
+    for model, role in collector.reward.models.values():
         score += weights_of(model, role).forward(lengths)  # type: ignore[arg-type]
     policy_learns = module.iteration > config.critic_warmup
     update = (policy.update if policy_learns else policy.forward)(lengths, wanted)
-    readings = 1 + len(module.reward.models) + collector.annotated
+    readings = 1 + len(collector.reward.models) + collector.annotated
     if collector.annotated:
         rollout += policy.forward(lengths, wanted)
     if critic is not None and not critic.shares_trunk:
@@ -173,7 +173,7 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
         "score_flops": score,
         "update_flops": update,
         "flops": rollout + score + update,
-        "device_s": devices * (seconds.rollout + seconds.score + seconds.update),
+        "device_s": devices * (seconds["rollout"] + seconds["score"] + seconds["update"]),
     }
 
 

@@ -107,7 +107,7 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
     the reference in nats and its `advantage`, rounded to DECIMALS.
     """
-    prompts, samples = module.prompt_rows("train"), []
+    prompts, samples = module.collector.prompts["train"], []
     kl_sums = torch.where(experience.response_mask, experience.kl, 0.0).sum(dim=1).tolist()
     for row, index in enumerate(experience.index.tolist()):
         real = experience.response_mask[row]
@@ -186,7 +186,7 @@ class Evaluation(Stateful):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        names = [term.name for term in pl_module.reward.terms]
+        names = [term.name for term in pl_module.collector.reward.terms]
         self._samples += judged_samples(outputs, names, self.judge)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
@@ -335,7 +335,7 @@ class Recorder(Callback):
 
     def columns(self, module: Any) -> dict[str, Any]:
         """Return the columns of the module's current or latest iteration."""
-        experience, rows = module.experience, module.prompt_rows("train")
+        experience, rows = module.experience, module.collector.prompts["train"]
         return rollouts.recorded_columns(
             experience,
             [rows[index]["prompt"] for index in experience.index.tolist()],
@@ -343,7 +343,7 @@ class Recorder(Callback):
                 module.chat.decode_response(tokens)
                 for tokens in masking.real_tokens(experience.responses, experience.response_mask)
             ],
-            components=[term.name for term in module.reward.terms],
+            components=[term.name for term in module.collector.reward.terms],
             show=module.chat.show,
             has_critic=module.critic is not None,
         )

@@ -123,10 +123,10 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
     return {name: x for name, x in metrics.items() if not (len(finite) and math.isnan(x))}
 
 
-def time_metrics(seconds: Any, tokens: int, responses: int) -> dict[str, float]:
-    """Return IterationSeconds as metrics, and response tokens and responses a second."""
-    iteration_s = seconds.rollout + seconds.score + seconds.update
-    return {f"time/{part}_s": x for part, x in vars(seconds).items()} | {
+def time_metrics(seconds: Mapping[str, float], tokens: int, responses: int) -> dict[str, float]:
+    """Return seconds of phases as metrics, and response tokens and responses a second."""
+    iteration_s = seconds["rollout"] + seconds["score"] + seconds["update"]
+    return {f"time/{part}_s": x for part, x in seconds.items()} | {
         "time/iteration_s": iteration_s,
         "time/tokens_per_s": tokens / iteration_s,
         "time/episodes_per_s": responses / iteration_s,
@@ -136,19 +136,16 @@ def time_metrics(seconds: Any, tokens: int, responses: int) -> dict[str, float]:
 def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
     """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
 
-    result: SFTStep, SFTEvaluation or PairScores.
+    result: SFTScores, PairScores or DPOScores.
     SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
     of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
     both, and the tokens of the chosen responses.
     """
-    if isinstance(result, results.SFTStep):
-        tokens = result.tokens.float()
-        return {"loss": result.loss.float() * tokens, "tokens": tokens}
-    if isinstance(result, results.SFTEvaluation):
+    if isinstance(result, results.SFTScores):
         return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
     columns = {
         "pairs": torch.ones_like(result.chosen),
-        "dpo_loss" if isinstance(result, results.DPOScores) else "rm_loss": result.losses,
+        result.loss_name: result.losses,
         "accuracy": result.ranked_right,
         "reward_chosen": result.chosen,
         "reward_rejected": result.rejected,
@@ -256,7 +253,7 @@ class PPOMetrics(StepRows):
         computed = compute.iteration_totals(pl_module, result, trainer.world_size)
         tokens = int(experience.response_mask.sum())
         metrics = {
-            **rollout_metrics(experience, result.group_size),
+            **rollout_metrics(experience, pl_module.config.group_size),
             **repetition_metrics(experience),
             **update_metrics(result.updates),
             "update/lr": self._lr,
@@ -265,7 +262,7 @@ class PPOMetrics(StepRows):
             **time_metrics(result.seconds, tokens, len(experience)),
             **self.count(computed, compute.peak_memory(pl_module.device)),
         }
-        terms = pl_module.reward.terms
+        terms = pl_module.collector.reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
             paid = paid_sum(parts, terms, pl_module.moments.components)
@@ -302,7 +299,7 @@ class StepMetrics(StepRows):
     ) -> None:
         result = outputs[results.RESULT]
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        sums = step_sums(result)
+        sums = step_sums(result.scores)
         if not result.is_made:
             sums = {name: torch.zeros_like(x) for name, x in sums.items()}
         self.training = [*self.training, sums][-every * trainer.accumulate_grad_batches :]

@@ -1,7 +1,7 @@
 """Position of a run in its steps, and one progress bar over it; plain lines without a terminal.
 
-Callbacks read the attributes of a PPOModule (iteration, experience, chat, reward, moments, critic,
-prompt_rows) without its type, since modules and callbacks do not import each other.
+Callbacks read the attributes of a PPOModule (iteration, experience, chat, moments, critic,
+collector) without its type, since modules and callbacks do not import each other.
 """
 
 import math

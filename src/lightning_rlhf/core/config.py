@@ -30,6 +30,14 @@ Advantage = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++"]
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 CriticKind = Literal["head", "adapter", "model"]
 
+PolicyName = Annotated[
+    validation.Text, validation.described("a final/ folder, a checkpoint file, a hub id")
+]
+PolicyNames = Annotated[
+    tuple[validation.Text, ...],
+    Field(strict=False, min_length=1),
+    validation.described("a list of final/ folders, checkpoint files and hub ids, null"),
+]
 GROUPED = ("rloo", "grpo", "dr_grpo")
 """Estimators that compare the responses to one prompt."""
 
@@ -132,13 +140,6 @@ class EvalConfig:
     base."""
 
 
-Names = Annotated[
-    tuple[validation.Text, ...],
-    Field(strict=False, min_length=1),
-    validation.described("a list of final/ folders, checkpoint files and hub ids, null"),
-]
-
-
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class ResponsesConfig:
     """Settings of a stage that samples responses and scores them."""
@@ -159,7 +160,7 @@ class ResponsesConfig:
 class PolicyEvalConfig(ResponsesConfig):
     """Settings of the evaluation of policies, which samples a greedy response to a prompt too."""
 
-    policies: Names | None
+    policies: PolicyNames | None
     """Policies to compare with each other and with the SFT model; None for that of the run."""
     best_of: validation.Count | None
     """Number of responses of the SFT model of which the best by the reward is one more policy's;
@@ -170,10 +171,9 @@ class PolicyEvalConfig(ResponsesConfig):
     """Number of prompts whose responses evaluation.md shows."""
 
     def __post_init__(self) -> None:
+        most, given = self.samples_per_prompt, self.policies or ()
         for k in self.pass_k or ():
-            validation.rule(k <= self.samples_per_prompt, "pass_k", k,
-                 f"1 to {self.samples_per_prompt}, the samples_per_prompt")  # fmt: skip
-        given = self.policies or ()
+            validation.rule(k <= most, "pass_k", k, f"1 to {most}, the samples_per_prompt")
         validation.rule(len(set(given)) == len(given), "policies", list(given), "each policy once")
 
 
@@ -181,12 +181,7 @@ class PolicyEvalConfig(ResponsesConfig):
 class RankConfig(ResponsesConfig):
     """Settings of data made of a policy's responses and their scores."""
 
-    policy: (
-        Annotated[
-            validation.Text, validation.described("a final/ folder, a checkpoint file, a hub id")
-        ]
-        | None
-    )
+    policy: PolicyName | None
     """Policy that responds; None for the SFT model."""
     prompts: Literal["train", "val"]
     """Side of `data.prompts` that is responded to."""
@@ -200,8 +195,9 @@ class RankConfig(ResponsesConfig):
     """Score from which a response is accepted as a demonstration; None accepts none."""
 
     def __post_init__(self) -> None:
-        validation.rule(self.samples_per_prompt > 1, "samples_per_prompt", self.samples_per_prompt,
-             "at least 2, so that there is something to compare")  # fmt: skip
+        allowed = "at least 2, so that there is something to compare"
+        count = self.samples_per_prompt
+        validation.rule(count > 1, "samples_per_prompt", count, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

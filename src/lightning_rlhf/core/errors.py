@@ -80,22 +80,17 @@ class DivergedError(TrainingError):
 class LogitsError(DivergedError):
     """The logits of a model are NaN or infinite, so that nothing can be sampled from it."""
 
-    def __init__(self, where: str = "") -> None:
-        """where: description of the model or the iteration; may be empty."""
-        found = "the model's logits are NaN or infinite, and nothing can be sampled from it"
-        super().__init__(f"{where}: {found}" if where else found)
-
-
-class PolicyLogitsError(LogitsError):
-    """The logits of the policy in training are NaN or infinite."""
-
-    def __init__(self, where: str, *, iterations: int, nonfinite: int) -> None:
+    def __init__(
+        self, where: str = "", *, iterations: int | None = None, nonfinite: int = 0
+    ) -> None:
         """Make the error from its facts.
 
-        iterations: number of finished iterations.
+        where: description of the model or the iteration; may be empty.
+        iterations: number of finished iterations of PPO; None for a model that it does not train.
         nonfinite: number of updates just before that were not made, because not finite.
         """
-        super().__init__(where)
+        found = "the model's logits are NaN or infinite, and nothing can be sampled from it"
+        super().__init__(f"{where}: {found}" if where else found)
         self.iterations, self.nonfinite = iterations, nonfinite
 
 

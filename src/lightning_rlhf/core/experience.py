@@ -176,13 +176,13 @@ def estimate(
 
 
 def minibatches(
-    experience: records.Experience,
-    *,
-    ppo_epochs: int,
-    minibatch_size: int,
-    generator: torch.Generator,
+    experience: records.Experience, ppo_epochs: int, minibatch_size: int, generator: torch.Generator
 ) -> Iterator[records.Experience]:
-    """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass."""
+    """Yield every sequence once in each of `ppo_epochs` passes, in a new order each pass.
+
+    They have their `counts`, which are read from the device at once.
+    """
+    experience = replace(experience, counts=records.row_lengths(experience).cpu())
     for _ in range(ppo_epochs):
         order = torch.randperm(len(experience), generator=generator)
         yield from experience.select(order).split(minibatch_size)

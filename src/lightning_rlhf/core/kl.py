@@ -84,15 +84,14 @@ def adapted_coef(
     return kl_coef * (1 + error * episodes / horizon)
 
 
-def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
-    """Return the linear interpolation from `start` in iteration 0 to `end` in the last."""
-    return start + (end - start) * min(1.0, iteration / max(1, iterations - 1))
-
-
 def next_kl_coef(
     kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
 ) -> float:
     """Return the KL coefficient of the next iteration by the controller ppo.kl_control.
+
+        fixed      coef
+        linear     kl_coef in the first iteration to kl_coef_end in the last
+        adaptive   `adapted_coef`
 
     kl_coef, iteration: coefficient and number of the iteration that ends here, counted from 0.
     kl: KL to the reference at each token of its responses, nats; 0 on padding.
@@ -101,7 +100,8 @@ def next_kl_coef(
         case "fixed":
             return kl_coef
         case "linear":
-            return linear_coef(config.kl_coef, config.kl_coef_end, iteration + 1, config.iterations)
+            start, done = config.kl_coef, min(1.0, (iteration + 1) / max(1, config.iterations - 1))
+            return start + (config.kl_coef_end - start) * done
         case "adaptive":
             return adapted_coef(
                 kl_coef,

@@ -51,14 +51,14 @@ def from_first_real(
 ) -> tuple[Int[Tensor, "B L"], Bool[Tensor, "B L"]]:
     """Return the rows without their left padding, cut to the longest, and their mask.
 
-    The real tokens of each row must be contiguous.
+    The real tokens of each row must be contiguous. The mask is on the device of `mask`.
     longest: number of tokens of the longest row; None asks the device.
     """
     lengths, first = mask.sum(dim=1), mask.int().argmax(dim=1)
     longest = int(lengths.max()) if longest is None else longest
-    position = torch.arange(longest, device=tokens.device)
+    position = torch.arange(longest, device=mask.device)
     column = (first[:, None] + position).clamp(max=tokens.shape[1] - 1)
-    return tokens.gather(1, column), position < lengths[:, None]
+    return tokens.gather(1, upload(column, tokens.device)), position < lengths[:, None]
 
 
 def masked_sum(x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, ""]:

@@ -93,13 +93,14 @@ class MicrobatchSize:
                         f"{error} Shorter prompts and responses, or a smaller model, need less"
                     ) from error
 
-        while not fits:
+        while True:
             rows = self.rows
             yield attempt(rows)
-            if not fits:
-                # The tensors of the failed block are freed only after the handler.
-                torch.cuda.empty_cache()
-            if not fits and self.rows == rows:  # other work with this object has not halved it
+            if fits:
+                return
+            # The tensors of the failed block are freed only after the handler.
+            torch.cuda.empty_cache()
+            if self.rows == rows:  # other work with this object has not halved it
                 self.rows //= 2
                 told = f"{self.key} is {self.rows} from now on, which changes no result"
                 warnings.warn(f"out of memory: {told}", stacklevel=2)

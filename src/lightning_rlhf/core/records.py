@@ -8,9 +8,9 @@ Masks are boolean, True = real token. The value on padding is stated per field.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,12 +24,15 @@ from lightning_rlhf.core.masking import upload
 class Record:
     """A bundle of tensors that share their first dimension, the sequences."""
 
+    ON_CPU: ClassVar[tuple[str, ...]] = ()
+    """Fields that stay on the CPU, so that shapes follow from them without waiting for a device."""
+
     def __len__(self) -> int:
         return len(getattr(self, fields(self)[0].name))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the same record on `device`; Lightning calls this on every batch."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        """Return the same record on `device`, but for `ON_CPU`; Lightning calls it on a batch."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking), but=self.ON_CPU)
 
     def select(self, rows: Int[Tensor, " M"] | slice) -> Self:
         """Return the sequences `rows` of every field; numbers on the CPU choose on any device."""
@@ -73,14 +76,16 @@ class Record:
         """Return the same record without gradients."""
         return self._map(Tensor.detach)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        present = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{n: function(x) for n, x in present.items() if x is not None})
+    def _map(self, function: Callable[[Tensor], Tensor], but: Collection[str] = ()) -> Self:
+        present = {n: x for n, x in vars(self).items() if x is not None and n not in but}
+        return replace(self, **{n: function(x) for n, x in present.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(Record):
     """Prompts with the response to imitate, right-padded."""
+
+    ON_CPU = ("mask", "target_mask")
 
     tokens: Int[Tensor, "B S"]
     """Prompt then response; any id on padding."""
@@ -95,6 +100,8 @@ class Demonstrations(Record):
 class Preferences(Record):
     """Pairs of responses to one prompt; row i of `chosen` was preferred to row i of `rejected`."""
 
+    ON_CPU = ("chosen_mask", "rejected_mask", "prompt_tokens")
+
     chosen: Int[Tensor, "B S"]
     """Prompt then preferred response, right-padded."""
     chosen_mask: Bool[Tensor, "B S"]
@@ -105,6 +112,8 @@ class Preferences(Record):
     """Number of tokens of the prompt, with which both sides begin."""
     margin: Float[Tensor, " B"]
     """Margin of the preferred response in the data; 0 where the data have none."""
+    draws: Float[Tensor, "B H"] | None = None
+    """How often each head of a reward model learns from the pair; None is once."""
 
     def stacked(self) -> tuple[Int[Tensor, "2B W"], Bool[Tensor, "2B W"]]:
         """Return tokens and mask of both sides as one batch, the chosen rows first."""
@@ -212,6 +221,8 @@ class Scores(Record):
 class Experience(Responses):
     """A rollout with everything PPO's update needs; a pure function of (Rollout, Scores)."""
 
+    ON_CPU = ("counts",)
+
     old_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
     old_values: Float[Tensor, "B T"]
@@ -233,17 +244,7 @@ class Experience(Responses):
     score: Float[Tensor, " B"]
     """Weighted sum of the components, before any shaping."""
     counts: Int[Tensor, "B 2"] | None = None
-    """Number of tokens and of response tokens of each row, always on the CPU, so that shapes follow
-    without asking the device; None until `with_lengths`."""
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """Return the same record on `device`, but for `counts`."""
-        return replace(super().to(device, non_blocking), counts=self.counts)
-
-
-def with_lengths(experience: Experience) -> Experience:
-    """Return the experience with its `counts`, which are read from its device at once."""
-    return replace(experience, counts=row_lengths(experience).cpu())
+    """Number of tokens and of response tokens of each row; None until `minibatches`."""
 
 
 def row_lengths(batch: Responses) -> Int[Tensor, "B 2"]:

@@ -5,6 +5,7 @@ entry, under `RESULT`, is the record. The other steps return the record itself.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -19,21 +20,7 @@ RESULT = "result"
 """Key of the record that a training step returns."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class IterationSeconds:
-    """Seconds of each phase of an iteration of PPO; 0 where one was not run."""
-
-    rollout: float
-    """Seconds of sampling and annotating responses."""
-    score: float
-    """Seconds of scoring the responses by reward and reference."""
-    update: float
-    """Seconds of all optimizer steps."""
-    other: float
-    """Seconds from the end of the previous iteration to the start of this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class IterationResult:
     """Result of `training_step` of PPO."""
 
@@ -44,9 +31,9 @@ class IterationResult:
     """KL coefficient of the iteration."""
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
-    seconds: IterationSeconds
-    group_size: int
-    """Number of responses to one prompt that the advantage compares; 1 where it compares none."""
+    seconds: Mapping[str, float]
+    """Seconds of each phase: `rollout` samples and annotates, `score` reads reward and reference,
+    `update` makes all optimizer steps, and `other` is what came since the previous iteration."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -72,34 +59,7 @@ class EvaluationResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Step:
-    """Facts of one update, common to the results of `training_step` of SFT, RM and DPO."""
-
-    loss: Float[Tensor, ""]
-    """Loss before the update: of SFT the cross-entropy, mean over the target tokens, nats; of a
-    reward model the mean over the pairs; of DPO that of the pairs with the SFT term of the tokens.
-    """
-    grad_norm: Float[Tensor, ""]
-    """Global norm of the gradient before clipping."""
-    is_made: bool
-    """False where the update was not made, because it is not finite."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTStep(Step):
-    """Result of `training_step` of supervised fine-tuning."""
-
-    tokens: Float[Tensor, ""]
-    """Number of target tokens."""
-
-    @property
-    def headline(self) -> dict[str, Float[Tensor, ""]]:
-        """Return the headline metric of the step by name."""
-        return {"update/loss": self.loss}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SFTEvaluation:
+class SFTScores:
     """Result of `validation_step` of supervised fine-tuning."""
 
     nll_sum: Float[Tensor, ""]
@@ -116,6 +76,8 @@ class PairScores(records.Record):
     """Score of the preferred response, mean over the heads."""
     rejected: Float[Tensor, " B"]
     """Score of the other response, mean over the heads."""
+    loss_name: ClassVar[str] = "rm_loss"
+    """Name, without its phase, of the metric that is the mean of `losses`."""
 
     @property
     def losses(self) -> Float[Tensor, " B"]:
@@ -126,26 +88,6 @@ class PairScores(records.Record):
     def ranked_right(self) -> Float[Tensor, " B"]:
         """Return 1 where chosen > rejected, 1/2 at a tie, else 0."""
         return (self.chosen > self.rejected).float() + 0.5 * (self.chosen == self.rejected).float()
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairStep(Step, PairScores):
-    """Result of `training_step` on pairs; the scores are from before the update."""
-
-    loss_name: ClassVar[str]
-    """Name of the metric that is the mean of `losses`."""
-
-    @property
-    def headline(self) -> dict[str, Float[Tensor, ""]]:
-        """Return the headline metrics of the step by name, means over its pairs."""
-        return {self.loss_name: self.losses.mean(), "update/accuracy": self.ranked_right.mean()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardStep(PairStep):
-    """Result of `training_step` of a reward model."""
-
-    loss_name = "update/rm_loss"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,6 +106,7 @@ class DPOScores(PairScores):
     """Log-probability of the other response, likewise."""
     chosen_tokens: Int[Tensor, " B"]
     """Number of tokens of the preferred response."""
+    loss_name = "dpo_loss"
 
     @property
     def losses(self) -> Float[Tensor, " B"]:
@@ -172,7 +115,25 @@ class DPOScores(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DPOStep(PairStep, DPOScores):
-    """Result of `training_step` of direct preference optimization."""
+class Step:
+    """Result of `training_step` of SFT, a reward model and DPO."""
 
-    loss_name = "update/dpo_loss"
+    loss: Float[Tensor, ""]
+    """Loss before the update: of SFT the cross-entropy, mean over the target tokens, nats; of a
+    reward model the mean over the pairs; of DPO that of the pairs with the SFT term of the tokens.
+    """
+    grad_norm: Float[Tensor, ""]
+    """Global norm of the gradient before clipping."""
+    is_made: bool
+    """False where the update was not made, because it is not finite."""
+    scores: SFTScores | PairScores
+    """Scores of the batch before the update, as `validation_step` returns them."""
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """Return the headline metrics of the step by name; of pairs they are means."""
+        scores = self.scores
+        if isinstance(scores, SFTScores):
+            return {"update/loss": self.loss}
+        name = f"update/{scores.loss_name}"
+        return {name: scores.losses.mean(), "update/accuracy": scores.ranked_right.mean()}

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -66,15 +65,8 @@ class ScoreMoments:
         """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         return ScoreMoments(
-            self.whole.including(scores.score),
-            tuple(seen.including(part) for seen, part in parts),
+            self.whole.including(scores.score), tuple(seen.including(part) for seen, part in parts)
         )
-
-    @classmethod
-    def from_state_dict(cls, state: Mapping[str, Any]) -> ScoreMoments:
-        """Return the moments of a checkpoint, which has them as `dataclasses.asdict`."""
-        components = tuple(RunningMoments(**part) for part in state["components"])
-        return cls(RunningMoments(**state["whole"]), components)
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)

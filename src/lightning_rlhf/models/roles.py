@@ -375,17 +375,15 @@ class Roles(nn.Module):
         tokens: Int[Tensor, "B S"],
         mask: Bool[Tensor, "B S"],
         role: str = REWARD,
-        lengths: Int[Tensor, " B"] | None = None,
     ) -> Float[Tensor, "B H"]:
         """Return the output of each of the H heads of a reward role at each row's last real token.
 
-        lengths: number of real tokens of each row; where it is on the CPU, the device of the tokens
-            is not waited for. None counts them.
+        Where `mask` is on the CPU, the device of the tokens is not waited for.
         """
         with self.use_role(role):
-            lengths = mask.sum(dim=1) if lengths is None else lengths
-            tokens, _ = from_first_real(tokens, mask, longest := int(lengths.max()))
-            last = torch.arange(longest, device=lengths.device) == lengths[:, None] - 1
+            tokens, mask = from_first_real(tokens, mask)
+            lengths = mask.sum(dim=1)
+            last = torch.arange(mask.shape[1], device=mask.device) == lengths[:, None] - 1
             return self.heads[role](self.hidden_at(tokens, last))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:

@@ -1,53 +1,21 @@
-"""Optimizer, schedule and optimizer step of all stages, and updates that go wrong."""
+"""Base class of the modules of all stages, with their optimizer and its schedule."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import lightning as L
+import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import trainable_names
-
-
-def build_optimizer(
-    groups: Sequence[tuple[float, Iterable[nn.Parameter]]],
-    config: StageConfig,
-    total_steps: int,
-    make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
-) -> dict[str, Any]:
-    """Return the optimizer of the trainable parameters and its schedule, as Lightning takes them.
-
-    groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
-        weight decay.
-    total_steps: number of calls of the scheduler over the whole run.
-    make: function from groups of parameters to their optimizer; None is `adamw`.
-    """
-    parameter_groups = []
-    for factor, parameters in groups:
-        trained = [p for p in parameters if p.requires_grad]
-        for decay, matrices in ((config.weight_decay, True), (0.0, False)):
-            chosen = [p for p in trained if (p.ndim > 1) == matrices]
-            if chosen:
-                parameter_groups.append(
-                    {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
-                )
-    optimizer = adamw(parameter_groups, config) if make is None else make(parameter_groups)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: lr_factor(step, total_steps, config)
-    )
-    return {"optimizer": optimizer, "lr_scheduler": scheduler}
-
-
-def adamw(groups: list[dict[str, Any]], config: StageConfig) -> torch.optim.AdamW:
-    """Return AdamW on groups of parameters, with `adam_beta2` and `adam_eps`."""
-    betas = (0.9, config.adam_beta2)
-    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, fused=True)
+from lightning_rlhf.parallel.replicas import Replicas
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
@@ -64,39 +32,10 @@ def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
     return 1 - done if config.lr_schedule == "linear" else 1.0
 
 
-def backward(module: L.LightningModule, loss: Tensor) -> Tensor:
-    """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
-
-    The losses of micro-batches are divided by the denominator of their minibatch, so that their
-    gradients add up to that of the minibatch.
-    """
-    # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
-    with torch.autocast(module.device.type, enabled=False):
-        module.manual_backward(loss)
-    return loss.detach()
-
-
-def trained_parameters(module: L.LightningModule) -> list[nn.Parameter]:
-    """Return the parameters that the optimizer updates, in its order."""
-    optimizer: Any = module.optimizers()
-    return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def check_epochs_and_replicas(module: L.LightningModule) -> None:
-    """Raise ConfigError unless the Trainer has one epoch and the module's number of processes."""
-    require(module.trainer.max_epochs == 1, "max_epochs of the Trainer", module.trainer.max_epochs,
-            "1: the data of a whole run are one epoch, in which examples are seen as often as the "
-            "configuration says")  # fmt: skip
-    replicas, found = module.replicas, module.trainer.world_size
-    require(found == replicas.size, "the number of the Trainer's processes", found,
-            f"{replicas.size}, that of the module's argument `replicas`")  # fmt: skip
-
-
-def log_headline(module: Any, metrics: Mapping[str, Tensor]) -> None:
-    """Log metrics of a step with Lightning, at the module's iteration, unless a callback does."""
-    if module.logs_headline:
-        module.log_dict(dict(metrics), prog_bar=True)
-        module.log("step", float(module.iteration))  # the step that Lightning's loggers use
+def seeded(*numbers: int) -> torch.Generator:
+    """Return a new generator on the CPU, a pure function of the numbers."""
+    sequence = np.random.SeedSequence(numbers)
+    return torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
 
 
 def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
@@ -125,22 +64,105 @@ def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     return {name: state[name] for name in trainable_names(module)}
 
 
-class UpdateGuard:
-    """Finds a micro-batch size that fits into memory, and rejects updates that are not finite."""
+class StageModule(L.LightningModule):
+    """Base class of the modules of all stages: their optimizer steps and checkpoints.
+
+    It finds a micro-batch size that fits into memory, and rejects updates that are not finite.
+    """
 
     def __init__(
-        self, stage: str, config: StageConfig, microbatch: MicrobatchSize | None = None
+        self,
+        stage: str,
+        config: StageConfig,
+        replicas: Replicas,
+        microbatch: MicrobatchSize | None = None,
     ) -> None:
-        """Make the guard; microbatch: size shared with other models, halved for all at once."""
+        """Make the module before its first step.
+
+        stage: name of the section that holds `config`.
+        replicas: processes that divide the rows of each batch.
+        microbatch: size of the micro-batches, shared with other models and halved for all at once;
+            None makes one from `config.microbatch_size`.
+        """
+        super().__init__()
+        self.automatic_optimization = False
+        self.strict_loading = False
         self.stage = stage
         self.config = config
+        self.replicas = replicas
         self.microbatch = microbatch or MicrobatchSize(
             f"{stage}.microbatch_size", config.microbatch_size
         )
+        self.iteration = 0
+        """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0
         """Number of updates in a row whose loss or gradient was not finite."""
+        self.logs_headline = True
+        """False where a callback logs the headline metrics together with all others."""
 
-    def check_finite(self, module: L.LightningModule, loss: Tensor, grad_norm: Tensor) -> bool:
+    def on_fit_start(self) -> None:
+        """Raise ConfigError unless the Trainer has one epoch, and the processes of `replicas`."""
+        trainer, size = self.trainer, self.replicas.size
+        once = "1: the data of a whole run are one epoch, however often it repeats examples"
+        require(trainer.max_epochs == 1, "max_epochs of the Trainer", trainer.max_epochs, once)
+        given = f"{size}, that of the module's argument `replicas`"
+        found = trainer.world_size
+        require(found == size, "the number of the Trainer's processes", found, given)
+
+    def add_gradient(self, loss: Tensor) -> Tensor:
+        """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
+
+        The losses of micro-batches are divided by the denominator of their minibatch, so that their
+        gradients add up to that of the minibatch.
+        """
+        # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
+        with torch.autocast(self.device.type, enabled=False):
+            self.manual_backward(loss)
+        return loss.detach()
+
+    def sum_and_clip(self, numbers: Float[Tensor, " n"]) -> tuple[Float[Tensor, "size n"], Tensor]:
+        """Sum the gradient over all processes, and clip it to a norm of `max_grad_norm`.
+
+        Returns: the numbers of each process, in their order, and the norm before clipping, 0-d.
+        """
+        optimizer: Any = self.optimizers()
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
+        table = self.replicas.sum_gradients(trained, numbers)
+        return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+
+    def build_optimizer(
+        self, groups: Sequence[tuple[float, Iterable[nn.Parameter]]], total_steps: int
+    ) -> dict[str, Any]:
+        """Return the optimizer and its schedule, as Lightning takes them.
+
+        groups: pairs of a learning-rate factor and its parameters. Vectors (biases, norms) get no
+            weight decay.
+        total_steps: number of calls of the scheduler over the whole run.
+        """
+        config, parameter_groups = self.config, []
+        for factor, parameters in groups:
+            trained = [p for p in parameters if p.requires_grad]
+            for decay, matrices in ((config.weight_decay, True), (0.0, False)):
+                chosen = [p for p in trained if (p.ndim > 1) == matrices]
+                if chosen:
+                    parameter_groups.append(
+                        {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
+                    )
+        optimizer = self.make_optimizer(parameter_groups)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: lr_factor(step, total_steps, config)
+        )
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """Return AdamW on groups of parameters with their learning rate and weight decay.
+
+        A subclass returns another optimizer here; `build_optimizer` adds the schedule.
+        """
+        betas, eps = (0.9, self.config.adam_beta2), self.config.adam_eps
+        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+
+    def check_finite(self, loss: Tensor, grad_norm: Tensor) -> bool:
         """Return whether the loss and the gradient norm of an update, 0-d, are finite.
 
         Counts updates in a row that are not, and warns at the first of them.
@@ -151,7 +173,7 @@ class UpdateGuard:
             self.nonfinite = 0
             return True
         self.nonfinite += 1
-        stage, allowed, made = self.stage, self.config.max_nonfinite, module.global_step
+        stage, allowed, made = self.stage, self.config.max_nonfinite, self.global_step
         if self.nonfinite == allowed:
             self.nonfinite = 0  # for a run that resumes here
             raise NotFiniteError(
@@ -167,13 +189,26 @@ class UpdateGuard:
             )
         return False
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the state as plain numbers for a checkpoint."""
-        return {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+    def log_headline(self, metrics: Mapping[str, Tensor]) -> None:
+        """Log metrics of a step with Lightning, at this iteration, unless a callback does."""
+        if self.logs_headline:
+            self.log_dict(dict(metrics), prog_bar=True)
+            self.log("step", float(self.iteration))  # the step that Lightning's loggers use
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Restore the state of a checkpoint."""
-        self.microbatch.rows, self.nonfinite = state["microbatch_size"], state["nonfinite"]
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        return trainable_state(self)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["iteration"] = self.iteration
+        checkpoint["learner"] = {
+            "microbatch_size": self.microbatch.rows,
+            "nonfinite": self.nonfinite,
+        }
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        check_parameters(self, checkpoint)
+        self.iteration, learner = checkpoint["iteration"], checkpoint["learner"]
+        self.microbatch.rows, self.nonfinite = learner["microbatch_size"], learner["nonfinite"]
 
 
 def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:

@@ -6,11 +6,9 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
-import lightning as L
-import numpy as np
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
 from lightning_rlhf.core.config import PPOConfig
@@ -30,7 +28,7 @@ from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, 
 TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
 
 
-class PPOModule(L.LightningModule):
+class PPOModule(optim.StageModule):
     """One batch of prompts is one iteration: sample, score, then several optimizer steps.
 
     Everything random in iteration k is drawn from a generator seeded with (seed, k), so that a
@@ -39,6 +37,8 @@ class PPOModule(L.LightningModule):
     Source: Ziegler et al. 2019, https://arxiv.org/abs/1909.08593; Ouyang et al. 2022,
     https://arxiv.org/abs/2203.02155
     """
+
+    config: PPOConfig
 
     def __init__(
         self,
@@ -68,35 +68,26 @@ class PPOModule(L.LightningModule):
             replicas: processes that divide the rows of each batch.
             ptx: demonstrations of ppo.ptx_coef; None for a module that learns from none.
         """
-        super().__init__()
-        require((critic is not None) == config.has_critic, "the critic", critic,
-                f"one for {stage}.advantage=gae, else None; it is {config.advantage}")  # fmt: skip
-        self.automatic_optimization = False
-        self.strict_loading = False
+        super().__init__(stage, config, replicas, microbatch)
+        allowed = f"one for {stage}.advantage=gae, else None; it is {config.advantage}"
+        require((critic is not None) == config.has_critic, "the critic", critic, allowed)
         self.roles = roles
-        self.config = config
         self.critic = critic
         if critic is not None:
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
         self.chat = chat
-        self.replicas = replicas
-        self.guard = optim.UpdateGuard(stage, config, microbatch)
         self.collector = Collector(
             roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
-            microbatch=self.guard.microbatch, sampler=sampler, stage=stage, replicas=replicas,
+            microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
-        self.iteration = 0
-        """Number of finished iterations, over all resumes."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
-        self.logs_headline = True
-        """False where a callback logs the headline metrics together with all others."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()
@@ -116,16 +107,11 @@ class PPOModule(L.LightningModule):
         experience = self.experience = self.make_experience(rollout)
         score_s = self.lap()
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
-        padding = padding_share(experience.mask, self.guard.microbatch.rows)
-        seconds = results.IterationSeconds(
-            rollout=rollout_s, score=score_s, update=self.lap(), other=other_s
-        )
-        result = results.IterationResult(
-            experience=experience, updates=updates, kl_coef=self.kl_coef, padding=padding,
-            seconds=seconds, group_size=self.config.group_size,
-        )  # fmt: skip
+        padding = padding_share(experience.mask, self.microbatch.rows)
+        seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
+        result = results.IterationResult(experience, updates, self.kl_coef, padding, seconds)
         self.end_iteration(experience)
-        optim.log_headline(self, result.headline)
+        self.log_headline(result.headline)
         return {results.RESULT: result}
 
     def lap(self) -> float:
@@ -138,7 +124,7 @@ class PPOModule(L.LightningModule):
     ) -> records.Rollout:
         """Return the responses of an iteration, or one to each prompt of an evaluation.
 
-        Raises PolicyLogitsError where none can be drawn, which names the iteration.
+        Raises LogitsError where none can be drawn, which names the iteration.
         """
         count, where = self.config.samples_per_prompt, f"iteration {self.iteration + 1}"
         if evaluates:
@@ -146,8 +132,8 @@ class PPOModule(L.LightningModule):
         try:
             return self.collector.roll_out(prompts, generator, count)
         except errors.LogitsError as error:
-            raise errors.PolicyLogitsError(
-                where, iterations=self.iteration, nonfinite=self.guard.nonfinite
+            raise errors.LogitsError(
+                where, iterations=self.iteration, nonfinite=self.nonfinite
             ) from error
 
     def make_experience(self, rollout: records.Rollout) -> records.Experience:
@@ -169,20 +155,17 @@ class PPOModule(L.LightningModule):
 
         A subclass pays tokens of its own choice here.
         """
+        moments, terms = self.moments.including(scores), self.collector.reward.terms
         return token_rewards(
-            rollout, scores, self.config, kl_coef=self.kl_coef,
-            moments=self.moments.including(scores), terms=self.reward.terms,
-        )  # fmt: skip
+            rollout, scores, self.config, kl_coef=self.kl_coef, moments=moments, terms=terms
+        )
 
     def minibatches(
         self, experience: records.Experience, generator: torch.Generator
     ) -> Iterator[records.Experience]:
         """Yield ppo_epochs passes of minibatches that the generator shuffles, until target_kl."""
         config = self.config
-        parts = minibatches(
-            records.with_lengths(experience), ppo_epochs=config.ppo_epochs,
-            minibatch_size=config.minibatch_size, generator=generator,
-        )  # fmt: skip
+        parts = minibatches(experience, config.ppo_epochs, config.minibatch_size, generator)
         for self.update_number, minibatch in enumerate(parts):
             yield whitened(minibatch) if config.whiten_advantages == "minibatch" else minibatch
             if self.stopped:
@@ -200,28 +183,24 @@ class PPOModule(L.LightningModule):
     def update(self, minibatch: records.Experience) -> records.UpdateStats:
         """Make one optimizer step on the minibatch, unless a limit prevents it.
 
-        The gradient is summed over all processes, and clipped.
-
-        Raises: NotFiniteError as `UpdateGuard.check_finite`; ConfigError where a limit compares
+        Raises: NotFiniteError as `check_finite`; ConfigError where a limit compares
             what a subclass's `loss_terms` did not measure.
         """
         config = self.config
-        for attempt in self.guard.microbatch.attempts():
+        for attempt in self.microbatch.attempts():
             with attempt:
                 share = vars(self.accumulate(minibatch))
-        trained = optim.trained_parameters(self)
-        shares = self.replicas.sum_gradients(trained, torch.stack([*share.values()]))
+        shares, grad_norm = self.sum_and_clip(torch.stack([*share.values()]))
         terms = losses.sum_terms(
             [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
         )
-        grad_norm = nn.utils.clip_grad_norm_(trained, config.max_grad_norm)
         # The only wait for the device in an update, for all that the limits compare.
         loss, norm, approx_kl, ratio_mean = torch.stack(
             [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
         ).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
-            is_finite = self.guard.check_finite(self, loss, norm)
+            is_finite = self.check_finite(loss, norm)
         except NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
@@ -243,7 +222,7 @@ class PPOModule(L.LightningModule):
 
         Returns: their shares of the terms of the minibatch.
         """
-        config, size, rows = self.config, self.guard.microbatch.rows, self.replicas.rows
+        config, size, rows = self.config, self.microbatch.rows, self.replicas.rows
         policy_learns = self.iteration >= config.critic_warmup
         minibatch = minibatch.select(records.row_lengths(minibatch)[:, 0].argsort(stable=True))
         mask, tokens = minibatch.response_mask, minibatch.response_mask.sum()
@@ -276,7 +255,7 @@ class PPOModule(L.LightningModule):
         ptx_loss = torch.zeros_like(loss)
         if self.ptx is not None and policy_learns:
             demonstrations = self.ptx.batch(self.iteration, self.update_number)
-            ptx_loss = self.ptx.backpropagate(self, self.roles, demonstrations, size)
+            ptx_loss = self.ptx.backpropagate(self, demonstrations, size)
             loss = loss + config.ptx_coef * ptx_loss
         zeros = {field.name: torch.zeros_like(loss) for field in fields(records.PPOTerms)}
         terms = losses.sum_terms(shares or [records.PPOTerms(**zeros)])
@@ -334,14 +313,14 @@ class PPOModule(L.LightningModule):
                 f"{type(self).__name__}.loss_terms() returned {terms!r:.300}; allowed: PPOTerms "
                 "whose loss is a tensor of shape [] with gradient"
             )
-        return replace(terms, loss=optim.backward(self, loss))
+        return replace(terms, loss=self.add_gradient(loss))
 
     def validation_step(  # type: ignore[override]
         self, prompts: records.Prompts, batch_idx: int
     ) -> results.EvaluationResult:
         """Sample and score held-out prompts, with the same random numbers at every evaluation.
 
-        Raises: PolicyLogitsError where nothing can be sampled, after which iteration.
+        Raises: LogitsError where nothing can be sampled, after which iteration.
         """
         rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
@@ -349,57 +328,35 @@ class PPOModule(L.LightningModule):
         return results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
     def on_fit_start(self) -> None:
-        optim.check_epochs_and_replicas(self)
+        super().on_fit_start()
         self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:
         """Return a new generator on the CPU, a pure function of (seed, stream, number)."""
-        sequence = np.random.SeedSequence((self.seed, stream, number))
-        return torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
-
-    def prompt_rows(self, split: str) -> Sequence[dict[str, Any]]:
-        """Return the rows of the "train" or "val" prompts, with their text under "prompt"."""
-        return self.collector.prompts[split]
-
-    @property
-    def reward(self) -> Reward:
-        """Return the reward that the policy is trained on."""
-        return self.collector.reward
+        return optim.seeded(self.seed, stream, number)
 
     def configure_optimizers(self) -> Any:
         groups = [(1.0, self.roles.trained_by(POLICY))]
         if self.critic is not None:
             groups.append((self.config.value_lr_factor, self.critic.parameters()))
-        config = self.config
-        return optim.build_optimizer(groups, config, config.iterations, self.make_optimizer)
-
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return AdamW on groups of parameters with their learning rate and weight decay.
-
-        A subclass returns another optimizer here; `configure_optimizers` adds the schedule.
-        """
-        return optim.adamw(groups, self.config)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return optim.trainable_state(self)
+        return self.build_optimizer(groups, self.config.iterations)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
+        super().on_save_checkpoint(checkpoint)
         checkpoint["kl_coef"] = self.kl_coef
-        checkpoint["learner"] = self.guard.state_dict()
         checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
         if self.ptx is not None:
             checkpoint["ptx"] = self.ptx.digest
 
-    def on_load_checkpoint(self, checkpoint: Mapping[str, Any]) -> None:
-        optim.check_parameters(self, checkpoint)
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(checkpoint)
         if self.ptx is not None:
             self.ptx.check(checkpoint)
-        self.iteration = checkpoint["iteration"]
         self.kl_coef = checkpoint["kl_coef"]
-        self.guard.load_state_dict(checkpoint["learner"])
-        self.moments = shaping.ScoreMoments.from_state_dict(checkpoint["moments"])
+        moments, of = checkpoint["moments"], shaping.RunningMoments
+        components = tuple(of(**part) for part in moments["components"])
+        self.moments = shaping.ScoreMoments(of(**moments["whole"]), components)
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]

@@ -1,8 +1,9 @@
 """Modules that learn from pairs of a preferred and another response: the reward model, and DPO."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -12,6 +13,7 @@ from lightning_rlhf.core.config import DPOConfig, RMConfig
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, preference_loss
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
@@ -26,7 +28,6 @@ class RewardModule(SupervisedModule):
     """
 
     config: RMConfig
-    step_type = results.RewardStep
 
     def __init__(
         self, roles: Roles, config: RMConfig, *, seed: int, replicas: Replicas = ONE
@@ -34,50 +35,36 @@ class RewardModule(SupervisedModule):
         super().__init__("rm", REWARD, roles, config, replicas)
         self.seed = seed
 
-    def columns(self, batch: records.Preferences) -> Sequence[Tensor]:
-        """Return how often each head draws each pair, and the numbers of tokens of both sides."""
-        rows = self.replicas.rows
-        draws, local = self.draws(len(batch))[rows], batch.select(rows)
-        lengths = torch.stack([local.chosen_mask.sum(1), local.rejected_mask.sum(1)], dim=1)
-        return draws, lengths.cpu()
+    def accumulate(self, batch: records.Preferences, size: int) -> tuple[Tensor, list[Any]]:
+        return super().accumulate(replace(batch, draws=self.draws(len(batch))), size)
 
     def loss_share(
-        self, micro_batch: records.Preferences, total: int, *known: Tensor
+        self, micro_batch: records.Preferences, total: int
     ) -> tuple[Tensor, results.PairScores]:
-        """Return the share as the base class; each head learns from a pair once without draws."""
-        config, lengths = self.config, known[1].T.flatten() if known else None
-        rewards = self.rewards(micro_batch, lengths)
+        config, rewards = self.config, self.roles.rewards(*micro_batch.stacked()).chunk(2)
         margin = config.margin_coef * micro_batch.margin[:, None]
         losses = bradley_terry_loss(*rewards, margin=margin, label_smoothing=config.label_smoothing)
         losses = losses + config.center_coef * centering_loss(*rewards)
-        draws = known[0] if known else torch.ones_like(losses)
-        chosen, rejected = (side.detach().mean(dim=1) for side in rewards)
-        scores = results.PairScores(chosen=chosen, rejected=rejected)
-        return (draws * losses).mean(dim=1).sum() / total, scores
+        if micro_batch.draws is not None:
+            losses = micro_batch.draws * losses
+        return losses.mean(dim=1).sum() / total, pair_scores(rewards)
 
     def draws(self, pairs: int) -> Float[Tensor, "B H"]:
         """Return how often each head draws each pair: by Poisson(1); once with a single head."""
         rates = torch.ones(pairs, self.config.heads)
         if self.config.heads > 1:
-            sequence = np.random.SeedSequence((self.seed, self.iteration))
-            generator = torch.Generator().manual_seed(int(sequence.generate_state(1)[0]))
-            rates = torch.poisson(rates, generator)
+            rates = torch.poisson(rates, optim.seeded(self.seed, self.iteration))
         return masking.upload(rates, self.device)
 
     def scores(self, micro_batch: records.Preferences) -> results.PairScores:
         """Return the scores of both sides: means over the heads, without a gradient."""
-        chosen, rejected = (side.detach().mean(dim=1) for side in self.rewards(micro_batch))
-        return results.PairScores(chosen=chosen, rejected=rejected)
+        return pair_scores(self.roles.rewards(*micro_batch.stacked()).chunk(2))
 
-    def rewards(
-        self, batch: records.Preferences, lengths: Int[Tensor, " 2B"] | None = None
-    ) -> tuple[Float[Tensor, "B H"], Float[Tensor, "B H"]]:
-        """Return each head's rewards of the chosen and of the rejected responses, in one pass.
 
-        lengths: number of tokens of each side, the chosen ones first, where the CPU knows them.
-        """
-        chosen, rejected = self.roles.rewards(*batch.stacked(), lengths=lengths).chunk(2)
-        return chosen, rejected
+def pair_scores(rewards: Sequence[Float[Tensor, "B H"]]) -> results.PairScores:
+    """Return the scores of the chosen and the rejected responses: means over heads, detached."""
+    chosen, rejected = (side.detach().mean(dim=1) for side in rewards)
+    return results.PairScores(chosen=chosen, rejected=rejected)
 
 
 class DPOModule(SupervisedModule):
@@ -93,7 +80,6 @@ class DPOModule(SupervisedModule):
     """
 
     config: DPOConfig
-    step_type = results.DPOStep
 
     def __init__(self, roles: Roles, config: DPOConfig, replicas: Replicas = ONE) -> None:
         super().__init__("dpo", POLICY, roles, config, replicas)
@@ -102,39 +88,25 @@ class DPOModule(SupervisedModule):
         """Return the numbers of pairs and of tokens of chosen responses."""
         return len(batch), (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
 
-    def columns(self, batch: records.Preferences) -> Sequence[Tensor]:
-        local = batch.select(self.replicas.rows)
-        return (target_mask(local).cpu().unflatten(0, (2, len(local))).transpose(0, 1),)
-
     def loss_share(
-        self,
-        micro_batch: records.Preferences,
-        total: tuple[int, Tensor],
-        *known: Bool[Tensor, "B 2 W"],
+        self, micro_batch: records.Preferences, total: tuple[int, Tensor]
     ) -> tuple[Tensor, results.DPOScores]:
-        pairs, tokens = total
-        scores = self.scores(micro_batch, *(mask.transpose(0, 1).flatten(0, 1) for mask in known))
+        (pairs, tokens), scores = total, self.scores(micro_batch)
         nll = -scores.chosen_logprob.sum() / tokens
         loss = scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
         return loss, scores.detach()
 
-    def scores(
-        self, micro_batch: records.Preferences, known: Bool[Tensor, "2B W"] | None = None
-    ) -> results.DPOScores:
-        """Return log-probabilities, implicit rewards and losses of the pairs.
-
-        known: their `target_mask` on the CPU, where it is known.
-        """
+    def scores(self, micro_batch: records.Preferences) -> results.DPOScores:
+        """Return log-probabilities, implicit rewards and losses of the pairs."""
         config, (tokens, _) = self.config, micro_batch.stacked()
         targets = target_mask(micro_batch)
-        known = targets if known is None else known
         if config.reference_free:
             reference = torch.zeros(len(tokens), device=tokens.device)
         else:
             with torch.no_grad():
-                reference = self.logprobs(REFERENCE, tokens, targets, known)
-        logprobs = self.logprobs(POLICY, tokens, targets, known)
-        counts = targets.sum(dim=1)
+                reference = self.logprobs(REFERENCE, tokens, targets)
+        logprobs = self.logprobs(POLICY, tokens, targets)
+        counts = masking.upload(targets.sum(dim=1), tokens.device)
         ratios = logprobs - reference
         # Sums over the tokens of a response with loss_type=sigmoid, else means.
         summed = ratios if config.loss_type == "sigmoid" else ratios / counts
@@ -153,19 +125,13 @@ class DPOModule(SupervisedModule):
         )  # fmt: skip
 
     def logprobs(
-        self,
-        role: str,
-        tokens: Int[Tensor, "B S"],
-        targets: Bool[Tensor, "B S"],
-        known: Bool[Tensor, "B S"],
+        self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
     ) -> Float[Tensor, " B"]:
-        """Return the log-probability of each row's target tokens under a role, summed, nats.
-
-        known: `targets`, on the CPU where they are known there.
-        """
+        """Return the log-probability of each row's target tokens under a role, summed, nats."""
         with self.roles.use_role(role):
-            found = target_logprobs(self.roles, tokens, known)
-        return found.new_zeros(targets[:, 1:].shape).masked_scatter(targets[:, 1:], found).sum(1)
+            found = target_logprobs(self.roles, tokens, targets)
+        mask = masking.upload(targets[:, 1:], found.device)
+        return found.new_zeros(mask.shape).masked_scatter(mask, found).sum(dim=1)
 
 
 def target_mask(batch: records.Preferences) -> Bool[Tensor, "2B W"]:

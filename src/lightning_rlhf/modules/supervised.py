@@ -2,12 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
-import lightning as L
 import torch
 from jaxtyping import Bool, Float, Int
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.config import PPOConfig, SFTConfig, SupervisedConfig
@@ -19,58 +18,32 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
-R = TypeVar("R", bound=records.Record)
 
-
-class SupervisedModule(L.LightningModule):
+class SupervisedModule(optim.StageModule):
     """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
-    step_type: type[Any]
-    """Class of the result of a step."""
-
     def __init__(
-        self, stage: str, role: str, roles: Roles, config: SupervisedConfig,
-        replicas: Replicas = ONE,
-    ) -> None:  # fmt: skip
-        """Make the module before its first step; replicas: processes that divide each batch.
-
-        stage: key of its section; role: role that is trained.
-        """
-        super().__init__()
-        self.automatic_optimization = False
-        self.strict_loading = False
+        self, stage: str, role: str, roles: Roles, config: SupervisedConfig, replicas: Replicas
+    ) -> None:
+        """Make the module before its first step; role: role that is trained."""
+        super().__init__(stage, config, replicas)
         self.role = role
         self.roles = roles
-        self.config = config
-        self.replicas = replicas
-        self.guard = optim.UpdateGuard(stage, config)
-        self.iteration = 0
-        """Number of finished batches, over all resumes; updates that were not made count too."""
-        self.logs_headline = True
-        """False where a callback logs the headline metrics together with all others."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss, grad_norm, facts = self.gradient(batch)
-        is_made = self.guard.check_finite(self, loss, grad_norm)
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, results.Step]:
+        """Make one optimizer step on a batch, unless its loss or gradient is not finite."""
+        share, parts = self.microbatch.fitting(lambda rows: self.accumulate(batch, rows))
+        shares, grad_norm = self.sum_and_clip(share[None])
+        loss = shares.sum()
+        scores = self.scores_of_step(loss, parts, batch)
+        is_made = self.check_finite(loss, grad_norm)
         if is_made:
             self.optimizers().step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.iteration += 1
-        result = self.step_type(loss=loss, grad_norm=grad_norm, is_made=is_made, **facts)
-        optim.log_headline(self, result.headline)
-        return {results.RESULT: result}
-
-    def gradient(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Backpropagate the loss of a batch over all processes, and clip the gradient.
-
-        Returns: the loss and the norm of its gradient before clipping, 0-d, and what else the
-            result of the step holds, from before the update.
-        """
-        share, parts = self.guard.microbatch.fitting(lambda rows: self.accumulate(batch, rows))
-        trained = optim.trained_parameters(self)
-        loss = self.replicas.sum_gradients(trained, share[None]).sum()
-        grad_norm = nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
-        return loss, grad_norm, self.facts(parts, batch)
+        step = results.Step(loss=loss, grad_norm=grad_norm, is_made=is_made, scores=scores)
+        self.log_headline(step.headline)
+        return {results.RESULT: step}
 
     def accumulate(self, batch: Any, size: int) -> tuple[Tensor, list[Any]]:
         """Backpropagate this process's rows of a batch, `size` at a time.
@@ -79,11 +52,9 @@ class SupervisedModule(L.LightningModule):
         """
         self.optimizers().zero_grad()  # type: ignore[union-attr]
         loss, parts, total = torch.zeros((), device=self.device), [], self.total(batch)
-        columns = (column.split(size) for column in self.columns(batch))
-        local = batch.select(self.replicas.rows).split(size)
-        for micro_batch, *known in zip(local, *columns, strict=False):
-            share, scores = self.loss_share(micro_batch, total, *known)
-            loss += optim.backward(self, share)
+        for micro_batch in batch.select(self.replicas.rows).split(size):
+            share, scores = self.loss_share(micro_batch, total)
+            loss += self.add_gradient(share)
             parts.append(scores)
         return loss, parts
 
@@ -91,14 +62,10 @@ class SupervisedModule(L.LightningModule):
         """Return the denominator of the loss of a batch; without a choice its number of rows."""
         return len(batch)
 
-    def columns(self, batch: Any) -> Sequence[Tensor]:
-        """Return what is read once for this process's rows of a batch, each [rows, ...]."""
-        return ()
-
-    def loss_share(self, micro_batch: Any, total: Any, *known: Any) -> tuple[Tensor, Any]:
+    def loss_share(self, micro_batch: Any, total: Any) -> tuple[Tensor, Any]:
         """Return the share of a micro-batch in the loss of its batch, 0-d, and its scores.
 
-        total: as `total` returns it. known: its rows of `columns`; none where they are not read.
+        total: as `total` returns it.
         """
         raise NotImplementedError
 
@@ -106,15 +73,15 @@ class SupervisedModule(L.LightningModule):
         """Return what is measured of each row of a micro-batch, or of all its tokens in SFT."""
         raise NotImplementedError
 
-    def validation_step(self, batch: Any, batch_idx: int) -> Any:
-        """Return the scores of each row of a batch."""
-        rows = batch.select(self.replicas.rows)
-        parts = self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
+    def scores_of_step(self, loss: Tensor, parts: Sequence[Any], batch: Any) -> Any:
+        """Return the scores of a batch from its loss and those of this process's micro-batches."""
         return self.joined(parts, batch)
 
-    def facts(self, parts: Sequence[records.Record], batch: Any) -> dict[str, Tensor]:
-        """Return the scores of a batch by name, from those of this process's micro-batches."""
-        return vars(self.joined(parts, batch))
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        """Return the scores of a batch."""
+        rows = batch.select(self.replicas.rows)
+        parts = self.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
+        return self.joined(parts, batch)
 
     @torch.no_grad()
     def row_losses(self, batch: records.Record) -> Float[Tensor, " B"]:
@@ -122,32 +89,17 @@ class SupervisedModule(L.LightningModule):
         rows = batch.split(1)
         return torch.stack([self.loss_share(row, self.total(row))[0] for row in rows])
 
-    def on_fit_start(self) -> None:
-        optim.check_epochs_and_replicas(self)
+    def joined(self, parts: Sequence[Any], batch: Any) -> Any:
+        """Return the scores of a batch from those of each process's rows.
 
-    def joined(self, parts: Sequence[R], batch: records.Record) -> R:
-        """Return the records of the rows of a batch from those of each process's rows.
-
-        parts: records of this process's micro-batches.
+        parts: scores of this process's micro-batches.
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
 
     def configure_optimizers(self) -> Any:
         steps = int(self.trainer.estimated_stepping_batches)
-        return optim.build_optimizer([(1.0, self.roles.parameters())], self.config, steps)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return optim.trainable_state(self)
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = self.guard.state_dict()
-
-    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        optim.check_parameters(self, checkpoint)
-        self.iteration = checkpoint["iteration"]
-        self.guard.load_state_dict(checkpoint["learner"])
+        return self.build_optimizer([(1.0, self.roles.parameters())], steps)
 
 
 def target_logprobs(
@@ -175,7 +127,6 @@ class SFTModule(SupervisedModule):
     """
 
     config: SFTConfig
-    step_type = results.SFTStep
 
     def __init__(self, roles: Roles, config: SFTConfig, replicas: Replicas = ONE) -> None:
         super().__init__("sft", roles.role, roles, config, replicas)
@@ -183,34 +134,23 @@ class SFTModule(SupervisedModule):
     def total(self, batch: records.Demonstrations) -> Tensor:
         return batch.target_mask.sum()
 
-    def columns(self, batch: records.Demonstrations) -> Sequence[Tensor]:
-        return (batch.select(self.replicas.rows).target_mask.cpu(),)
+    def loss_share(self, micro_batch: records.Demonstrations, total: Tensor) -> tuple[Tensor, None]:
+        return self.scores(micro_batch) / total, None
 
-    def loss_share(
-        self, micro_batch: records.Demonstrations, total: Tensor, *known: Bool[Tensor, "B S"]
-    ) -> tuple[Tensor, None]:
-        return self.scores(micro_batch, *known) / total, None
+    def scores(self, micro_batch: records.Demonstrations) -> Tensor:
+        """Return the negative log-likelihood of the target tokens, summed, nats; 0-d."""
+        return -target_logprobs(self.roles, micro_batch.tokens, micro_batch.target_mask).sum()
 
-    def facts(
-        self, parts: Sequence[records.Record], batch: records.Demonstrations
-    ) -> dict[str, Tensor]:
-        return {"tokens": batch.target_mask.sum()}
+    def scores_of_step(
+        self, loss: Tensor, parts: Sequence[None], batch: records.Demonstrations
+    ) -> results.SFTScores:
+        tokens = masking.upload(self.total(batch), self.device)
+        return results.SFTScores(nll_sum=loss.float() * tokens, tokens=tokens)
 
-    def scores(self, micro_batch: records.Demonstrations, *known: Bool[Tensor, "B S"]) -> Tensor:
-        """Return the negative log-likelihood of the target tokens, summed, nats; 0-d.
-
-        known: the batch's `target_mask` on the CPU, where it is known.
-        """
-        (targets,) = known or (micro_batch.target_mask,)
-        return -target_logprobs(self.roles, micro_batch.tokens, targets).sum()
-
-    def validation_step(self, batch: records.Demonstrations, batch_idx: int) -> Any:
-        """Return an SFTEvaluation."""
-        rows = batch.select(self.replicas.rows)
-        sums = self.guard.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
-        sums = sums or [torch.zeros((), device=self.device)]
-        nll_sum = self.replicas.sum(torch.stack(sums).sum())
-        return results.SFTEvaluation(nll_sum=nll_sum, tokens=batch.target_mask.sum())
+    def joined(self, parts: Sequence[Tensor], batch: records.Demonstrations) -> results.SFTScores:
+        sums = torch.stack([*parts] or [torch.zeros((), device=self.device)])
+        tokens = masking.upload(self.total(batch), self.device)
+        return results.SFTScores(nll_sum=self.replicas.sum(sums.sum()), tokens=tokens)
 
 
 class PTX:
@@ -249,7 +189,7 @@ class PTX:
         return collate_demonstrations([self.examples[row] for row in rows], self.pad_id)
 
     def backpropagate(
-        self, module: Any, roles: Roles, batch: records.Demonstrations, rows: int
+        self, module: Any, batch: records.Demonstrations, rows: int
     ) -> Float[Tensor, ""]:
         """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
 
@@ -260,8 +200,8 @@ class PTX:
         batch = batch.to(module.device)
         tokens, loss = batch.target_mask.sum(), torch.zeros((), device=module.device)
         for part in batch.select(module.replicas.rows).split(rows):
-            share = -target_logprobs(roles, part.tokens, part.target_mask).sum() / tokens
-            optim.backward(module, self.coef * share)
+            share = -target_logprobs(module.roles, part.tokens, part.target_mask).sum() / tokens
+            module.add_gradient(self.coef * share)
             loss = loss + share.detach()
         return loss
 

@@ -52,9 +52,9 @@ def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
             )
         case errors.NotFiniteError():
             error.advice = checkpoints.divergence_advice(error.stage, error.made)
-        case errors.PolicyLogitsError(iterations=0):
+        case errors.LogitsError(iterations=0):
             error.advice = "No update was made yet: so is the model that the run starts from"
-        case errors.PolicyLogitsError(nonfinite=count):
+        case errors.LogitsError(iterations=int(), nonfinite=count):
             last = f"The last {counted(count, 'update')} before it had a loss or gradient that is "
             last = f"{last}not finite and made no change. " if count else ""
             error.advice = (

@@ -216,7 +216,7 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     if isinstance(module, PPOModule):
         if module.critic is not None and module.critic.roles is not module.roles:
             found[CRITIC] = list(module.critic.roles.parameters())
-        for name, (model, _) in module.reward.models.items():
+        for name, (model, _) in module.collector.reward.models.items():
             if model is not module.roles:
                 found[f"{REWARD} {name}"] = list(model.parameters())
     return dict(found)

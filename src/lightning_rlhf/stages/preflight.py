@@ -119,7 +119,7 @@ def examine(
             sharing = trainer.devices if device.type == "cpu" else 1
             rows = (*data.train, *data.val)
             plan = plan_of(module, rows, device, trainer.processes, sharing)
-            memory = [of_memory(plan, f"{module.guard.stage}.microbatch_size")]
+            memory = [of_memory(plan, f"{module.stage}.microbatch_size")]
         try:
             checks += [] if resumed else of_models(module, data, device)
         except torch.OutOfMemoryError:
@@ -210,7 +210,7 @@ def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
     them."""
     found = []
     ordered = rollout.select(by_length(rollout.mask))
-    for micro_batch in ordered.split(module.guard.microbatch.rows):
+    for micro_batch in ordered.split(module.microbatch.rows):
         hidden = score.response_hidden(module.roles, micro_batch)
         now = score.policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
         found.append((now - micro_batch.logprobs[micro_batch.response_mask]).exp())
@@ -222,16 +222,16 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
 
     The responses of a batch are read together and one by one; functions and servers are not called.
     """
-    critic, models = module.critic, module.reward.models
+    critic, reward = module.critic, module.collector.reward
     if critic is not None and critic.roles is not module.roles:
         yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
     decoded = collector.decode_responses(sampled, module.collector.prompts["train"], module.chat)
     tokens, mask = wider(sampled.tokens, sampled.mask)
     response_mask = F.pad(sampled.response_mask, (0, MORE))
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
-    for term, source in zip(module.reward.terms, module.reward.sources, strict=True):
+    for term, source in zip(reward.terms, reward.sources, strict=True):
         name = f"padding: {term.name}"
-        if models.get(term.name, (module.roles,))[0] is module.roles:
+        if reward.models.get(term.name, (module.roles,))[0] is module.roles:
             continue
         try:
             together = torch.as_tensor(source(replace(decoded, rollout=wide)))
