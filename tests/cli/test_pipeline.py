@@ -17,8 +17,6 @@ import pytest
 
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
-from lightning_rlhf.core.results import SFTScores
-from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import MINI, MODULE, STAGES, Workplace, given, rows, weights
 

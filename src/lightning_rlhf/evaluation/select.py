@@ -2,8 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 

@@ -11,8 +11,6 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from peft import PeftModel
-from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
