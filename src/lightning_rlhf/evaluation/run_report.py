@@ -97,7 +97,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
     others, data = ([one for one in flat.items() if one[0].startswith("data.") is is_data]
                     for is_data in (False, True))  # fmt: skip
-    tokens = token_samples(files.train_samples(folder))
+    tokens = token_samples(folder / files.TRAIN_SAMPLES)
     return run_page.StageReport(
         name=run.name,
         title=run.title,
