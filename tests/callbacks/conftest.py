@@ -31,11 +31,10 @@ UPDATES = 2
 
 
 class Chat:
-    def decode_response(self, tokens: list[int]) -> str:
-        return " ".join(f"t{token}" for token in tokens)
-
     def show(self, tokens: Sequence[int]) -> str:
         return " ".join(f"t{token}" for token in tokens)
+
+    decode_response = show
 
 
 def make_experience(**changes: Any) -> Experience:
@@ -154,21 +153,9 @@ class FakeSFT(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
-class FakeReward(FakeSFT):
-    """One pair right, one tied; with a gradient norm as under manual optimization."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
-        loss, scores = self.weight.sum() * 0.0, self.validation_step(batch, batch_idx)
-        facts = {"loss": loss.detach(), "grad_norm": torch.tensor(0.25), "is_made": True}
-        return {"loss": loss, RESULT: Step(scores=scores, **facts)}
-
-    def validation_step(self, batch: Any, batch_idx: int) -> PairScores:
-        return PairScores(chosen=torch.tensor([1.0, 0.0]), rejected=torch.tensor([-1.0, 0.0]))
-
-
 @pytest.fixture(autouse=True)
 def _invented_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an iteration of FakePPO, and a step of FakeSFT and FakeReward, computes."""
+    """What an iteration of FakePPO, and a step of FakeSFT, computes."""
     totals = {
         "generated_tokens": 4, "scored_tokens": 12, "trained_tokens": 6, "rollout_flops": 10.0,
         "score_flops": 20.0, "update_flops": 30.0, "flops": 60.0, "device_s": 4.0,

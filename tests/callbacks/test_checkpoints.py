@@ -28,6 +28,7 @@ from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
 
+from ..core.configs import SFT
 from .conftest import FakePPO, Fit
 
 GOAL = PPO.goal
@@ -38,17 +39,8 @@ NEVER = 1000
 
 def config(**changes: Any) -> SFTConfig:
     """A stage's rhythm; the rest of it is not read."""
-    values: dict[str, Any] = {
-        "lr": 1.0, "adam_beta2": 0.9, "adam_eps": 1e-8, "weight_decay": 0.0, "max_grad_norm": 1.0,
-        "max_nonfinite": 1,
-        "lr_schedule": "constant", "warmup_fraction": 0.0, "microbatch_size": 1,
-        "finetune": "lora", "epochs": 1.0, "batch_size": 1,
-        "val_every": NEVER, "checkpoint_every": NEVER, "checkpoint_minutes": None,
-        "checkpoints_kept": 2, "final": "last", "ema_decay": None,
-        "best": {"metric": None, "mode": None},
-        "stop": {"patience": None, "metric": None, "mode": None, "min_gain": 0.0},
-    }  # fmt: skip
-    return SFTConfig(**(values | changes))
+    never = {"val_every": NEVER, "checkpoint_every": NEVER}
+    return SFTConfig(**(SFT | never | changes))
 
 
 class At(Callback):
@@ -135,14 +127,6 @@ class Judged(FakePPO):
         out = super().validation_step(batch, batch_idx)
         out.scores.score[:] = self.rewards[self.iteration]
         return out
-
-
-def test_the_best_is_that_of_the_highest_reward(run: Run) -> None:
-    """The first of two equal ones. Its own number is not kept."""
-    saver = run.train(module=Judged(), val_every=1)
-    assert (saver.best, saver.best_step) == ((5.0,), 2)
-    assert run.steps == [5, 6]
-    assert files.step_of(run.checkpoints / "best.ckpt") == 2
 
 
 def evaluated(
@@ -325,15 +309,6 @@ def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
     assert files.step_of(run.checkpoints / "best.ckpt") == 4
 
 
-def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
-    """It gets its number back, and stays the best."""
-    run.train(module=Judged(), val_every=1)
-    saver = run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
-    assert (saver.best, saver.best_step) == ((5.0,), 2)
-    assert run.steps == [2, 3, 4, 5, 6]
-    assert files.step_of(run.checkpoints / "best.ckpt") == 2
-
-
 class Fails(FakePPO):
     """In its third iteration, before or after the optimizer's first step."""
 
@@ -371,24 +346,6 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
     assert run.steps == [2, 4, 6]
     assert saver.evaluated == 6
     assert written.read_text() == "not again\n"
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def full(checkpoint: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        fill = At("on_train_batch_start", 3, lambda: patched.setattr(files, "outline_of", full))
-        with pytest.raises(
-            errors.StorageError, match=r"000003.ckpt was not written: No space left"
-        ):
-            run.train(fill, checkpoint_every=1)
-    assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
-    run.train(resume="000002", checkpoint_every=1)
-    assert run.steps == [5, 6]
 
 
 # Signals.

@@ -217,8 +217,6 @@ def test_wandb_offline_keeps_curves_samples_and_identity(
     assert run["tags"] == ["ppo", "tiny", "seed-1"]
     assert run["run_group"] == "lr"
     assert run["config"]["update"]["seed"] == {"a": 1}
-    axis = [r["metric"] for r in found if r["type"] == "metric"]
-    assert (axis[-1]["glob_name"], axis[-1]["step_metric"]) == ("*", "iteration")
     history = history_of(found)
     assert set(HEADLINES) <= {key for h in history for key in h}
     curve = [(h["iteration"], h["reward_mean"]) for h in history if "reward_mean" in h]
@@ -289,20 +287,14 @@ def test_a_run_goes_on_offline_where_wandb_is_away(
 def test_a_key_that_wandb_refuses_ends_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked: list[dict[str, Any]] = []
-
     def refuse(**options: Any) -> None:
-        asked.append(options)
+        assert options["mode"] == "online"  # not once more, offline
         raise AuthenticationError("invalid API key")
 
     monkeypatch.setenv("WANDB_API_KEY", "a" * 40)
     monkeypatch.setattr(wandb, "init", refuse)
-    config = configured("wandb", init_timeout_s=11, finish_timeout_s=7)
     with pytest.raises(ConfigError, match=r"^W&B refuses the key .*: invalid API key\. Set it"):
-        build_loggers(config, tmp_path, ABOUT)
-    (once,) = asked  # not once more, offline
-    assert once["mode"] == "online"
-    assert (once["settings"].init_timeout, once["settings"].finish_timeout) == (11, 7)
+        build_loggers(configured("wandb"), tmp_path, ABOUT)
 
 
 def kill_wandb() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import math
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +129,10 @@ def test_what_was_counted_before_a_checkpoint_is_in_the_row_after_it(
         fit(Spoiled(), callbacks, loggers, batches=4, log_every_n_steps=4, **options)
         assert column(folder, "update/loss") == {4: pytest.approx(2.4)}
         assert column(folder, "update/nonfinite") == {4: 2.0}
+        # A step has 100 operations and 7 tokens, and takes half a second.
+        assert column(folder, "compute/flops") == {4: 400.0}
+        assert column(folder, "compute/trained_tokens") == {4: 28.0}
+        assert column(folder, "compute/device_s") == {4: 2.0}
 
 
 @pytest.mark.parametrize(("checked", "rows"), [(1, {2}), (-1, {0, 2})])
@@ -149,17 +152,3 @@ def test_the_totals_of_a_recipe_are_those_of_its_stages() -> None:
         "compute of sft, ppo: tokens 3 generated, 10 trained; 2 PFLOP; 4.0 device seconds; "
         "peak memory 9.0 kB"
     )
-
-
-def test_a_supervised_run_counts_and_goes_on_with_its_totals(fit: Fit, tmp_path: Path) -> None:
-    """A row every second step; a step has 100 operations and 7 tokens, and takes half a second."""
-    checkpoint = tmp_path / "three.ckpt"
-    run = partial(fit, batches=6, log_every_n_steps=2)
-    run(FakeSFT(), [StepMetrics(), SaveAt(3, checkpoint)], [MetricsFile(tmp_path)])
-    whole = column(tmp_path, "compute/flops")
-    assert whole == {2: 200.0, 4: 400.0, 6: 600.0}
-    assert column(tmp_path, "compute/trained_tokens")[6] == 42.0
-    assert column(tmp_path, "compute/device_s")[6] == 3.0
-    assert column(tmp_path, "compute/peak_memory")[6] > 1e7
-    run(FakeSFT(), [StepMetrics()], [MetricsFile(tmp_path)], ckpt_path=checkpoint)
-    assert column(tmp_path, "compute/flops") == whole

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.diagnosis import RULES, History, Rule
+from lightning_rlhf.callbacks.diagnosis import RULES, History
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
@@ -220,6 +220,7 @@ def test_the_root_cause_comes_first() -> None:
 
 def test_names_keys_and_metrics_of_the_rules_exist() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
+    assert HEALTHY.keys() <= METRICS.keys()
     keys = {f"ppo.{f.name}" for f in fields(PPOConfig)} | {
         f"data.{f.name}" for f in fields(DataConfig)
     }
@@ -232,36 +233,10 @@ def test_names_keys_and_metrics_of_the_rules_exist() -> None:
         assert not text.endswith(".")
 
 
-class Notes(dict[str, float]):
-    """A row that has every metric, all 1, and keeps the names of those that are read."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-    def __missing__(self, name: str) -> float:
-        self[name] = 1.0
-        return 1.0
-
-    def get(self, name: str, default: Any = None) -> float:
-        return self[name]
-
-
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_every_metric_that_a_rule_reads_is_logged_by_ppo(rule: Rule) -> None:
-    iteration, evaluation = Notes(), Notes()
-    changes: dict[str, Any] = {"advantage": "grpo", "kl_warning": 0.5, "prompts_cut": 1.0}
-    rule.find(history_of([iteration] * 100, [evaluation] * 100, **changes))
-    names = {*iteration, *evaluation} - {"step", "eval/judge/gold"}
-    assert names or rule.name == "prompts_cut"
-    assert names <= {name for name, metric in METRICS.items() if "ppo" in metric.stages}
-
-
-@pytest.mark.parametrize("seed", ["0", "1", "2"])
-def test_recorded_runs_of_the_quickstart_have_no_finding(seed: str) -> None:
-    """Three of the runs of benchmarks/results/diagnosis_clean.md, after every iteration."""
+def test_a_recorded_run_of_the_quickstart_has_no_finding() -> None:
+    """One of the runs of benchmarks/results/diagnosis_clean.md, after every iteration."""
     with RECORDED.open(newline="") as file:
-        cells = [row for row in csv.DictReader(file) if row.pop("seed") == seed]
-    rows = [{name: float(cell) for name, cell in row.items() if cell} for row in cells]
+        rows = [{n: float(x) for n, x in row.items() if x} for row in csv.DictReader(file)]
     assert len(rows) == 61
     for end in range(1, 62):
         trained = [row for row in rows[:end] if "reward_mean" in row]

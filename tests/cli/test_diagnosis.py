@@ -8,20 +8,6 @@ from typing import Any
 from .conftest import Workplace, given
 
 
-def test_a_constant_reward_and_a_large_kl(finished: Workplace) -> None:
-    """Between the third iteration and the end; a resume may have another kl_warning."""
-    rules = finished.folder / "rules.py"
-    rules.write_text("def same(prompts, responses):\n    return [0.1] * len(responses)\n")
-    command = (
-        "stage=ppo", "run=constant", given(finished)[0], "reward=function",
-        f"reward.path={rules}:same", "ppo.iterations=4", "ppo.lr=0.1",
-    )  # fmt: skip
-    out = finished.mini(*command, "ppo.kl_warning=1e-6").succeeded.out
-    same = "warning: all responses have the same score"
-    assert out.count(same) == out.count("warning: kl_divergence > ppo.kl_warning") == 1
-    assert out.index(same) < out.index("ppo 4/4")
-
-
 def findings(place: Workplace, run: str, *overrides: str) -> list[dict[str, Any]]:
     """Train for a few iterations with a planted fault; return what diagnosis.json holds."""
     start = ("stage=ppo", f"run={run}", *given(place), "ppo.checkpoint_every=100")

@@ -16,7 +16,6 @@ from .conftest import Workplace, given
 
 ONE_STEP = {"sft": "sft.epochs=0.125", "rm": "rm.epochs=0.125", "ppo": "ppo.iterations=1"}
 """Of the 32 rows of SFT and RM, a batch of 4."""
-BESIDE = {"sft": "run=NAME", "rm": "job=NAME", "ppo": "job=NAME"}
 
 
 def command(place: Workplace, stage: str, *more: str) -> list[str]:
@@ -33,19 +32,17 @@ def infinite_weights(stage: str) -> tuple[str, ...]:
     return (f"{stage}.lr=1e39", f"{stage}.lr_schedule=constant", f"{stage}.warmup_fraction=0")
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm"])
-def test_an_evaluation_that_is_not_finite_ends_the_run(finished: Workplace, stage: str) -> None:
+def test_an_evaluation_that_is_not_finite_ends_the_run(finished: Workplace) -> None:
     """In the middle of the run; its checkpoint, of the same weights, is not gone on from."""
-    every = (f"{stage}.val_every=2", f"{stage}.max_nonfinite=5")
-    failed = command(finished, stage, *infinite_weights(stage), *every)
-    loss = {"sft": "loss", "rm": "rm_loss"}[stage]
+    failed = command(
+        finished, "sft", *infinite_weights("sft"), "sft.val_every=2", "sft.max_nonfinite=5"
+    )
     error = finished.mini(*failed).error
-    assert error.startswith(f"{stage} has diverged: after step 2, eval/{loss} is nan")
-    assert f"(overwrite=true or {BESIDE[stage]}) with a smaller {stage}.lr" in error
+    assert error.startswith("sft has diverged: after step 2, eval/loss is nan")
+    assert "(overwrite=true or run=NAME) with a smaller sft.lr" in error
     error = finished.mini(*failed, "resume=true").error
-    assert "000002.ckpt cannot be resumed: " in error
     assert "of its weights hold numbers that are NaN or infinite" in error
-    assert not has_final(finished, stage)
+    assert not has_final(finished, "sft")
 
 
 def test_ppo_says_after_which_iteration_nothing_can_be_sampled(finished: Workplace) -> None:
@@ -92,8 +89,6 @@ def test_a_run_of_which_every_update_was_refused(
     failed = command(finished, stage, ONE_STEP[stage])
     for resume in ("false", "true"):
         error = finished.mini(*failed, f"resume={resume}").error
-        assert error.startswith(
-            f"{stage} has learned nothing, and writes no final/: none of its updates was made "
-            f"({count} with a loss or gradient that is not finite). No update was made before"
-        )
+        told = f"none of its updates was made ({count} with a loss or gradient that is not finite)"
+        assert error.startswith(f"{stage} has learned nothing, and writes no final/: {told}. No up")
         assert not has_final(finished, stage)

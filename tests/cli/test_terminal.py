@@ -49,22 +49,12 @@ def test_a_run_over_foreign_text(models: Workplace, monkeypatch: pytest.MonkeyPa
     assert EVIL in json.loads(sample)["prompt"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        [f"--{EVIL}"],
-        ["-m", f"sft.nothing='{EVIL}','a'"],
-        ["--cfg", "job", f"outputs='{EVIL}'"],
-    ],
-)
-def test_the_command_line_comes_back_as_text(workplace: Workplace, words: list[str]) -> None:
-    if words[0] == "--cfg":
-        outcome = workplace.call("stage=sft", *words).succeeded
-        assert "title" in outcome.out
-    else:
-        outcome = workplace.call("stage=sft", *words)
-        assert outcome.status != 0
-    check(outcome.out, outcome.err)
+def test_the_command_line_comes_back_as_text(workplace: Workplace) -> None:
+    outcome = workplace.call("stage=sft", "--cfg", "job", f"outputs='{EVIL}'").succeeded
+    assert "title" in outcome.out
+    failed = workplace.call("stage=sft", "-m", f"sft.nothing='{EVIL}','a'")
+    assert failed.status != 0
+    check(outcome.out, outcome.err, failed.out, failed.err)
 
 
 def test_tables(tmp_path: object) -> None:

@@ -60,11 +60,11 @@ class Samples(Callback):
     _wandb_table: wandb.Table | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        path = files.train_samples(self.run_dir)
+        path, last = self.run_dir / files.TRAIN_SAMPLES, pl_module.iteration
         if trainer.is_global_zero and path.exists():
             # A resumed run draws the samples of later iterations again; one cut off is none.
-            lines = files.read_samples(path)
-            kept = [f"{line}\n" for line, drawn in lines if drawn <= pl_module.iteration]
+            lines = storage.json_lines(path)
+            kept = [f"{line}\n" for line, sample in lines if sample.get("iteration", 0) <= last]
             with storage.written_whole(path) as beside:
                 beside.write_bytes("".join(kept).encode())
 
@@ -76,7 +76,7 @@ class Samples(Callback):
         samples = training_samples(pl_module, experience)
         if self.characters is not None:
             get_console().print(console_table(samples, self.characters))
-        path = files.train_samples(self.run_dir)
+        path = self.run_dir / files.TRAIN_SAMPLES
         storage.make_folder(path.parent)
         with storage.full_disk_told(path), path.open("a", encoding="utf-8") as file:
             file.writelines(json_line(sample) + "\n" for sample in samples)
@@ -95,7 +95,7 @@ class Samples(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         """Flush the samples before the checkpoint that comes after them is written."""
-        path = files.train_samples(self.run_dir)
+        path = self.run_dir / files.TRAIN_SAMPLES
         if trainer.is_global_zero and path.exists():
             storage.flush(path)
             storage.flush_entry(path.parent)

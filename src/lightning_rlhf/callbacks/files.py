@@ -35,8 +35,8 @@ BEST = f"best{SUFFIX}"
 """File name of the best checkpoint."""
 STEP = "step"
 """First column of metrics.csv."""
-SAMPLES = "samples"
-"""Name of the folder in that of a run."""
+SAMPLES, TRAIN_SAMPLES = "samples", "samples/train.jsonl"
+"""Folder of samples in that of a run, and the file there of those of training."""
 HELD_OUT = "held_out.jsonl"
 """Name of the file there of the responses that are sampled after supervised fine-tuning."""
 WANDB_ID = "wandb_id.txt"
@@ -275,11 +275,6 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
     return rows
 
 
-def train_samples(run_dir: Path) -> Path:
-    """Return where the samples of training are."""
-    return run_dir / SAMPLES / "train.jsonl"
-
-
 def eval_samples(run_dir: Path, iteration: int) -> Path:
     """Return where the samples of the evaluation after an iteration are."""
     return run_dir / SAMPLES / f"eval_{iteration:06d}.jsonl"
@@ -303,18 +298,6 @@ def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     lines = [json_line(sample) + "\n" for sample in samples]
     with storage.written_whole(path) as beside:
         beside.write_text("".join(lines), encoding="utf-8")
-
-
-def read_samples(path: Path) -> list[tuple[str, Any]]:
-    """Return the lines of a file of samples, each with the iteration that drew it.
-
-    Raises CheckpointError, with the line, where the file is damaged.
-    """
-    found = [(line, sample.get("iteration")) for line, sample in storage.json_lines(path)]
-    for place, (_, iteration) in enumerate(found, start=1):
-        if type(iteration) is not int or iteration < 0:
-            raise storage.damaged_line(path, place, "it does not say its iteration")
-    return found
 
 
 def read_wandb_id(path: Path) -> str:

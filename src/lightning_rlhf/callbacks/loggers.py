@@ -146,13 +146,11 @@ class RunTensorBoard(TensorBoardLogger):
 
     def rewind(self, step: int) -> None:
         """Hide the events after `step` in earlier event files."""
-        from tensorboard.compat.proto.event_pb2 import (  # type: ignore[import-untyped]
-            Event,
-            SessionLog,
-        )
+        from tensorboard.compat.proto import event_pb2  # type: ignore[import-untyped]
 
-        start = SessionLog(status=SessionLog.START)
-        self.experiment._get_file_writer().add_event(Event(step=step + 1, session_log=start))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        event = event_pb2.Event(step=step + 1, session_log=start)
+        self.experiment._get_file_writer().add_event(event)
 
     def flush(self) -> None:
         """Write all events to the disk, so that they survive a kill and a loss of power."""

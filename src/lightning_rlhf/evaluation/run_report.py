@@ -97,7 +97,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     flat = {key: json.dumps(value, ensure_ascii=False) for key, value in flatten(run.tree).items()}
     data = [one for one in flat.items() if one[0].startswith("data.")]
     others = [one for one in flat.items() if not one[0].startswith("data.")]
-    tokens = token_samples(files.train_samples(folder))
+    tokens = token_samples(folder / files.TRAIN_SAMPLES)
     versions: list[tuple[str, str]] = []
     if run.manifest is not None:
         parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
