@@ -98,8 +98,8 @@ def held(curves: int, seed: int, over_kl: bool) -> float:
 
 @pytest.mark.parametrize("over_kl", [False, True])
 def test_ninety_percent_intervals_hold_the_truth(over_kl: bool) -> None:
-    """Of 200 curves 90% do, over KL 89%; 40 have a standard error of 5%."""
-    assert held(40, 2026, over_kl) >= 0.8
+    """Of 200 curves 90% do, over KL 89%; 20 have a standard error of 7%."""
+    assert held(20, 2026, over_kl) >= 0.8
 
 
 def test_a_line_has_no_knee_and_noise_no_gain() -> None:
@@ -116,12 +116,11 @@ def test_a_line_has_no_knee_and_noise_no_gain() -> None:
 def test_too_little_to_fit() -> None:
     for y in ([], [1.0], [2.0] * 50, list(range(FEWEST_POINTS - 1))):
         assert fit(np.arange(len(y), dtype=float), np.array(y, float)) is None
+    assert fit(np.ones(60), exponential(0.1)(np.linspace(0, 1, 60))) is None  # x stands still
 
 
-def test_x_that_stands_still_is_not_fitted_and_a_curve_without_noise_is() -> None:
-    y = exponential(0.1)(np.linspace(0, 1, 60))
-    assert fit(np.ones(60), y) is None
-    found = fit(np.arange(60), y)
+def test_a_curve_without_noise_is_fitted() -> None:
+    found = fit(np.arange(60), exponential(0.1)(np.linspace(0, 1, 60)))
     assert found is not None
     assert found.knee == pytest.approx(knee_of(np.log(0.1)), rel=1e-3)
 
@@ -237,12 +236,8 @@ def test_the_stop_is_the_earliest_within_the_noise_and_not_below_the_end(
     stop = stop_of(*gold)
     assert (stop.first, stop.step, stop.last, stop.best) == (first, step, last, 20)
     end = "end" if last == stop.end else last
-    assert str(stop) == (
-        f"stop at iteration {step} [{first}-{end}] by the gold score: "
-        f"{gold[step // 10].mean():.3g}, the earliest of {len(gold)} evaluations on 8 prompts that "
-        "is not below the highest (1 at 20) beyond the noise, nor below the end "
-        f"({gold[-1].mean():.3g})"
-    )
+    assert f"stop at iteration {step} [{first}-{end}] by the gold score: " in str(stop)
+    assert f"(1 at 20) beyond the noise, nor below the end ({gold[-1].mean():.3g})" in str(stop)
 
 
 def test_the_reward_that_rises_after_the_stop_diverges() -> None:
@@ -259,13 +254,9 @@ def test_prompts_without_gold_are_left_out() -> None:
     second = np.array([0.5, 0.5, 9.0, np.nan])
     stop = find_gold_stop({0: first, 10: second}, {0: first * 0, 10: np.array([1.0, 1.0, 5, 5])})
     assert (stop.step, stop.prompts, stop.reward_rise) == (0, 2, 1.0)
-
-
-@pytest.mark.parametrize(
-    "gold", [{}, {0: level(1.0)}, {0: level(1.0)[:1], 10: level(2.0)[:1]}, {0: level(np.nan)}]
-)
-def test_too_little_to_pair(gold: dict[int, ndarray]) -> None:
-    assert find_gold_stop(gold, gold) is None
+    alone = {0: level(1.0)[:1], 10: level(2.0)[:1]}
+    for too_little in ({}, {0: level(1.0)}, alone, {0: level(np.nan)}):
+        assert find_gold_stop(too_little, too_little) is None
 
 
 def test_it_names_the_stop_of_a_run() -> None:
