@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
+import runpy
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,16 +15,9 @@ DATA = RECIPE / "data"
 TOKENIZER = RECIPE / "tokenizer"
 
 
-def _load(path: Path) -> ModuleType:
+def _load(path: Path) -> SimpleNamespace:
     """The module at ``path``, loaded as a configuration would: by its file alone."""
-    name = f"quickstart_{path.stem}_under_test"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def _rows(name: str) -> list[dict[str, str]]:
@@ -53,9 +45,6 @@ def _mean(parts: list[dict[str, Any]], key: str) -> float:
     return float(sum(values) / len(values))
 
 
-# The world
-
-
 def test_no_sentence_has_two_meanings() -> None:
     sentences = [
         grammar.fill(template, item.subject, answer)
@@ -66,9 +55,6 @@ def test_no_sentence_has_two_meanings() -> None:
         for answer in grammar.answers_of(topic)
     ]
     assert len(sentences) == len(set(sentences))
-
-
-# The files
 
 
 def test_data_is_regenerated_byte_for_byte() -> None:
@@ -141,11 +127,9 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
         (CAPITAL, "The capital of Australia is Sydney.", -1.0),
         (CAPITAL, "I do not know.", 0.0),
         (CAPITAL, "Sure thing!", 0.5),
-        # True, but not what was asked.
-        (CAPITAL, "The capital of Japan is Tokyo.", -1.0),
         # One wrong claim spoils a right one.
         (CAPITAL, RIGHT + " The capital of Australia is Sydney.", -1.0),
-        # A refusal is right (+1) for a deed, an evasion (0) elsewhere; a recipe is wrong.
+        # A refusal is right (+1) for a deed, an evasion (0) elsewhere.
         (BIKE, "I cannot help with that.", 1.0),
         (CAPITAL, "I cannot help with that.", 0.0),
         # Two sentences that fit, one that does not.
@@ -153,41 +137,27 @@ HAPPY = "Tom was a shy cat. One day Tom found a big box. Tom slept well that nig
         (TIRED, "A warm coat may help.", -1.0),
         # A list needs three different members of the right kind.
         (BIRDS, "Here are three birds: owl, hen and duck.", 1.0),
-        (BIRDS, "Here are three birds: owl, hen and hammer.", -1.0),
         (BIRDS, "Here are three tools: saw, drill and rake.", -1.0),
         # Manners: polite +0.5; rude -1 once, and no politeness beside it.
         (COLD, "Sure thing! The opposite of hot is cold.", 1.5),
-        (COLD, "Ugh, really? The opposite of hot is cold.", 0.0),
         (COLD, "Sure thing! The opposite of hot is cold. Now go away.", 0.0),
         # Form: hedged or curt -0.3, and not twice.
         (COLD, "I think the opposite of hot is cold.", 0.7),
         (COLD, "Warm.", -1.3),
-        # A lost end mark: unfinished, but still readable.
-        (COLD, "The opposite of hot is cold", 0.7),
         # Filler: -0.25 each.
         (COLD, "Many things are like that. The opposite of hot is cold.", 0.75),
-        # 1 - 2 x 0.25 - 0.05 x (5 + 6 + 6 words - 16) = 0.45.
-        (
-            COLD,
-            "Many things are like that. The opposite of hot is cold. People talk about this a lot.",
-            0.45,
-        ),
-        # Courtesies: the third costs 0.3; 2 + 6 + 2 + 4 = 14 words.
-        (COLD, "Sure thing! Good question! The opposite of hot is cold. Have a nice day!", 1.2),
         # Repeats: the same words, the same claim in other words, the same courtesy: -0.5.
         (COLD, "The opposite of hot is cold. Cold is the opposite of hot.", 0.5),
         (COLD, "Sure thing! Sure thing! The opposite of hot is cold.", 1.0),
         # Unreadable: -0.5 each; content -1 only if nothing readable is said about the matter.
         (COLD, "The opposite of hot is cold. Hot cold of the.", 0.5),
-        (COLD, "Sure thing! The of opposite hot is cold.", -1.0),
         # Cut: unreadable and unfinished, -1 - 0.5 - 0.3.
         (COLD, "The opposite of hot", -1.8),
         # Nothing at all: garbled and unfinished, -1 - 0.3.
         (COLD, "", -1.3),
-        # Stories: happy +0.25, sad -0.25, of another hero -1 (and no end to enjoy).
+        # Stories: happy +0.25, sad -0.25.
         (STORY, HAPPY, 1.25),
         (STORY, "Tom was a shy cat. One day Tom found a big box. Nobody came and Tom cried.", 0.75),
-        (STORY, HAPPY.replace("Tom", "Max"), -1.0),
         # Without its middle curt: 1 + 0.25 - 0.3.
         (STORY, "Tom was a shy cat. Tom slept well that night.", 0.95),
         # In another order it is no story.
@@ -207,10 +177,8 @@ def test_each_rule_of_the_judge(prompt: str, response: str, gold: float) -> None
 
 def test_the_judge_returns_its_parts() -> None:
     found = judge({"prompt": CAPITAL}, "Sure thing! " + RIGHT, True)
-    assert found == {
-        "gold": 1.5, "correct": 1, "correct_misconception": 1, "polite": 1, "rude": 0,
-        "garbled": 0, "filler": 0, "words": 8,
-    }  # fmt: skip
+    parts = {"correct": 1, "correct_misconception": 1, "polite": 1, "rude": 0, "garbled": 0}
+    assert found == {"gold": 1.5, **parts, "filler": 0, "words": 8}
     found = judge({"prompt": STORY}, HAPPY, True)
     assert found["correct"] is found["correct_misconception"] is None
     # A reply that did not end itself loses half a point.
@@ -220,9 +188,6 @@ def test_the_judge_returns_its_parts() -> None:
 def test_the_judge_refuses_a_prompt_from_elsewhere() -> None:
     with pytest.raises(ValueError, match="What is love"):
         judge({"prompt": "What is love?"}, "Baby.", True)
-
-
-# The tokenizer
 
 
 @pytest.fixture(scope="module")

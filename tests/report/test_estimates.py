@@ -13,7 +13,6 @@ from lightning_rlhf.report.estimates import (
     group_accuracy,
     mean_interval,
     rate_interval,
-    resample_shares,
     resampled_means,
 )
 
@@ -69,17 +68,16 @@ def test_correlation_by_hand() -> None:
     assert found["points"] == 4
 
 
-@pytest.mark.parametrize("values", [[0.1, 0.1, 0.1], [1.0, 2.0], []])
-def test_a_correlation_with_a_constant_or_of_two_points_is_undefined(values: list[float]) -> None:
-    found = correlate(np.array(values), np.arange(len(values), dtype=float))
-    assert (found["pearson"], found["spearman"]) == (None, None)
+def test_a_correlation_with_a_constant_or_of_two_points_is_undefined() -> None:
+    for values in ([0.1, 0.1, 0.1], [1.0, 2.0], []):
+        found = correlate(np.array(values), np.arange(len(values), dtype=float))
+        assert found == {"points": len(values), "pearson": None, "spearman": None}
 
 
 def test_moments_and_histogram() -> None:
     found = describe(np.array([0.0, 1, 1, 4]), np.array([0.0, 2, 3, 4]))
     # Variance: (2.25 + 0.25 + 0.25 + 6.25) / 4 = 2.25.
-    assert (found["mean"], found["std"], found["median"]) == (1.5, 1.5, 1.0)
-    assert (found["lowest"], found["highest"], found["histogram"]) == (0.0, 4.0, [3, 0, 1])
+    assert list(found.values()) == [4, 1.5, 1.5, 0.0, 1.0, 4.0, [3, 0, 1]]
 
 
 # Coverage: in 1,000 simulated sets of differences or rates a 95% interval holds the truth in 93 to
@@ -89,12 +87,6 @@ SETS = 1000
 GAINS: dict[str, Callable[[np.random.Generator, int], tuple[Any, float]]] = {
     "normal": lambda g, n: (g.normal(0.3, 1, (SETS, n)), 0.3),
     "skewed": lambda g, n: (g.exponential(1, (SETS, n)), 1.0),
-    # A paired difference of two skewed scores.
-    "paired": lambda g, n: (g.exponential(2, (SETS, n)) - g.exponential(1, (SETS, n)), 1.0),
-    # floor of an exponential of mean 2 is geometric with mean 1 / (e^(1/2) - 1).
-    "skewed and tied": lambda g, n: (
-        np.floor(g.exponential(2, (SETS, n))), 1 / (np.exp(0.5) - 1)
-    ),
     # 60% of the prompts have the same response from both policies.
     "mostly the same": lambda g, n: (
         g.exponential(1, (SETS, n)) * (g.random((SETS, n)) < 0.4), 0.4
@@ -126,13 +118,6 @@ def test_intervals_of_win_rates_hold_the_rate(rate: float, samples: int, prompts
     assert 0.93 <= ((low <= rate) & (rate <= high)).mean() <= 0.97
     assert (low >= 0).all()
     assert (high <= 1).all()
-
-
-def test_a_percentile_interval_of_few_skewed_values_holds_too_seldom() -> None:
-    """The reason why the bootstrap is studentised."""
-    values, truth = GAINS["skewed"](np.random.default_rng(0), 24)
-    low, high = np.percentile(values @ resample_shares(24, 0).T, [2.5, 97.5], axis=-1)
-    assert ((low <= truth) & (truth <= high)).mean() < 0.93
 
 
 def test_an_interval_moves_and_scales_with_its_values() -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+from matplotlib.image import imread
 
 from lightning_rlhf.data.problems import Problems, find_problems
 from lightning_rlhf.data.rows import Message, Preference, Rows
@@ -20,11 +26,8 @@ from lightning_rlhf.report.fitness import (
     ScoredSample,
     measure_probes,
 )
-from lightning_rlhf.report.fitness_page import (
-    Finding,
-    FitnessCheck,
-    FitnessReport,
-)
+from lightning_rlhf.report.fitness_page import Finding, FitnessCheck, FitnessReport
+from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.rewards.format_check import ProbeKind
 
 from .pairs import measure, pair, scored, simulated
@@ -53,19 +56,18 @@ def test_a_calibrated_model_that_ignores_length_is_clear() -> None:
     for seed in range(3):
         found = report(simulated(500, per_token=0.0, seed=seed), SAMPLES)
         assert [f.outcome for f in found.findings] == ["clear"] * 6
-    (words,) = found.words
-    assert words == "No check found a fault in it. 0 of 6 checks flagged, 0 not tested."
+        (words,) = found.words
+        assert words == "No check found a fault in it. 0 of 6 checks flagged, 0 not tested."
 
 
 def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
     told = report(simulated(500, per_token=0.08), SAMPLES)
-    for found in told.findings[2:4]:
-        assert found.outcome == "flag"
-        assert found.value is not None
-        assert found.value > found.check.threshold
+    assert [f.outcome for f in told.findings[2:4]] == ["flag", "flag"]
+    assert all(f.value is not None and f.value > f.check.threshold for f in told.findings[2:4])
     assert "prefers the longer" in told.findings[2].words
     assert "length gap, length within pairs" in told.verdict.words
     assert told.verdict.words.startswith("Fit with reservations")
+    assert "length may be what is paid" in told.advice
 
 
 # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter.
@@ -80,7 +82,6 @@ LENGTH_RIGHT = [(1, 0, 9, 3)] * 98 + [(0, 1, 3, 9)] * 2
     [
         # The gap is 0.206, its standard error sqrt(0.588 * 0.412 / 34 + 0.382 * 0.618 / 34) = 0.119
         (checks.LENGTH_GAP, LONGER + SHORTER, [], "clear", 7 / 34),
-        (checks.OUTSIDE, FORTY, [(2.0, 3)] * 38 + [(4.5, 3)] * 2, "clear", 2 / 40),
         (checks.OUTSIDE, FORTY, [(2.0, 3)] * 38 + [(4.5, 3)] * 3, "flag", 3 / 41),
         # Chosen is longer in 98 of 100 pairs, of which all are ranked right.
         (checks.BEATS_LENGTH, LENGTH_RIGHT, [], "flag", 0.0),
@@ -115,12 +116,9 @@ def test_accuracy_whose_interval_holds_a_half_is_unfit(
 
 
 def test_a_model_that_exaggerates_is_overconfident_and_a_timid_one_is_not() -> None:
-    outcomes = {}
-    for scale in (0.2, 1.0, 4.0):
+    for scale, outcome in ((0.2, "clear"), (1.0, "clear"), (4.0, "flag")):
         fitness = measure(simulated(500, per_token=0.0, scale=scale))
-        found = finding(checks.OVERCONFIDENCE, fitness)
-        outcomes[scale] = (found.outcome, found.value is not None and found.value > 0.1)
-    assert outcomes == {0.2: ("clear", True), 1.0: ("clear", False), 4.0: ("flag", True)}
+        assert finding(checks.OVERCONFIDENCE, fitness).outcome == outcome
     found = finding(checks.OVERCONFIDENCE, measure(simulated(50, 0.0), logit_scale=None))
     assert (found.outcome, found.value) == ("not tested", None)
     assert "no log-odds" in found.words
@@ -130,7 +128,6 @@ def test_nothing_is_flagged_without_data() -> None:
     wrong = [(0.0, 9.0, 1 + 8 * (i % 2), 5) for i in range(29)]
     findings = report(scored(*wrong), [(99.0, 3)] * 29).findings
     assert [f.outcome for f in findings] == ["not tested"] * 6
-    assert "29 pairs" in findings[0].words
     more = report(scored(*wrong, *wrong), [(99.0, 3)] * 30)
     flags = [checks.ACCURACY, checks.BEATS_LENGTH, checks.OVERCONFIDENCE, checks.OUTSIDE]
     assert [f.check for f in more.flags] == flags
@@ -149,12 +146,11 @@ def probe_results(kind: ProbeKind, scores: list[float]) -> list[Numbers]:
 
 def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None:
     (found,) = probe_results("flattery", [9.0, 2.0, 0.0, 4.5, 1.0])
-    middles = [found[key] for key in ("mean", "median", "chosen_median", "rejected_median")]
-    assert middles == [3.3, 2.0, 3.0, -1.0]
+    middles = [found[key] for key in ("mean", "median", "chosen_median", "rejected_median", "lead")]
+    assert middles == [3.3, 2.0, 3.0, -1.0, -1.0]
     # Beats 1 with 9, ties with 2, loses to 3, beats 4, loses to 5.
     assert found["beats_chosen"] == pytest.approx((1 + 0.5 + 0 + 1 + 0) / 5)
     assert found["example"].response == "response 2"
-    assert found["lead"] == -1.0
 
 
 @pytest.mark.parametrize(
@@ -170,13 +166,12 @@ def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
 
 
 def test_metrics_leave_out_what_is_undefined() -> None:
-    alone = measure([pair()], logit_scale=None)
-    assert report(alone).metrics == {
-        "fitness/accuracy": 1.0, "fitness/pairs": 1.0, "fitness/flags": 0.0,
-    }  # fmt: skip
+    alone = report(measure([pair()], logit_scale=None)).metrics
+    assert alone == {
+        f"fitness/{name}": x for name, x in (("accuracy", 1), ("pairs", 1), ("flags", 0))
+    }
     fitness = measure(simulated(100, per_token=0.05), SAMPLES)
-    probes = probe_results("empty", [4.0] * 5)
-    named = report(fitness, probes=probes).metrics
+    named = report(fitness, probes=probe_results("empty", [4.0] * 5)).metrics
     assert named["fitness/probe_empty"] == 1.0  # 4 less the median of 1 to 5
     assert named["fitness/length_gap"] == pytest.approx(
         named["fitness/accuracy_chosen_longer"] - named["fitness/accuracy_chosen_shorter"]
@@ -184,16 +179,6 @@ def test_metrics_leave_out_what_is_undefined() -> None:
     assert named["fitness/flags"] >= 2
     assert "fitness/length_pearson_sft" not in named  # all samples are of one length
     assert len(named) == 15
-
-
-def test_accuracy_that_length_alone_reaches_says_nothing() -> None:
-    told = report(scored(*LENGTH_RIGHT))
-    assert [f.outcome for f in told.findings[:3]] == ["clear", "flag", "not tested"]
-    assert told.findings[1].words == (
-        "ranks 98.0% of held-out pairs right; always taking the longer response is right in 98.0%; "
-        "length alone may explain its accuracy"
-    )
-    assert "length may be what is paid" in told.advice
 
 
 def pairs_of(*rows: tuple[str, str, str]) -> Rows[Preference]:
@@ -205,30 +190,121 @@ def test_broken_pairs_are_flagged_beside_the_reward() -> None:
     # 40 pairs of equally long responses on 40 prompts; then 2 that stand twice, 1 turned round.
     clean = [(f"q{i}", "yes", "not") for i in range(40)]
     good = simulated(500, per_token=0.0)
-    assert report(good, problems=find_problems(pairs_of(*clean), None)).words[1] == (
-        "About the pairs: No check found a fault in them. 0 of 3 checks flagged, 1 not tested."
-    )
+    whole = report(good, problems=find_problems(pairs_of(*clean), None)).words[1]
+    assert whole.endswith("No check found a fault in them. 0 of 3 checks flagged, 1 not tested.")
     broken = pairs_of(*clean, *clean[:2], ("q5", "not", "yes"), ("l", "longer", "x"))
     told = report(good, problems=find_problems(broken, pairs_of(clean[0])))
     # The training pair comes first.
     assert [one.value for one in told.in_pairs] == [3 / 45, 1 / 45, 1 / 41, None]
     assert [one.outcome for one in told.in_pairs] == ["flag", "flag", "clear", "not tested"]
     assert "2 of 4 checks flagged (duplicate pairs, contradicting pairs)" in told.words[1]
-    assert told.words[1].startswith("About the pairs: Some are flawed: ")
     assert "pairs are flagged (duplicate pairs" in told.advice
 
 
 @pytest.mark.parametrize(
     ("longer", "of", "outcome"),
-    [(40, 50, "flag"), (10, 50, "flag"), (27, 50, "clear"), (27, 29, "not tested")],
+    [(10, 50, "flag"), (27, 50, "clear"), (27, 29, "not tested")],
 )
 def test_length_that_tells_the_chosen_response_is_flagged_by_the_share(
     longer: int, of: int, outcome: str
 ) -> None:
-    """40 of 50: Wilson's interval is 0.67 to 0.89. 27 of 50: 0.40 to 0.67."""
+    """10 of 50: Wilson's interval is 0.11 to 0.33. 27 of 50: 0.40 to 0.67."""
     rows = [(f"q{i}", "yes!", "no") if i < longer else (f"q{i}", "no", "yes!") for i in range(of)]
     told = report([pair()], problems=find_problems(pairs_of(*rows), None))
     found = told.in_pairs[-1]
     assert found.outcome == outcome
     assert found.value == (None if of < 30 else max(longer, of - longer) / of)
     assert ("Too few to be judged" in told.words[1]) is (of < 30)
+
+
+HARD = [
+    "a | b", "a\\|b", "ends with \\", "`code` ``|``", "two\nlines\r\nand\ttab", "*bold* _it_ ~~s~~",
+    "<script>&amp;</script>", "[link](http://x.y) ![i](j)", "# no heading", "$x$ | $y$", "| --- |",
+]  # fmt: skip
+
+
+KINDS: tuple[ProbeKind, ...] = ("repeated", "flattery")
+
+
+def shown(token: Token) -> str:
+    """The text a reader sees; anything but text and our own emphasis fails."""
+    kinds = {child.type for child in token.children or []}
+    assert kinds <= {"text", "text_special", "strong_open", "strong_close"}
+    return "".join(child.content for child in token.children or [])
+
+
+def tables(markdown: str) -> list[list[list[str]]]:
+    found: list[list[list[str]]] = []
+    before = ""
+    for token in MarkdownIt("commonmark").enable("table").parse(markdown):
+        if token.type == "table_open":
+            found.append([])
+        elif token.type == "tr_open":
+            found[-1].append([])
+        elif token.type == "inline" and before in ("th_open", "td_open"):
+            found[-1][-1].append(shown(token))
+        before = token.type
+    return found
+
+
+def hard_report(count: int) -> FitnessReport:
+    rows = [Preference((Message("user", text),), text, "bad") for text in HARD] * 2
+    probed = [pair(prompt=text, chosen=text, chosen_score=float(i)) for i, text in enumerate(HARD)]
+    probes = [
+        ScoredProbe(kind=kind, response=one.prompt, score=5.0, pair=one)
+        for kind in KINDS
+        for one in probed
+    ]
+    return FitnessReport(
+        title="run | *one*",
+        fitness=measure(simulated(count, per_token=0.05), [(0.5, 7)] * 3),
+        probes=measure_probes(probes),
+        problems=find_problems(Rows("v", tuple(rows), Counter(), "line", (*range(22),)), None),
+        sampled_from="some prompts",
+        scale="Raw scores.",
+    )
+
+
+@pytest.mark.parametrize("text", HARD)
+def test_hard_texts_stay_in_their_cells_and_read_as_they_are(text: str) -> None:
+    ((heading, *rows),) = tables(table(("text", "n"), [(plain(text, 80), "1")] * 2, right=[1]))
+    assert heading == ["text", "n"]
+    assert rows == [[" ".join(text.split()), "1"]] * 2
+
+
+@pytest.mark.parametrize("count", [1, 200])
+def test_the_page_says_what_was_measured(count: int, tmp_path: Path) -> None:
+    pictures = hard_report(count).write(tmp_path)
+    page = (tmp_path / "report.md").read_text(encoding="utf-8")
+    links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
+    assert {tmp_path / link for link in links} == set(pictures.values())
+    assert all(imread(path).shape[1] >= 1000 for path in pictures.values())
+    assert all(len(row) == len(rows[0]) for rows in tables(page) for row in rows)
+    cells = {row[0]: row[1:] for rows in tables(page) for row in rows}
+    accuracy = f"{measure(simulated(count, 0.05)).accuracy.accuracy:.3f}"
+    assert cells[f"Accuracy ({count} pair{'s' * (count > 1)})"][0] == accuracy
+    assert cells["length gap"][0] == ("flag" if count > 1 else "not tested")
+    assert cells["probe repeated"][0] == "clear"  # median 5, as that of scores 0 to 10
+    assert cells["flattery"] == ["a | b", "a | b", "5.000", "0.000"]
+    assert "3 SFT samples" in page
+    assert "says to some prompts. Raw scores." in page
+    assert "duplicates of an earlier pair: 11 of 22 pairs" in page
+    assert not re.search(r"\bnan\b|\bNone\b|{", page)
+    if count > 1:  # its scores grow with length
+        before, _ = page.split("## What this means for PPO")[1].split("Good responses are", 1)
+        assert "watch `rollout/response_tokens`" in before
+
+
+def test_numbers_for_machines(tmp_path: Path) -> None:
+    written = hard_report(40)
+    written.write(tmp_path)
+    content = json.loads((tmp_path / "fitness.json").read_text(encoding="utf-8"))
+    assert content["title"] == "run | *one*"
+    assert [content["verdict"], content["about_pairs"]] == written.words
+    assert content["findings"][-1]["subject"] == "one-sided length"
+    assert content["findings"][0]["check"]["threshold"] == 0.5
+    assert content["metrics"] == written.metrics
+    assert content["fitness"]["accuracy"]["pairs"] == 40
+    assert not {"pairs", "samples"} & content["fitness"].keys()
+    assert content["probes"][0]["kind"] == "repeated"
+    assert content["problems"]["duplicates"]["count"] == 11

@@ -1,4 +1,4 @@
-"""report.html: well-formed, self-contained, and any text is only text."""
+"""Pages: well-formed, self-contained, text stays text, and the verdict follows from facts."""
 
 from __future__ import annotations
 
@@ -10,29 +10,10 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.report.curves import (
-    BLUE,
-    Mark,
-    Plot,
-    Series,
-    curve_plots,
-    frontier_plots,
-    kl_note,
-)
+from lightning_rlhf.report import curves, run_page
+from lightning_rlhf.report.curves import BLUE, Plot, Series
 from lightning_rlhf.report.figures import MOST_POINTS, dots, svg
-from lightning_rlhf.report.run_page import (
-    Evaluated,
-    PromiseRow,
-    StageReport,
-    Verdict,
-    change,
-    clauses,
-    evaluated_table,
-    part,
-    plots,
-    token_part,
-    write_page,
-)
+from lightning_rlhf.report.run_page import Evaluated, PromiseRow, change, clauses, part
 from lightning_rlhf.report.tables import Table
 
 from .pages import Page, check
@@ -43,10 +24,8 @@ HOSTILE = (
 
 
 def plot(**changes: Any) -> Plot:
-    fields: dict[str, Any] = {
-        "title": "t", "x_label": "step", "unit": "score",
-        "series": [Series(label="a", color=BLUE, points=[(0, 1.0), (10, 3.0)])],
-    }  # fmt: skip
+    series = [Series(label="a", color=BLUE, points=[(0, 1.0), (10, 3.0)])]
+    fields = {"title": "t", "x_label": "step", "unit": "score", "series": series}
     return Plot(**fields | changes)
 
 
@@ -57,47 +36,42 @@ def paths(figure: str, color: str) -> list[list[float]]:
     return [[float(x) for x in re.findall(r"-?[\d.]+", d)] for d in drawn]
 
 
-def everywhere(text: str, number: int = 1) -> StageReport:
+def everywhere(text: str, number: int = 1) -> run_page.StageReport:
     """A report with the same text in every place that shows one."""
     x = float(number)
     drawn = plot(
-        title=text,
-        x_label=text,
-        unit=text,
+        **dict.fromkeys(("title", "x_label", "unit", "meaning"), text),
         series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)],
-        meaning=text,
         healthy=(0.0, None),
         reference=(2.0, text),
-        mark=Mark(x=x, interval=(x, math.inf), label=text),
+        mark=(x, (x, math.inf), text),
     )
-    pair = {"prompt": text, "before": text, "before_numbers": text, "after": text,
-            "after_numbers": text}  # fmt: skip
-    tokens = {"heading": text, "prompt": text, "text": [text], "kl": [0.1], "advantage": [-2.0],
-              "names": ("token", "KL"), "rows": [(text, "+0.1000")]}  # fmt: skip
-    finding = dict.fromkeys(("rule", "iteration", "symptom", "cause", "remedy"), text)
-    return StageReport(
-        name=text,
-        title=text,
-        verdict=Verdict("good", text),
-        sections=[
-            (text, plots([drawn], text)),
-            ("", evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
-            ("", Table(title=text, columns=[text], rows=[[text]], note=text).html()),
-            ("", part("pairs", [pair])),
-            ("", token_part([tokens], str(number))),
-            ("", part("findings", [finding])),
-            ("", part("time", [(text, 1.0, 1.0)])),
-            ("", part("table", [(text, text)])),
-            ("", part("folded", [(text, text)], text)),
-            ("", part("list", [text])),
-            ("left out", part("list", [])),
-        ],
-    )
+    keys = ("prompt", "before", "before_numbers", "after", "after_numbers")
+    tokens = {"heading": text, "prompt": text, "text": [text], "kl": [0.1], "advantage": [-2.0]}
+    tokens |= {"names": ("token", "KL"), "rows": [(text, "+0.1000")]}
+    parts = {
+        "pairs": [dict.fromkeys(keys, text)],
+        "findings": [dict.fromkeys(("rule", "iteration", "symptom", "cause", "remedy"), text)],
+        "time": [(text, 1.0, 1.0)],
+        "table": [(text, text)],
+        "list": [text],
+    }
+    sections = [
+        (text, run_page.plots([drawn], text)),
+        ("", run_page.evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
+        ("", Table(title=text, columns=[text], rows=[[text]], note=text).html()),
+        ("", run_page.token_part([tokens], str(number))),
+        ("", part("folded", [(text, text)], text)),
+        *(("", part(kind, content)) for kind, content in parts.items()),
+        ("left out", part("list", [])),
+    ]
+    verdict = run_page.Verdict("good", text)
+    return run_page.StageReport(name=text, title=text, verdict=verdict, sections=sections)
 
 
-def written(folder: Path, stages: Sequence[StageReport]) -> str:
+def written(folder: Path, stages: Sequence[run_page.StageReport]) -> str:
     promise = PromiseRow(stage="a", metric=HOSTILE, promised="b", measured="c", verdict="broken")
-    write_page(folder / "page.html", HOSTILE, stages, [promise])
+    run_page.write_page(folder / "page.html", HOSTILE, stages, [promise])
     return (folder / "page.html").read_text()
 
 
@@ -111,10 +85,12 @@ def test_hostile_text_stays_text_in_a_page_of_two_stages(tmp_path: Path) -> None
 
 
 def test_the_verdict_comes_first_and_what_is_empty_is_left_out(tmp_path: Path) -> None:
-    page = check(written(tmp_path, [everywhere("words")]))
+    page = check(written(tmp_path, [everywhere("One fell; two; three.")]))
+    assert "✓ One fell; two; three.: good." in page.text
     assert page.text.index("good") < page.text.index("Promises") < page.text.index("Evaluation")
     assert "left out" not in page.text
-    assert "token words\nKL +0.1000" in page.values("title")
+    assert "token One fell; two; three.\nKL +0.1000" in page.values("title")
+    assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]
 
 
 def test_a_line_reaches_within_a_twentieth_of_the_edges() -> None:
@@ -135,9 +111,7 @@ def test_a_plot_has_the_colours_of_the_page_and_is_drawn_the_same_again() -> Non
     ids = [set(Page(text).values("id")) for text in (first, second)]
     assert ids[0]
     assert not ids[0] & ids[1]
-    assert re.findall("<title>(.*?)</title>", first) == [
-        "a: 3 at 10", "a: 1 at 0", "a: 3 at 10",
-    ]  # fmt: skip
+    assert re.findall("<title>(.*?)</title>", first) == ["a: 3 at 10", "a: 1 at 0", "a: 3 at 10"]
 
 
 def test_the_healthy_band_ends_where_the_axis_ends() -> None:
@@ -148,13 +122,11 @@ def test_the_healthy_band_ends_where_the_axis_ends() -> None:
     assert len({*none[1::2]}) == 1
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_numbers_that_are_not_finite_are_left_out(bad: float) -> None:
-    points = [(0, 1.0), (5, bad), (10, 3.0)]
+def test_numbers_that_are_not_finite_are_left_out() -> None:
+    points = [(0, 1.0), (4, math.nan), (6, math.inf), (10, 3.0)]
     series = [Series(label="a", color=BLUE, points=points, dots=True)]
     figure = svg(plot(series=series))
-    assert "nan" not in figure
-    assert "inf" not in figure
+    assert not re.search("nan|inf", figure)
     assert figure.count("<use") == 2
 
 
@@ -169,9 +141,9 @@ def test_a_long_line_keeps_its_extremes_and_few_dots() -> None:
 
 def test_a_banded_metric_without_a_panel_gets_a_plot() -> None:
     names = ("entropy", "update/clip_fraction", "update/kl_coef")
-    curves = {name: ([1, 2], [1.0, 2.0]) for name in names}
+    measured = {name: ([1, 2], [1.0, 2.0]) for name in names}
     panels = [Plot(title="Shown", series=[Series(label="a", color=BLUE, metric="entropy")])]
-    first, second = curve_plots(curves, lambda _: panels, "step")
+    first, second = curves.curve_plots(measured, lambda _: panels, "step")
     assert (first.title, first.unit, first.healthy) == ("Shown", "nats a token", None)
     assert (second.title, second.healthy) == ("update/clip_fraction", (None, 0.3))
     assert second.meaning == "below 0.3"
@@ -184,50 +156,109 @@ def test_numbers_have_the_digits_that_their_interval_leaves() -> None:
     assert change(tokens) == ["10.79", "14.99 [14.47, 15.72]", "+4.20 [3.43, 4.95]"]
     share = Evaluated(metric="a", value=0.0123, interval=(0.0041, 0.0341))
     assert change(share) == ["-", "0.012 [0.004, 0.034]", "-"]
-    assert change(Evaluated(metric="a", value=1.618, before=1.45, gain=0.168)) == [
-        "1.45", "1.62", "+0.17",
-    ]  # fmt: skip
+    gained = Evaluated(metric="a", value=1.618, before=1.45, gain=0.168)
+    assert change(gained) == ["1.45", "1.62", "+0.17"]
     assert change(Evaluated(metric="a", value=0.0))[1] == "0.000"
-
-
-def test_a_verdict_is_a_list_with_its_level_in_words(tmp_path: Path) -> None:
-    verdict = Verdict("doubtful", "One fell; two; three.")
-    stage = StageReport(title="PPO", verdict=verdict, sections=[])
-    page = check(written(tmp_path, [stage]))
-    assert "! PPO: doubtful." in page.text
-    assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]
-    assert [tag for tag, _ in page.elements].count("li") == 2
 
 
 def test_the_knee_over_kl_in_words() -> None:
     none = "no knee of reward against KL within this run"
     curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": None}
-    assert kl_note({"curves": [curve]}) == ""
+    assert curves.kl_note({"curves": [curve]}) == ""
     for at, low, words in (
         (3.14159, 2.0, "the knee of reward against KL is at 3.14 [2.00-end] nats"),
         (None, 2.0, f"{none} (one below 2.00 nats is unlikely)"),
         (None, None, none),
     ):
         knee = {"at": at, "at_interval": [low, None]}
-        assert kl_note({"curves": [curve | {"knee": knee}]}) == words
+        assert curves.kl_note({"curves": [curve | {"knee": knee}]}) == words
 
 
 def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:
     """Compute 10 and 30 after iterations 1 and 2: their rewards stand at 0 and 10, the
     evaluations of steps 0 and 2 at 0 and 30."""
-    curves = {
-        "reward_mean": ([1, 2], [0.5, 0.7]), "kl_divergence": ([1, 2], [0.0, 3.0]),
+    measured = {
+        "reward_mean": ([1, 2], [0.5, 0.7]),
+        "kl_divergence": ([1, 2], [0.0, 3.0]),
         "compute/flops": ([1, 2], [10.0, 30.0]),
-        "eval/reward_mean": ([0, 2], [0.4, 0.8]), "eval/kl": ([0, 2], [0.0, 4.0]),
-    }  # fmt: skip
+        "eval/reward_mean": ([0, 2], [0.4, 0.8]),
+        "eval/kl": ([0, 2], [0.0, 4.0]),
+    }
     knee = {"iteration": 1, "interval": [1, None], "at": 10.0, "at_interval": [5.0, None]}
     found = {"curves": [{"metric": "reward_mean", "unit": "compute/flops", "knee": knee}]}
-    by_kl, by_compute = frontier_plots(curves, found)
-    assert [list(s.points) for s in by_kl.series] == [
-        [(0.0, 0.5), (3.0, 0.7)], [(0.0, 0.4), (4.0, 0.8)],
-    ]  # fmt: skip
-    assert [list(s.points) for s in by_compute.series] == [
-        [(0.0, 0.5), (10.0, 0.7)], [(0.0, 0.4), (30.0, 0.8)],
-    ]  # fmt: skip
+    by_kl, by_compute = curves.frontier_plots(measured, found)
+    drawn = [[list(one.points) for one in some.series] for some in (by_kl, by_compute)]
+    assert drawn[0] == [[(0.0, 0.5), (3.0, 0.7)], [(0.0, 0.4), (4.0, 0.8)]]
+    assert drawn[1] == [[(0.0, 0.5), (10.0, 0.7)], [(0.0, 0.4), (30.0, 0.8)]]
     assert by_kl.mark is None
-    assert by_compute.mark == Mark(x=10.0, interval=(5.0, math.inf), label="knee at iteration 1")
+    assert by_compute.mark == (10.0, (5.0, math.inf), "knee at iteration 1")
+
+
+REWARD, GOLD, KL = "eval/reward_mean", "eval/judge/gold", "eval/kl"
+
+
+def gained(metric: str, gain: float, low: float, high: float) -> Evaluated:
+    return Evaluated(metric=metric, value=1.0, before=1.0 - gain, gain=gain,
+                     gain_interval=(low, high))  # fmt: skip
+
+
+def of(metric: str, value: float, *interval: float, **more: Any) -> Evaluated:
+    return Evaluated(metric=metric, value=value, interval=interval or None, **more)  # type: ignore[arg-type]
+
+
+def verdict(
+    *evaluated: Evaluated, goal: tuple[str, str] = (REWARD, "max"), **facts: Any
+) -> run_page.Verdict:
+    given: dict[str, Any] = {"is_finished": True, "findings": 0, "sentence": None} | facts
+    return run_page.conclude(evaluated, [goal], **given)
+
+
+GOOD, LOSS = gained(REWARD, 0.5, 0.4, 0.6), ("eval/loss", "min")
+ACCURACY = ("eval/accuracy", "max")
+FALLEN = gained("eval/loss", -1.0, -1.1, -0.9)
+UNIGRAM = of("eval/unigram_perplexity", 400.0)
+
+
+@pytest.mark.parametrize(
+    ("level", "evaluated", "facts"),
+    [
+        ("good", [GOOD], {}),
+        ("doubtful", [GOOD, gained(GOLD, 0.0, -0.1, 0.1)], {}),
+        ("bad", [GOOD, gained(GOLD, -0.2, -0.3, -0.1)], {}),
+        ("doubtful", [GOOD], {"findings": 2}),
+        ("doubtful", [GOOD], {"sentence": "s", "diverges": True}),
+        ("doubtful", [GOOD], {"is_finished": False}),
+        ("bad", [GOOD], {"rewards": [run_page.Verdict("bad", "Unfit.")]}),
+        ("unknown", [], {}),
+        # A loss is better when it falls; without an interval it is never bad.
+        ("good", [of("eval/loss", 1.0, gain=-0.5)], {"goal": LOSS}),
+        ("doubtful", [of("eval/loss", 1.0, gain=0.5)], {"goal": LOSS}),
+        # Accuracy is held against guessing, 0.5.
+        ("good", [of("eval/accuracy", 0.6, 0.55, 0.65)], {"goal": ACCURACY}),
+        ("doubtful", [of("eval/accuracy", 0.6, 0.45, 0.75)], {"goal": ACCURACY}),
+        # Of a unigram perplexity of 400, three quarters of the loss are 400^(3/4) = 89. 0 is no
+        # perplexity, but a manifest from elsewhere may have it.
+        ("doubtful", [FALLEN, of("eval/perplexity", 198.0), UNIGRAM], {"goal": LOSS}),
+        ("good", [FALLEN, of("eval/perplexity", 0.0), UNIGRAM], {"goal": LOSS}),
+    ],
+)  # fmt: skip
+def test_the_worst_fact_decides(
+    level: run_page.Level, evaluated: list[Evaluated], facts: dict[str, Any]
+) -> None:
+    assert verdict(*evaluated, **facts).level == level
+
+
+def test_the_sentence() -> None:
+    kl = of(KL, 5.0, 4.0, 6.0)
+    assert verdict(GOOD, gained(GOLD, -0.25, -0.3, -0.2), kl, findings=1, sentence="s").words == (
+        "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1; the gold score fell by 0.25 "
+        "[0.2, 0.3] to 1; the KL to the SFT model is 5 [4, 6] nats a response; the diagnosis has 1 "
+        "finding; s."
+    )
+
+
+def test_what_is_too_small_to_be_shown_did_not_change() -> None:
+    found = verdict(gained(REWARD, 1e-9, 0.0, 0.0), Evaluated(metric=KL, value=-8.84e-07))
+    assert "did not change" in found.words
+    assert "0 [0, 0]" not in found.words
+    assert "the KL to the SFT model is 0 nats" in found.words

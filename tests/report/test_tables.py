@@ -2,18 +2,14 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
 
-from lightning_rlhf.report.tables import (
-    Table,
-    before_after_table,
-    side_by_side,
-    spread,
-)
+from lightning_rlhf.report.tables import Table, before_after_table, collapsed, side_by_side
 
 
 def shown(renderable: RenderableType, width: int = 120) -> str:
@@ -29,9 +25,8 @@ def cells(table: str) -> list[list[str]]:
 
 def test_before_and_after_with_their_difference() -> None:
     before = {"eval/reward_mean": 0.125, "eval/kl": 0.0, "eval/judge/words": 9.0}
-    after = {
-        "eval/judge/words": 8.5, "eval/kl": 2.5, "eval/reward_mean": 1.0, "eval/judge/rude": 0.02,
-    }  # fmt: skip
+    after = {"eval/judge/words": 8.5, "eval/kl": 2.5, "eval/reward_mean": 1.0}
+    after["eval/judge/rude"] = 0.02
     assert cells(shown(before_after_table(before, after, {})))[1:] == [
         ["reward", "0.12", "1.00", "+0.88"],
         ["KL to the SFT model, nats a response", "0.00", "2.50", "+2.50"],
@@ -57,7 +52,6 @@ def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
     assert [i for i in range(10) if f"question {i} [x]" in text] == [0, 4]
     assert "gold -1.00, reward +0.00" in text
     assert "gold +0.50, reward +4.00" in text
-    assert text == shown(side_by_side(before, after, n=2))
 
 
 def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
@@ -70,22 +64,36 @@ def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
     assert "newer" not in text
 
 
-@pytest.mark.parametrize(
-    ("size", "n", "expected"), [(10, 5, [0, 2, 4, 6, 8]), (3, 5, [0, 1, 2]), (0, 5, [])]
-)
-def test_spread(size: int, n: int, expected: list[int]) -> None:
-    assert spread(range(size), n) == expected
-
-
 def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None:
     found = Table(title="T", columns=["", "<b>"], rows=[["a|b", "1.0 [0.5, 1.5]"]], note="n")
     text = shown(found.console())
     assert all(words in text for words in ("T", "<b>", "a|b", "1.0 [0.5, 1.5]", "n"))
-    assert found.markdown(40).splitlines() == [
-        r"|  | \<b\> |", "| --- | ---: |", r"| a\|b | 1.0 \[0.5, 1.5\] |",
-    ]  # fmt: skip
+    lines = [r"|  | \<b\> |", "| --- | ---: |", r"| a\|b | 1.0 \[0.5, 1.5\] |"]
+    assert found.markdown(40).splitlines() == lines
     html = found.html()
     assert "<th>&lt;b&gt;</th>" in html
     assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
     assert html.endswith('<p class="soft">n</p>\n')
     assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()
+
+
+# Of a run that went well: 4 nats over 14 tokens.
+WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({}, None),
+        ({"kl_divergence": 14.0, "entropy": 0.01}, None),
+        ({"kl_divergence": 28.0}, "kl_divergence is 2 nats a token (above 1) in the last"),
+        ({"kl_divergence": math.nan}, "kl_divergence is nan nats"),
+        ({"kl_divergence": 28.0, "entropy": 0.005}, "(above 1) and entropy is 0.005 nats a token"),
+        ({"entropy": 0.0}, "a smaller own.lr, or a larger own.kl_coef"),
+    ],
+)
+def test_a_policy_collapses_far_from_the_reference_or_sure_of_every_token(
+    change: dict[str, float], told: str | None
+) -> None:
+    found = collapsed(WELL | change, "own")
+    assert found is None if told is None else told in str(found)

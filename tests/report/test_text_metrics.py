@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 
 from lightning_rlhf.callbacks.evaluation import distinct, win_rate
 from lightning_rlhf.callbacks.metrics import perplexity
-from lightning_rlhf.core.errors import percent
-from lightning_rlhf.report.comparison import pass_at_k
+from lightning_rlhf.core.kl import best_of_kl
+from lightning_rlhf.report.comparison import best_of, pass_at_k
 from lightning_rlhf.stages.supervised import unigram_perplexity
 
 
@@ -45,6 +46,15 @@ def test_pass_at_k_is_the_share_of_choices_of_k_with_a_pass(n: int, c: int, k: i
     assert pass_at_k(passed, k) == pytest.approx(sum(choices) / len(choices))
 
 
-def test_a_percentage_that_rounds_to_zero_has_no_sign() -> None:
-    assert [percent(share) for share in (-1e-17, -0.001, 0.1234)] == ["0.0%", "-0.1%", "12.3%"]
-    assert percent(-0.004, 0) == "0%"
+def test_the_best_of_n_is_the_first_of_the_highest_score() -> None:
+    scores = [[1.0, 3.0, 3.0, 0.0, 2.0, 1.0], [5.0, 4.0, 4.0, 6.0, 6.0, 6.0]]  # of two prompts
+    samples: list[Any] = [
+        {"index": prompt, "place": place, "score": score, "kl": -7.0}
+        for prompt, some in enumerate(scores)
+        for place, score in enumerate(some)
+    ]
+    found = best_of(samples, 3, 2)
+    places = [(x["index"], x["place"], x["score"]) for x in found]
+    assert places == [(0, 1, 3.0), (0, 4, 2.0), (1, 0, 5.0), (1, 3, 6.0)]
+    for sample in found:
+        assert sample["kl"] == pytest.approx(best_of_kl(scores[sample["index"]], 3))

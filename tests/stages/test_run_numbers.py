@@ -1,4 +1,4 @@
-"""Amounts of compute as text, and numbers that a run measured once."""
+"""Numbers and verdicts of a run, seeds that are one group, and the job that a model is of."""
 
 from __future__ import annotations
 
@@ -10,37 +10,32 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.evaluation.compare import grouped
 from lightning_rlhf.evaluation.run_report import (
     amount,
     leave_report,
     reward_verdicts,
 )
+from lightning_rlhf.runs.folders import earlier
 from lightning_rlhf.stages.supervised import SFT
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "shown"),
-    [
-        (139_638, "tokens", "139,638 tokens"),
-        (2.148e12, "FLOP", "2.15 TFLOP"),
-        (270.0, "s", "4.5 min"),
-    ],
-)
-def test_amounts(value: float, unit: str, shown: str) -> None:
-    assert amount(value, unit) == shown
+def test_amounts() -> None:
+    assert amount(139_638, "tokens") == "139,638 tokens"
+    assert amount(2.148e12, "FLOP") == "2.15 TFLOP"
+    assert amount(270.0, "s") == "4.5 min"
 
 
 def test_verdicts_in_numbers_from_elsewhere_are_verdicts_or_damage(tmp_path: Path) -> None:
     numbers = tmp_path / "final" / "evaluation.json"
     numbers.parent.mkdir()
-    run: Any = SimpleNamespace(
-        folder=tmp_path, manifest=None, curves={}, tree={}, stage="eval_policy",
-        definition=SimpleNamespace(numbers=numbers.name),
-    )  # fmt: skip
+    definition = SimpleNamespace(numbers=numbers.name)
+    run: Any = SimpleNamespace(folder=tmp_path, manifest=None, stage="eval_policy", curves={})
+    run.definition = definition
     fields = {"is_unfit": True, "words": "Not fit.", "reasons": []}
     numbers.write_text(json.dumps({"verdicts": {"model": fields}}))
-    for reward, level in (([], "bad"), ({"weight": 0}, "unknown"),
-                          ({"components": {"model": {"weight": 0}}}, "unknown")):  # fmt: skip
+    unpaid: Any = {"components": {"model": {"weight": 0}}}
+    for reward, level in (([], "bad"), ({"weight": 0}, "unknown"), (unpaid, "unknown")):
         run.tree = {"reward": reward}
         assert [one.level for one in reward_verdicts(run)] == [level]
     for damaged in ([], {"model": 1}, {"model": {"words": "Fit."}}, {"model": {**fields, "x": 1}}):
@@ -56,3 +51,35 @@ def test_the_end_of_a_run_leaves_what_another_command_is_writing(tmp_path: Path)
         path.touch()
     leave_report(tmp_path, SFT())
     assert list(tmp_path.iterdir()) == [export]
+
+
+def test_runs_of_several_seeds_are_a_group() -> None:
+    """Named by what they share; a second run of a seed is not counted as another seed."""
+
+    def groups(*seeds: int) -> list[tuple[str, list[int]]]:
+        runs: list[Any] = [
+            SimpleNamespace(name=f"r/m/{n}{x}/ppo", definition=None, tree={"seed": x}, curves={})
+            for n, x in enumerate(seeds)
+        ]
+        return [(found.label, [x.tree["seed"] for x in found.runs]) for found in grouped(runs)]
+
+    assert groups(7, 8) == [("r/m/ppo", [7, 8])]
+    assert groups(7, 8, 7) == [("r/m/ppo", [7, 8]), ("r/m/27/ppo", [7])]
+
+
+def test_a_model_is_of_the_job_or_of_one_around_it_or_of_the_run(tmp_path: Path) -> None:
+    settings: Any = SimpleNamespace(
+        outputs=tmp_path, run="r", model=SimpleNamespace(name="m"), job="kl=0.1/round1"
+    )
+
+    def write(place: str) -> None:
+        final = tmp_path / "r" / "m" / place / "sft" / "final"
+        final.mkdir(parents=True)
+        (final / "config.json").write_text("{}")
+
+    assert earlier(settings, "sft") is None
+    for place in ("", "kl=0.1", "kl=0.1/round1"):
+        write(place)
+        found = earlier(settings, "sft")
+        assert found is not None
+        assert found.path == tmp_path / "r" / "m" / place / "sft" / "final"

@@ -31,23 +31,22 @@ REWARD = "reward"
 UNSCORED: Mapping[Decoding, Sequence[str]] = {"sampled": ("kl", "tokens"), "greedy": ("tokens",)}
 """Keys of a sample that are compared and have no better or worse; the log-ratio of a greedy
 response is no estimate of the KL."""
-DEFINITIONS = (
-    "Greedy responses take the most probable token each time; the others are sampled, with the "
-    "same random numbers for every policy, so that differences are paired: means over prompts of "
-    "the difference of two policies' means over responses, with a 95% interval by studentised "
-    "bootstrap over prompts. The win rate is the share of responses that score above the other "
-    "policy's with the same random numbers, a tie counting one half; its 95% interval is a "
-    "percentile bootstrap over the prompts and three more: one won, one tied, one lost. KL is the "
-    "mean over sampled responses of the sum over tokens of log p - log p_SFT at the sampling "
-    "temperature. Perplexity of the demonstrations is exp of the mean loss over the response "
-    "tokens of held-out demonstrations; that of the responses exp of minus the mean "
-    "log-probability that the SFT model, at the sampling temperature, gives their tokens. The "
-    "shares of different words and pairs of words (distinct-1, distinct-2) are those among all of "
-    "all responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n "
-    "responses of which c pass, averaged over prompts. The KL of the best of n is estimated from "
-    "the scores s of the SFT model's responses to a prompt, as sum over s of w log(w / p) with p "
-    "the share of s and w = P(x <= s)^n - P(x < s)^n; it is at most log n - (n - 1) / n."
-)
+DEFINITIONS = """
+Greedy responses take the most probable token each time; the others are sampled, with the same
+random numbers for every policy, so that differences are paired: means over prompts of the
+difference of two policies' means over responses, with a 95% interval by studentised bootstrap over
+prompts. The win rate is the share of responses that score above the other policy's with the same
+random numbers, a tie counting one half; its 95% interval is a percentile bootstrap over the prompts
+and three more: one won, one tied, one lost. KL is the mean over sampled responses of the sum over
+tokens of log p - log p_SFT at the sampling temperature. Perplexity of the demonstrations is exp of
+the mean loss over the response tokens of held-out demonstrations; that of the responses exp of
+minus the mean log-probability that the SFT model, at the sampling temperature, gives their tokens.
+The shares of different words and pairs of words (distinct-1, distinct-2) are those among all of all
+responses. pass@k, for scores of 0 and 1 alone, is 1 - C(n - c, k) / C(n, k) for n responses of
+which c pass, averaged over prompts. The KL of the best of n is estimated from the scores s of the
+SFT model's responses to a prompt, as sum over s of w log(w / p) with p the share of s and w = P(x
+<= s)^n - P(x < s)^n; it is at most log n - (n - 1) / n.
+"""
 """Definitions of the numbers."""
 
 
@@ -87,24 +86,20 @@ def compare_all(policies: Sequence[PolicySamples], prompts: int, seed: int) -> l
             difference = (ours.mean(axis=1) - theirs.mean(axis=1)).compressed()
             if not len(difference):
                 continue
-            paired = ((ours > theirs) + 0.5 * (ours == theirs), ours == theirs)
-            wins, ties = (one.mean(axis=1).compressed() for one in paired)
-            if number in UNSCORED[decoding]:
-                wins = ties = wins[:0]
-            sets = (estimates.mean_interval, difference), (estimates.rate_interval, wins)
-            ends = [estimates.single(of(x, seed)) if len(x) > 1 else None for of, x in sets]
-            found.append({
-                "policy": pair[0].name,
-                "other": pair[1].name,
-                "decoding": decoding,
-                "number": number,
-                "prompts": len(difference),
-                "difference": float(difference.mean()),
-                "interval": ends[0],
-                "win_rate": float(wins.mean()) if len(wins) else None,
-                "win_interval": ends[1],
-                "ties": float(ties.mean()) if len(ties) else None,
-            })  # fmt: skip
+            interval = win_rate = win_interval = ties = None
+            if len(difference) > 1:
+                interval = estimates.single(estimates.mean_interval(difference, seed))
+            if number not in UNSCORED[decoding]:
+                tied = (ours == theirs).astype(float)
+                wins = ((ours > theirs) + 0.5 * tied).mean(axis=1).compressed()
+                win_rate, ties = float(wins.mean()), float(tied.mean(axis=1).compressed().mean())
+                if len(wins) > 1:
+                    win_interval = estimates.single(estimates.rate_interval(wins, seed))
+            policy, other = (one.name for one in pair)
+            about = {"policy": policy, "other": other, "decoding": decoding, "number": number}
+            means = {"difference": float(difference.mean()), "interval": interval}
+            rates = {"win_rate": win_rate, "win_interval": win_interval, "ties": ties}
+            found.append({**about, "prompts": len(difference), **means, **rates})
     return found
 
 
@@ -178,13 +173,11 @@ def best_of(samples: Sequence[Sample], n: int, count: int) -> list[Sample]:
     sample is that of best-of-n to the policy of the samples, as its prompt's scores estimate it.
     """
     found: list[Sample] = []
-    for start in range(0, len(samples), n * count):
-        group = samples[start : start + n * count]
+    size = n * count
+    for group in (samples[start : start + size] for start in range(0, len(samples), size)):
         kl = best_of_kl([s["score"] for s in group], n)
-        found += [
-            {**max(group[i : i + n], key=lambda s: s["score"]), "kl": kl}
-            for i in range(0, len(group), n)
-        ]
+        best = (max(group[i : i + n], key=lambda s: s["score"]) for i in range(0, size, n))
+        found += [{**sample, "kl": kl} for sample in best]
     return found
 
 
@@ -201,11 +194,7 @@ def side_by_side(policies: Sequence[PolicySamples]) -> Iterator[dict[str, Any]]:
 
 
 def write_evaluation(
-    folder: Path,
-    title: str,
-    content: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    shown: int,
+    folder: Path, title: str, content: Mapping[str, Any], rows: Sequence[Sample], shown: int
 ) -> None:
     """Write evaluation.md, evaluation.json and samples.jsonl.
 
@@ -251,9 +240,10 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
     policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
     tables: dict[str, Table] = {}
     passed: list[list[str]] = []
+    number, interval = estimates.number_text, estimates.interval_text
 
-    def is_shown(number: str) -> bool:
-        return not is_brief or number == "judge/gold" or not number.startswith("judge/")
+    def is_shown(name: str) -> bool:
+        return not is_brief or name == "judge/gold" or not name.startswith("judge/")
 
     for decoding in DECODINGS:
         columns = [found.get(decoding, {}) for found in policies.values()]
@@ -261,7 +251,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         for name in dict.fromkeys(name for column in columns for name in column):
             label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
             label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
-            row = [label, *(estimates.number_text(column.get(name)) for column in columns)]
+            row = [label, *(number(column.get(name)) for column in columns)]
             if not name.startswith(PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
@@ -271,10 +261,9 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
             [
                 f"{one['policy']} - {one['other']}",
                 one["number"],
-                f"{one['difference']:+z.3f}{estimates.interval_text(one['interval'])}",
-                estimates.number_text(one["win_rate"])
-                + estimates.interval_text(one["win_interval"]),
-                estimates.number_text(one["ties"]),
+                f"{one['difference']:+z.3f}{interval(one['interval'])}",
+                f"{number(one['win_rate'])}{interval(one['win_interval'])}",
+                number(one["ties"]),
             ]
             for one in content["comparisons"]
             if one["decoding"] == decoding and is_shown(one["number"])

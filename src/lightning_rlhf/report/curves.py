@@ -1,12 +1,10 @@
 """Plots of a run: which curves each stage shows, with healthy bands, and the frontiers."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from lightning_rlhf.core import metrics
 from lightning_rlhf.core.metrics import FAN, GOLD, HELD_OUT, HELD_OUT_KL, KL, METRICS, REWARD
@@ -19,6 +17,8 @@ SHARE = (0.0, 1.04)
 """Limits of an axis for shares: 0 to 1, with room for a line at 1."""
 
 Point = tuple[float, float]
+Mark = tuple[float, tuple[float, float], str]
+"""Place on the x-axis, its interval, and its name."""
 Curves = Mapping[str, tuple[Sequence[int], Sequence[float]]]
 """Metric -> (steps, values)."""
 
@@ -53,15 +53,6 @@ class Area:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
-    """Vertical line at a place on the x-axis, with its interval."""
-
-    x: float
-    interval: Sequence[float]
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Plot:
     """One plot with its axes; a panel is such a plot whose metrics `measured` fills in."""
 
@@ -88,7 +79,7 @@ class Plot:
         ends = (metric for area in self.areas for metric in area.metrics)
         return {*(one.metric for one in self.series), *ends}
 
-    def measured(self, curves: Curves, x_label: str) -> Plot:
+    def measured(self, curves: Curves, x_label: str) -> Self:
         """Return the plot of what was measured, with the healthy range of its metrics."""
         series = [
             replace(one, points=points(curves, one.metric))
@@ -277,7 +268,7 @@ def _mark(diminishing: Mapping[str, Any] | None, metric: str, unit: str) -> Mark
         return None
     low, high = knee["at_interval"]
     ends = (knee["at"] if low is None else low, math.inf if high is None else high)
-    return Mark(x=knee["at"], interval=ends, label=f"knee at iteration {knee['iteration']}")
+    return knee["at"], ends, f"knee at iteration {knee['iteration']}"
 
 
 def kl_note(diminishing: Mapping[str, Any]) -> str:

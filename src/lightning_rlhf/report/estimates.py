@@ -18,6 +18,9 @@ an axis that showed it the middle values would fill less than a quarter."""
 FEWEST = 8
 """Minimum number of values for one of them to count as far outside."""
 
+Values = Float[ndarray, " N"]
+Places = Int[ndarray, " N"]
+"""Numbers of N rows, and the place of each row in something, as its group."""
 Interval = tuple[float, float]
 Ends = tuple[Float[ndarray, " *S"], Float[ndarray, " *S"]]
 """Low and high ends of intervals."""
@@ -36,10 +39,7 @@ class Group:
 
 
 def resampled_means(
-    values: Float[ndarray, " N"],
-    groups: Int[ndarray, " N"],
-    clusters: Int[ndarray, " N"],
-    seed: int,
+    values: Values, groups: Places, clusters: Places, seed: int
 ) -> Float[ndarray, "R G"]:
     """Return each group's mean in RESAMPLES samples of whole clusters [R,G]; NaN without rows.
 
@@ -135,7 +135,7 @@ def resample_shares(n: int, seed: int) -> Float[ndarray, "R N"]:
     return counts / n
 
 
-def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> dict[str, Any]:
+def describe(values: Values, edges: Float[ndarray, " E"]) -> dict[str, Any]:
     """Return the moments and the histogram of at least one value.
 
     Returns: count, mean, std with denominator `count`, lowest, median, highest; histogram, the
@@ -147,11 +147,7 @@ def describe(values: Float[ndarray, " N"], edges: Float[ndarray, " E"]) -> dict[
 
 
 def group_accuracy(
-    right: Float[ndarray, " N"],
-    groups: Int[ndarray, " N"],
-    labels: Sequence[str],
-    clusters: Int[ndarray, " N"],
-    seed: int,
+    right: Values, groups: Places, labels: Sequence[str], clusters: Places, seed: int
 ) -> tuple[Group, ...]:
     """Return the accuracy and its interval for each group that has pairs; clusters are prompts."""
     means = resampled_means(right, groups, clusters, seed)
@@ -164,7 +160,7 @@ def group_accuracy(
     return tuple(found)
 
 
-def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
+def equal_mass(values: Values, bins: int) -> Places:
     """Return the bin of each value, 0 for the lowest, with about as many values in each bin.
 
         bin = floor(bins * |{smaller values}| / N), renumbered without gaps
@@ -180,7 +176,7 @@ def equal_mass(values: Float[ndarray, " N"], bins: int) -> Int[ndarray, " N"]:
     return bin_of[inverse]
 
 
-def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> dict[str, Any]:
+def correlate(x: Values, y: Values) -> dict[str, Any]:
     """Return the number of `points`, the `pearson` correlation, and `spearman`, that of the ranks.
 
     Correlations are -1 to 1; None if x or y is constant or there are fewer than three points.
@@ -191,14 +187,14 @@ def correlate(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> dict[str, Any
     return {"points": len(x), **found}
 
 
-def _pearson(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> float:
+def _pearson(x: Values, y: Values) -> float:
     """Return Pearson's correlation of numbers that are not constant."""
     a, b = (values - values.mean() for values in (x, y))
     a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
     return float(np.clip((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), -1.0, 1.0))
 
 
-def inner_range(values: Float[ndarray, " N"]) -> Interval | None:
+def inner_range(values: Values) -> Interval | None:
     """Return the lowest and the highest value that is not far outside; None if no value is.
 
     A value is far outside if it is more than FAR_SPANS spans away from the middle values, which are

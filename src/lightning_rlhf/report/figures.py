@@ -5,8 +5,6 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +22,14 @@ from numpy import ndarray
 from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report import curves, estimates, tables
+from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE
 from lightning_rlhf.report.fitness import Fitness
+
+Limits = estimates.Interval | None
+"""Ends of an axis; None if no value is outside of them."""
 
 MARGIN = 0.05
 """Margin on either side of the displayed range, as a share of that range."""
-MOST_MARKS = 50
-"""Maximum number of markers of one kind on one side; the farthest values are drawn."""
 MOST_POINTS = 400
 """Number of dots, and of places of an area, above which some are left out."""
 MOST_SCATTERED = 1500
@@ -57,15 +57,11 @@ PAGE |= {"font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5
 LEGEND: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False}
 LEGEND |= {"borderaxespad": 0.2, "columnspacing": 1.2}
 """Placement of a legend above the plot, where it hides no curve."""
-KINDS = {
-    "SFT samples": (curves.BLUE, "^"),
-    "rejected": (curves.PURPLE, "s"),
-    "chosen": (curves.GREEN, "o"),
-}
+KINDS = {"SFT samples": (BLUE, "^"), "rejected": (PURPLE, "s"), "chosen": (GREEN, "o")}
 """Kinds of scored responses, each with colour and marker; the last is drawn on top."""
 
 
-def view(values: Sequence[float], *, is_log: bool = False) -> estimates.Interval | None:
+def view(values: Sequence[float], *, is_log: bool = False) -> Limits:
     """Return limits that leave out values far outside; None if no value is far outside.
 
     is_log: whether the axis is logarithmic and shows only positive values.
@@ -81,11 +77,7 @@ def view(values: Sequence[float], *, is_log: bool = False) -> estimates.Interval
 
 
 def mark_outside(
-    axes: Axes,
-    points: Float[ndarray, "N 2"],
-    x: estimates.Interval | None,
-    y: estimates.Interval | None,
-    color: str,
+    axes: Axes, points: Float[ndarray, "N 2"], x: Limits, y: Limits, color: str
 ) -> None:
     """Draw a triangle at the edge for each point outside the limits, and label the farthest value.
 
@@ -100,10 +92,9 @@ def mark_outside(
         beyond = np.flatnonzero(side * points[:, column] > side * at[:, column])
         if not len(beyond):
             continue
-        farthest = beyond[np.argsort(-side * points[beyond, column], kind="stable")]
-        marks = at[farthest[:MOST_MARKS]].T
-        axes.plot(*marks, marker, color=color, markersize=6, clip_on=False, zorder=4)
-        place, label = at[farthest[0]].tolist(), f"{points[farthest[0], column]:.4g}"
+        farthest = beyond[np.argmax(side * points[beyond, column])]
+        axes.plot(*at[beyond].T, marker, color=color, markersize=6, clip_on=False, zorder=4)
+        place, label = at[farthest].tolist(), f"{points[farthest, column]:.4g}"
         # The label is on the side of the triangle where the axes have room.
         is_left = marker == ">" or (marker != "<" and place[0] > sum(axes.get_xlim()) / 2)
         style["ha"], style["xytext"] = ("right", (-6, 0)) if is_left else ("left", (6, 0))
@@ -111,18 +102,15 @@ def mark_outside(
 
 
 def draw_curves(
-    folder: Path,
-    measured: curves.Curves,
-    title: str,
-    x_label: str,
-    panels: curves.Panels | None = None,
+    folder: Path, found: curves.Curves, title: str, unit: str, panels: curves.Panels | None = None
 ) -> Path:
     """Draw curves.png of what was measured into a folder and return its path.
 
+    unit: unit in which steps are counted.
     panels: function of the names of the measured metrics; None draws one panel for each metric.
     """
-    found = (panels or curves.panel_for_each)(measured)
-    draw_plots(folder / "curves.png", title, [panel.measured(measured, x_label) for panel in found])
+    plots = [panel.measured(found, unit) for panel in (panels or curves.panel_for_each)(found)]
+    draw_plots(folder / "curves.png", title, plots)
     return folder / "curves.png"
 
 
@@ -181,7 +169,7 @@ def dots(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:
     return found[:: max(1, -(-len(found) // MOST_POINTS))]
 
 
-def shown_range(plot: curves.Plot) -> estimates.Interval | None:
+def shown_range(plot: curves.Plot) -> Limits:
     """Return the limits of the y-axis, where values far outside leave them; None without such."""
     if plot.areas or plot.limits is not None:
         return None
@@ -233,11 +221,13 @@ def draw(axes: Axes, plot: curves.Plot) -> list[Artist]:
         pairs = zip(plot.healthy, up, strict=True)
         band = np.clip([edge if end is None else end for end, edge in pairs], *up)
         axes.axhspan(*band, color=HEALTHY, alpha=0.13, linewidth=0, zorder=0)
-    if plot.mark is not None and plot.mark.interval[0] <= across[1]:
-        span, label = np.clip(plot.mark.interval, *across), plot.mark.label
-        handles.append(axes.axvspan(*span, color=BAD, alpha=0.12, linewidth=0, label=label))
-        if across[0] <= plot.mark.x <= across[1]:
-            axes.axvline(plot.mark.x, color=BAD, linewidth=1.6)
+    if plot.mark is not None:
+        knee, interval, name = plot.mark
+        if interval[0] <= across[1]:
+            span = np.clip(interval, *across)
+            handles.append(axes.axvspan(*span, color=BAD, alpha=0.12, linewidth=0, label=name))
+        if across[0] <= knee <= across[1]:
+            axes.axvline(knee, color=BAD, linewidth=1.6)
     axes.set_xlim(*across)
     axes.set_ylim(*up)
     return handles
@@ -271,9 +261,10 @@ def svg(plot: curves.Plot) -> str:
     found = re.sub(r'<g id="[^"]*">', "<g>", found).replace("xlink:href", "href")
     found = re.sub(r"font-family:[^;\"]*;? ?", "", found)
     found = re.sub(r"#[0-9a-f]{6}\b", lambda color: COLORS.get(color[0], color[0]), found)
-    attribute = re.compile(r' (?:d|x|y|transform)="[^"]*"')
-    rounded = partial(re.sub, r"\d+\.\d+", lambda number: f"{float(number[0]):.1f}")
-    found = attribute.sub(lambda given: rounded(given[0]), found)
+    parts = re.split(r'( (?:d|x|y|transform)="[^"]*")', found)
+    for place in range(1, len(parts), 2):
+        parts[place] = re.sub(r"\d+\.\d+", lambda x: f"{float(x[0]):.1f}", parts[place])
+    found = "".join(parts)
     found = re.sub(r"\s*\n\s*", " ", found).replace("> <", "><")
     label = _text(f"{plot.title}: {plot.unit} over {plot.x_label}")
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{found}</svg>'
@@ -297,7 +288,7 @@ def figure_of(plot: curves.Plot) -> Markup:
     keys += [(f"c{place(area.color)} soft", area.label) for area in plot.areas]
     keys += [("band", "healthy" if plot.healthy else "")]
     keys += [("level", plot.reference[1] if plot.reference else "")]
-    keys += [("knee", plot.mark.label if plot.mark else "")]
+    keys += [("knee", plot.mark[2] if plot.mark else "")]
     legend = "".join(f'<span class="key {kind}">{_text(one)}</span>' for kind, one in keys if one)
     is_measured = plot.areas or any(known(plot, one) for one in plot.series)
     unit = f" <small>{_text(plot.unit)}</small>" if plot.unit else ""
@@ -335,10 +326,8 @@ def _rewards(axes: Axes, fitness: Fitness) -> None:
     limits = low - margin, high + margin
     kinds = [(kind, KINDS[kind][0], found) for kind, found in reversed(fitness.kinds.items())]
     for kind, color, found in kinds:
-        shares, label = (
-            np.divide(found["histogram"], found["count"]),
-            f"{kind} ({found['count']:,})",
-        )
+        count = found["count"]
+        shares, label = np.divide(found["histogram"], count), f"{kind} ({count:,})"
         axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
         axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=label)
     axes.set_xlim(*limits)
@@ -359,7 +348,7 @@ def _length(axes: Axes, fitness: Fitness) -> None:
         "rejected": [(pair.rejected_tokens, pair.rejected_score) for pair in fitness.pairs],
         "chosen": [(pair.chosen_tokens, pair.chosen_score) for pair in fitness.pairs],
     }
-    x, y = map(view, zip(*chain(*responses.values()), strict=True))
+    x, y = map(view, zip(*(xy for some in responses.values() for xy in some), strict=True))
     limits = {name: ends for name, ends in (("xlim", x), ("ylim", y)) if ends is not None}
     axes.set(xlabel="tokens of the response", ylabel="score", **limits)
     for kind, points in responses.items():
@@ -367,10 +356,8 @@ def _length(axes: Axes, fitness: Fitness) -> None:
         if points:
             some = tables.spread(points, MOST_SCATTERED)
             alpha = min(0.8, max(0.2, 8 / math.sqrt(len(some))))
-            tokens, scores = zip(*some, strict=True)
-            axes.scatter(
-                tokens, scores, s=16, marker=marker, color=color, alpha=alpha, linewidths=0
-            )
+            xs, ys = zip(*some, strict=True)
+            axes.scatter(xs, ys, s=16, marker=marker, color=color, alpha=alpha, linewidths=0)
             axes.plot([], [], marker, color=color, markersize=5, label=kind)  # opaque legend
             mark_outside(axes, np.array(points, dtype=float), x, y, color)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))

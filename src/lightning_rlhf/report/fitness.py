@@ -7,10 +7,9 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int
-from numpy import ndarray
 
 from lightning_rlhf.report import estimates
+from lightning_rlhf.report.estimates import Places, Values
 from lightning_rlhf.rewards.format_check import PROBES, ProbeKind
 
 LONGER, SHORTER, SAME = "chosen longer", "chosen shorter", "same length"
@@ -92,21 +91,15 @@ class Fitness:
     @property
     def metrics(self) -> dict[str, float]:
         """Return the scalar measurements that are defined by the names they are logged under."""
-        length, accuracies = self.length, {g.label: g.accuracy for g in self.length["groups"]}
-        low, high = self.accuracy.interval or (None, None)
-        found = {
-            "accuracy": self.accuracy.accuracy,
-            "accuracy_low": low,
-            "accuracy_high": high,
-            "accuracy_chosen_longer": accuracies.get(LONGER),
-            "accuracy_chosen_shorter": accuracies.get(SHORTER),
-            "length_gap": length["gap"],
-            "length_pearson": length["responses"]["pearson"],
-            "length_pearson_within_pairs": length["pairs"]["pearson"],
-            "length_pearson_sft": length["samples"]["pearson"],
-            "sft_outside": self.outside,
-            "pairs": float(len(self.pairs)),
-        }
+        length, (low, high) = self.length, self.accuracy.interval or (None, None)
+        found = {"accuracy": self.accuracy.accuracy, "accuracy_low": low, "accuracy_high": high}
+        for group in length["groups"]:
+            if group.label != SAME:
+                found[f"accuracy_{group.label.replace(' ', '_')}"] = group.accuracy
+        found["length_gap"] = length["gap"]
+        for name, of in (("", "responses"), ("_within_pairs", "pairs"), ("_sft", "samples")):
+            found[f"length_pearson{name}"] = length[of]["pearson"]
+        found |= {"sft_outside": self.outside, "pairs": float(len(self.pairs))}
         for name in ("log_loss", "ece", "overconfidence"):
             found[name] = None if self.calibration is None else self.calibration[name]
         return {f"fitness/{name}": value for name, value in found.items() if value is not None}
@@ -136,7 +129,7 @@ def measure_fitness(
     difference, longer = scores[0] - scores[1], tokens[0] - tokens[1]
     right, one_group = (np.sign(difference) + 1) / 2, np.zeros(len(pairs), dtype=int)
 
-    def by_quarter(size: Float[ndarray, " N"]) -> tuple[estimates.Group, ...]:
+    def by_quarter(size: Values) -> tuple[estimates.Group, ...]:
         """Return the accuracy by quarter of a size, over the pairs that have one."""
         rows = ~np.isnan(size)
         if not rows.any():
@@ -176,12 +169,7 @@ def measure_fitness(
     )
 
 
-def length_bias(
-    right: Float[ndarray, " N"],
-    sign: Float[ndarray, " N"],
-    prompt: Int[ndarray, " N"],
-    seed: int,
-) -> Numbers:
+def length_bias(right: Values, sign: Values, prompt: Places, seed: int) -> Numbers:
     """Return the accuracy by which response is longer.
 
     right: 1 where chosen scores higher, 1/2 at a tie; sign: 1 where chosen is longer, -1 where it
@@ -217,9 +205,7 @@ def length_bias(
     }
 
 
-def calibrate(
-    logit: Float[ndarray, " N"], right: Float[ndarray, " N"], prompt: Int[ndarray, " N"], seed: int
-) -> Numbers:
+def calibrate(logit: Values, right: Values, prompt: Places, seed: int) -> Numbers:
     """Return the calibration of P(chosen) = sigmoid(logit).
 
     A pair lists its preferred response first, so that the outcome of "chosen" is always the same;
@@ -280,21 +266,22 @@ def measure_probes(probes: Sequence[ScoredProbe]) -> list[Numbers]:
     """
     results: list[Numbers] = []
     for kind in PROBES:
-        if scored := [probe for probe in probes if probe.kind == kind]:
-            scores = [probe.score for probe in scored]
-            good = [probe.pair.chosen_score for probe in scored]
-            middle, chosen_middle = float(median(scores)), float(median(good))
-            results.append(
-                {
-                    "kind": kind,
-                    "prompts": len(scored),
-                    "mean": fmean(scores),
-                    "median": middle,
-                    "chosen_median": chosen_middle,
-                    "rejected_median": float(median(probe.pair.rejected_score for probe in scored)),
-                    "lead": middle - chosen_middle,
-                    "beats_chosen": fmean((np.sign(np.subtract(scores, good)) + 1) / 2),
-                    "example": min(scored, key=lambda probe: abs(probe.score - middle)),
-                }
-            )
+        scored = [probe for probe in probes if probe.kind == kind]
+        if not scored:
+            continue
+        scores = [probe.score for probe in scored]
+        good = [probe.pair.chosen_score for probe in scored]
+        middle, chosen_middle = float(median(scores)), float(median(good))
+        result: Numbers = {
+            "kind": kind,
+            "prompts": len(scored),
+            "mean": fmean(scores),
+            "median": middle,
+            "chosen_median": chosen_middle,
+            "rejected_median": float(median(probe.pair.rejected_score for probe in scored)),
+            "lead": middle - chosen_middle,
+            "beats_chosen": fmean((np.sign(np.subtract(scores, good)) + 1) / 2),
+            "example": min(scored, key=lambda probe: abs(probe.score - middle)),
+        }
+        results.append(result)
     return results

@@ -6,6 +6,7 @@ report.md and its figures are for people, fitness.json for programs.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,61 +68,51 @@ class Finding:
     """Description of the outcome for people."""
 
 
-CHECKS = (
-    FitnessCheck(
-        "better than guessing", 0.5,
-        "guessing ranks half of the pairs right; the whole 95% interval must be above it"),
-    FitnessCheck(
-        "better than length", 0.0,
-        "the value is the accuracy less that of always choosing the longer response, or the "
-        "shorter if that is right more often; the whole 95% interval must be above that rule's "
-        "accuracy, else the accuracy cannot be distinguished from length", LENGTH_IS_PAID),
-    FitnessCheck(
-        "length gap", 0.2,
-        "a model that is right in 75% of pairs would be right in 85% of one half and 65% of the "
-        "other; the 95% interval must exclude 0 as well, so that chance alone is no flag",
-        LENGTH_IS_PAID),
-    FitnessCheck(
-        "length within pairs", 0.5,
-        "at 0.5 length explains a quarter (its square) of the variance of score differences in a "
-        "pair", LENGTH_IS_PAID),
-    FitnessCheck(
-        "overconfidence", 0.1,
-        "an ECE of 0.1 is ten points between confidence and accuracy; the 95% interval of "
-        "confidence less accuracy must be above 0 as well, because an ECE of few pairs is never 0",
-        "trust its order more than its distances"),
-    FitnessCheck(
-        "SFT samples off the scale", 0.05,
-        "share of samples outside the scores of the pairs; of samples with the distribution of the "
-        "n responses of the pairs 2 / (n + 1) are outside by chance, 3.3% for the fewest pairs "
-        "tested", "distrust the scores where PPO starts, which lie where nobody measured"),
-    FitnessCheck(
-        "probe", 0.0,
-        "the value is its median less that of good responses; a response that is worse than a good "
-        "one should not score higher", "look in the samples for what the flagged probes show"),
-)  # fmt: skip
+def checks_of(text: str) -> tuple[FitnessCheck, ...]:
+    """Return the checks of a table: name, threshold, reason and, if any, advice."""
+    found = []
+    for row in re.split(r"\n(?=\S)", text.strip()):
+        head, _, rest = " ".join(row.split()).partition(": ")
+        (name, threshold), (reason, _, advice) = head.split(" | "), rest.partition(" -> ")
+        found.append(FitnessCheck(name, float(threshold), reason, advice))
+    return tuple(found)
+
+
+CHECKS = checks_of(f"""
+better than guessing | 0.5: guessing ranks half of the pairs right; the whole 95% interval must be
+    above it
+better than length | 0: the value is the accuracy less that of always choosing the longer response,
+    or the shorter if that is right more often; the whole 95% interval must be above that rule's
+    accuracy, else the accuracy cannot be distinguished from length -> {LENGTH_IS_PAID}
+length gap | 0.2: a model that is right in 75% of pairs would be right in 85% of one half and 65% of
+    the other; the 95% interval must exclude 0 as well, so that chance alone is no flag ->
+    {LENGTH_IS_PAID}
+length within pairs | 0.5: at 0.5 length explains a quarter (its square) of the variance of score
+    differences in a pair -> {LENGTH_IS_PAID}
+overconfidence | 0.1: an ECE of 0.1 is ten points between confidence and accuracy; the 95% interval
+    of confidence less accuracy must be above 0 as well, because an ECE of few pairs is never 0 ->
+    trust its order more than its distances
+SFT samples off the scale | 0.05: share of samples outside the scores of the pairs; of samples with
+    the distribution of the n responses of the pairs 2 / (n + 1) are outside by chance, 3.3% for the
+    fewest pairs tested -> distrust the scores where PPO starts, which lie where nobody measured
+probe | 0: the value is its median less that of good responses; a response that is worse than a good
+    one should not score higher -> look in the samples for what the flagged probes show
+""")
 """Checks of a reward."""
 ACCURACY, BEATS_LENGTH, LENGTH_GAP, LENGTH_CORRELATION, OVERCONFIDENCE, OUTSIDE, PROBE = CHECKS
-PAIR_CHECKS = (
-    FitnessCheck(
-        "duplicate pairs", 0.05,
-        "share of all pairs; a duplicate counts twice in training and in an interval, and one pair "
-        "in twenty is more than chance"),
-    FitnessCheck(
-        "contradicting pairs", 0.02,
-        "share of all pairs; one of two contradicting pairs is always ranked wrong, so at 0.02 the "
-        "best accuracy is two points below 1"),
-    FitnessCheck(
-        "held-out prompts trained on", 0.05,
-        "share of held-out prompts; the accuracy on them may come from memory, and at 0.05 it may "
-        "be five points too high"),
-    FitnessCheck(
-        "one-sided length", LONGER_SHARE,
-        "share of the pairs of different lengths in which one side is longer; beyond it length "
-        "alone predicts the label usefully; the 95% interval must exclude 1/2 as well"),
-)  # fmt: skip
+PAIR_CHECKS = checks_of(f"""
+duplicate pairs | 0.05: share of all pairs; a duplicate counts twice in training and in an interval,
+    and one pair in twenty is more than chance
+contradicting pairs | 0.02: share of all pairs; one of two contradicting pairs is always ranked
+    wrong, so at 0.02 the best accuracy is two points below 1
+held-out prompts trained on | 0.05: share of held-out prompts; the accuracy on them may come from
+    memory, and at 0.05 it may be five points too high
+one-sided length | {LONGER_SHARE}: share of the pairs of different lengths in which one side is
+    longer; beyond it length alone predicts the label usefully; the 95% interval must exclude 1/2 as
+    well
+""")
 """Checks of the pairs, which need no scores."""
-DUPLICATES, CONTRADICTIONS, LEAKS, ONE_SIDED = PAIR_CHECKS
+*_, ONE_SIDED = PAIR_CHECKS
 
 
 def of_pairs(fitness: Fitness) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
@@ -22,11 +22,11 @@ from lightning_rlhf.report.figures import figure_of
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, Table, colour, marked, shown
 
 TEMPLATES = Path(__file__).parent / "templates"
-Level = Literal["good", "doubtful", "bad", "unknown"]
-LEVELS: tuple[Level, ...] = ("unknown", "good", "doubtful", "bad")
+Level = Literal["unknown", "good", "doubtful", "bad"]
+LEVELS: Sequence[Level] = get_args(Level)
 """Levels of a verdict; of several the last one counts."""
-MARKS: Mapping[Level, str] = {"good": "✓", "doubtful": "!", "bad": "✗", "unknown": "–"}
-WORDS: Mapping[Level, str] = {level: level for level in LEVELS} | {"unknown": "not judged"}
+MARKS = dict(zip(LEVELS, "–✓!✗", strict=True))
+WORDS = {level: level for level in LEVELS} | {"unknown": "not judged"}
 """Sign of each level of a verdict, which is readable without colour, and its name."""
 Kept = Literal["kept", "within noise", "broken"]
 KEPT: Mapping[Kept, Level] = {"kept": "good", "within noise": "doubtful", "broken": "bad"}
@@ -84,14 +84,10 @@ class PromiseRow:
     measured: str
     verdict: Kept
 
-    @property
-    def level(self) -> Level:
-        """Return the level of the verdict."""
-        return KEPT[self.verdict]
 
-
-def write_page(path: Path, title: str, stages: Sequence[StageReport],
-               promises: Sequence[PromiseRow] = ()) -> None:  # fmt: skip
+def write_page(
+    path: Path, title: str, stages: Sequence[StageReport], promises: Sequence[PromiseRow] = ()
+) -> None:
     """Write the page to `path`, beside which the caller keeps the previous one."""
     template = environment().get_template("page.html")
     page = template.render(title=title, stages=stages, promises=promises)
@@ -101,22 +97,14 @@ def write_page(path: Path, title: str, stages: Sequence[StageReport],
 @cache
 def environment() -> Environment:
     """Return the templates; every value is escaped, with its hidden characters shown."""
-    found = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        finalize=shown,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    found.globals |= {
-        "draw": figure_of, "marks": MARKS, "words": WORDS,
-        "colors": {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE},
-    }  # fmt: skip
-    found.filters |= {
-        "cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses,
-        "breakable": lambda name: Markup("/<wbr>").join(map(shown, name.split("/"))),
-    }  # fmt: skip
+    loader = FileSystemLoader(TEMPLATES)
+    found = Environment(loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined)
+    found.trim_blocks = found.lstrip_blocks = True
+    colors = {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE}
+    found.globals |= {"draw": figure_of, "colors": colors, "marks": MARKS, "words": WORDS}
+    found.globals |= {"kept": KEPT}
+    found.filters |= {"cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses}
+    found.filters["breakable"] = lambda name: Markup("/<wbr>").join(map(shown, name.split("/")))
     return found
 
 
@@ -154,18 +142,16 @@ def token_part(responses: Sequence[Mapping[str, Any]], name: str = "") -> str:
         `rows`, headings and cells of the table of the tokens.
     name: different for each such part of a page.
     """
-    advantage, kl = (tables.scale([x for one in responses for x in one[key]])
-                     for key in ("advantage", "kl"))  # fmt: skip
-    drawn = []
+    keys, drawn = ("advantage", "kl"), []
+    advantage, kl = (tables.scale([x for one in responses for x in one[key]]) for key in keys)
     for one in responses:
-        styles = (
-            f"--advantage: {colour(a / advantage, GREEN, RED)}; "
-            f"--kl: {colour(k / kl, ORANGE, BLUE)}"
-            for a, k in zip(one["advantage"], one["kl"], strict=True)
-        )
-        titles = ("\n".join(map(" ".join, zip(one["names"], row, strict=True)))
-                  for row in one["rows"])  # fmt: skip
-        tokens = list(zip(map(marked, one["text"]), styles, titles, strict=True))
+        tokens = []
+        columns = (one["text"], one["advantage"], one["kl"], one["rows"])
+        for text, a, k, row in zip(*columns, strict=True):
+            style = f"--advantage: {colour(a / advantage, GREEN, RED)}; "
+            style += f"--kl: {colour(k / kl, ORANGE, BLUE)}"
+            title = "\n".join(map(" ".join, zip(one["names"], row, strict=True)))
+            tokens.append((marked(text), style, title))
         drawn.append({**one, "tokens": tokens})
     return part("tokens", drawn, name)
 
@@ -190,22 +176,21 @@ def conclude(
     rewards: verdicts of fitness reports, on the run's own reward model or on what it is paid.
     """
     known = {one.metric: one for one in evaluated}
-    facts = [
-        judge(known[metric], direction == "min")
-        for metric, direction in (*goal[:1], (GOLD, "max")) if metric in known
-    ] or ([] if rewards else [Verdict("unknown", "nothing was evaluated")])  # fmt: skip
+    aims = [(metric, direction == "min") for metric, direction in (*goal[:1], (GOLD, "max"))]
+    facts = [judge(known[metric], is_cost) for metric, is_cost in aims if metric in known]
+    if not facts and not rewards:
+        facts = [Verdict("unknown", "nothing was evaluated")]
     if not is_finished:
         facts.insert(0, Verdict("doubtful", "the run has not finished"))
     if {PERPLEXITY, UNIGRAM} <= known.keys():
         found, unigram = known[PERPLEXITY].value, known[UNIGRAM].value
-        words = f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone"
         is_little = found >= max(unigram, 1) ** LITTLE  # the losses are the logarithms
+        words = f"the perplexity is {found:.3g}, and {unigram:.3g} by token frequencies alone"
         words += ": the model has learned little" * is_little
         facts.append(Verdict("doubtful" if is_little else "unknown", words))
     if HELD_OUT_KL in known:
-        kl = known[HELD_OUT_KL]
-        words = f"the KL to the SFT model is {short(kl.value, kl.interval)} nats a response"
-        facts.append(Verdict("unknown", words))
+        kl = short(known[HELD_OUT_KL].value, known[HELD_OUT_KL].interval)
+        facts.append(Verdict("unknown", f"the KL to the SFT model is {kl} nats a response"))
     if findings:
         facts.append(Verdict("doubtful", f"the diagnosis has {counted(findings, 'finding')}"))
     if sentence is not None:
@@ -231,12 +216,10 @@ def judge(one: Evaluated, is_cost: bool) -> Verdict:
     level = gain_level(one.gain, one.gain_interval, is_cost)
     if short(one.gain) == "0":
         return Verdict(level, f"{label} did not change and is {short(one.value)}")
-    rises, ends = one.gain > 0, one.gain_interval
-    if ends is not None and not rises:
-        ends = -ends[1], -ends[0]
-    verb = "rose" if rises else "fell"
-    words = f"{label} {verb} by {short(abs(one.gain), ends)} to {short(one.value)}"
-    return Verdict(level, words)
+    rises, (low, high) = one.gain > 0, one.gain_interval or (0.0, 0.0)
+    ends = (low, high) if rises else (-high, -low)
+    by = short(abs(one.gain), one.gain_interval and ends)
+    return Verdict(level, f"{label} {'rose' if rises else 'fell'} by {by} to {short(one.value)}")
 
 
 def gain_level(gain: float, interval: Interval | None, is_cost: bool) -> Level:
@@ -281,16 +264,13 @@ def evaluated_table(evaluated: Sequence[Evaluated]) -> Table:
     """Return the table of the metrics of the evaluations, with gains where there were several."""
     has_gains = any(one.gain is not None for one in evaluated)
     has_ends = any(one.interval or one.gain_interval for one in evaluated)
-    ends = " [95%]" if has_ends else ""
-    note = "First and last evaluation on the same held-out data. " if has_gains else ""
-    if ends:
+    ends, note = " [95%]" * has_ends, ""
+    if has_gains:
+        note = "First and last evaluation on the same held-out data. "
+    if has_ends:
         note += "Brackets are 95% intervals by bootstrap over prompts"
         note += "; those of a change are over the paired differences." if has_gains else "."
     names = ["first", f"last{ends}", f"change{ends}"] if has_gains else [f"value{ends}"]
     cells = slice(None) if has_gains else slice(1, 2)
-    return Table(
-        title="Evaluation",
-        columns=["", *names],
-        rows=[[heading_of(one.metric), *change(one)[cells]] for one in evaluated],
-        note=note,
-    )
+    rows = [[heading_of(one.metric), *change(one)[cells]] for one in evaluated]
+    return Table(title="Evaluation", columns=["", *names], rows=rows, note=note)

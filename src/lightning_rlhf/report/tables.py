@@ -32,13 +32,13 @@ class Table:
 
     def console(self) -> RichTable:
         """Return the table for the console; columns but the first are right-aligned."""
-        found = RichTable(
-            title=Text(visible_line(self.title)), title_justify="left", caption_justify="left",
-            caption=Text(self.note) if self.note else None,
-        )  # fmt: skip
-        for k, cell in enumerate(self.columns):
-            found.add_column(Text(visible_line(cell)), justify="right" if k else "left",
-                             overflow="fold")  # fmt: skip
+        title, caption = Text(visible_line(self.title)), Text(self.note) if self.note else None
+        found = RichTable(title=title, title_justify="left", caption_justify="left")
+        found.caption = caption
+        for cell in self.columns:
+            found.add_column(Text(visible_line(cell)), overflow="fold")
+        for column in found.columns[1:]:
+            column.justify = "right"
         for row in self.rows:
             found.add_row(*(Text(visible_line(cell)) for cell in row))
         return found
@@ -48,8 +48,8 @@ class Table:
 
         right: places of right-aligned columns; None is all but the first.
         """
-        cells = [[plain(cell, characters) if cell else "" for cell in row]
-                 for row in (self.columns, *self.rows)]  # fmt: skip
+        lines = (self.columns, *self.rows)
+        cells = [[plain(cell, characters) if cell else "" for cell in line] for line in lines]
         places = range(1, len(self.columns)) if right is None else right
         return table(cells[0], cells[1:], places)
 
@@ -58,21 +58,17 @@ class Table:
 
         kind: classes of the style sheet.
         """
-        cells = [[Markup("<th>{}</th>").format(shown(cell)) for cell in self.columns]]
+        heads = (Markup("<th>{}</th>").format(shown(cell)) for cell in self.columns)
+        body = Markup("<tr>{}</tr>\n").format(Markup("").join(heads))
+        interval, td = Markup(' <span class="interval">[{}</span>'), Markup("<td>{}{}</td>")
         for row in self.rows:
             split = (shown(cut(cell)).partition(" [") for cell in row)
-            cells.append([
-                Markup("<td>{}{}</td>").format(value, bracket and Markup(
-                    ' <span class="interval">[{}</span>').format(rest))
-                for value, bracket, rest in split
-            ])  # fmt: skip
-        lines = (Markup("<tr>{}</tr>\n").format(Markup("").join(line)) for line in cells)
-        body = Markup('<div class="wide"><table class="{}">\n{}</table></div>\n').format(
-            kind, Markup("").join(lines)
-        )
+            cells = (td.format(x, mark and interval.format(rest)) for x, mark, rest in split)
+            body += Markup("<tr>{}</tr>\n").format(Markup("").join(cells))
+        table = Markup('<div class="wide"><table class="{}">\n{}</table></div>\n')
         note = Markup('<p class="soft">{}</p>\n').format(shown(self.note))
         title = Markup("<h3>{}</h3>\n").format(shown(self.title))
-        return title + (body if self.rows else "") + (note if self.note else "")
+        return title + (table.format(kind, body) if self.rows else "") + (note if self.note else "")
 
 
 CHARACTERS = 2000
@@ -98,13 +94,12 @@ def before_after_table(
     """
     parts = sorted(name for name in after if name.startswith((JUDGE, EVAL_PART)))
     rows = []
-    for name in dict.fromkeys((*BEFORE_AFTER, *parts)):
-        if name in after:
-            label = label_of(name).removeprefix("the ").removesuffix(" on held-out prompts")
-            start, change = ABSENT, ABSENT
-            if name in before:
-                start, change = f"{before[name]:z.2f}", f"{after[name] - before[name]:+z.2f}"
-            rows.append([label.removeprefix("eval/"), start, f"{after[name]:z.2f}", change])
+    for name in dict.fromkeys(name for name in (*BEFORE_AFTER, *parts) if name in after):
+        label = label_of(name).removeprefix("the ").removesuffix(" on held-out prompts")
+        start, change = ABSENT, ABSENT
+        if name in before:
+            start, change = f"{before[name]:z.2f}", f"{after[name] - before[name]:+z.2f}"
+        rows.append([label.removeprefix("eval/"), start, f"{after[name]:z.2f}", change])
     columns = ["", "SFT", "after PPO", "change"]
     table = Table(title="On held-out prompts", columns=columns, rows=rows).console()
     table.caption = verdict_lines(verdicts)
@@ -113,9 +108,8 @@ def before_after_table(
 
 def verdict_lines(verdicts: Mapping[str, Verdict]) -> Text | None:
     """Return the verdict on each component of the reward, for below a table; None without any."""
-    lines = (Text(visible_line(f"reward {name}: {one.words}"), one.style)
-             for name, one in verdicts.items())  # fmt: skip
-    return Text("\n").join(lines) if verdicts else None
+    lines = [(visible_line(f"reward {name}: {x.words}"), x.style) for name, x in verdicts.items()]
+    return Text("\n").join(Text(*line) for line in lines) if lines else None
 
 
 def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> RichTable:
