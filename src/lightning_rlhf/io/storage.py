@@ -91,7 +91,7 @@ def refuse_foreign(target: Path, kind: Kind) -> None:
     match kind, found:
         case ("folder", "folder"):
             is_replaced = (target / WRITTEN).is_file()
-        case ("page", "file"):
+        case ("page", "file") if os.access(target, os.R_OK):
             is_replaced = target.is_file() and MARK in target.read_bytes()[:500]
         case _:
             is_replaced = kind == "file" and (found == "link" or target.is_file())
