@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.results import RESULT
-from lightning_rlhf.modules.ppo import PPOModule
-
 from .conftest import Workplace, given, rows, weights
 
 VARIANTS = {
@@ -66,27 +63,6 @@ def test_a_resumed_run_is_the_unbroken_one(
     assert len({row["update/kl_coef"] for row in rows(whole) if "update/kl_coef" in row}) == (
         3 if variant in ("adapter", "model") else 1
     )
-
-
-@pytest.mark.parametrize(("advantage", "samples"), [("grpo", 8), ("reinforce++", 1)])
-def test_an_iteration_is_of_as_many_responses_as_it_says(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, advantage: str, samples: int
-) -> None:
-    seen = []
-    step = PPOModule.training_step
-
-    def spy(self: PPOModule, prompts: Any, batch_idx: int) -> dict[str, Any]:
-        outputs = step(self, prompts, batch_idx)
-        seen.append((len(prompts), outputs[RESULT].experience.index.view(-1, samples)))
-        return outputs
-
-    monkeypatch.setattr(PPOModule, "training_step", spy)
-    command = ["stage=ppo", f"advantage={advantage}", "ppo.iterations=1", "run=next"]
-    finished.mini(*command, *given(finished)).succeeded  # noqa: B018
-    assert [asked for asked, _ in seen] == [8 // samples]
-    for _, groups in seen:
-        assert groups.numel() == 8
-        assert (groups == groups[:, :1]).all()
 
 
 def scores(place: Workplace, run: str) -> list[float]:

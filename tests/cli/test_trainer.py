@@ -54,36 +54,24 @@ def test_every_argument_of_lightnings_trainer_is_passed_on_or_has_a_reason() -> 
     assert there == {*PASSED, *OWNED, *ours}
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"profilr": "simple"}, "trainer.profilr is not a known key; did you mean trainer.profil"),
-        ({"logger": 1}, f"trainer.logger is 1, but it is not to be set: {OWNED['logger']}"),
-    ],
-)  # fmt: skip
-def test_mistakes_and_what_a_stage_sets_itself_are_named(
-    changes: dict[str, Any], told: str
-) -> None:
+def test_mistakes_and_what_a_stage_sets_itself_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.profilr is not a known key; did you mean"):
+        read_trainer(CPU | {"profilr": "simple"})
     with pytest.raises(ConfigError) as raised:
-        read_trainer(CPU | changes)
-    assert told in str(raised.value)
+        read_trainer(CPU | {"logger": 1})
+    assert f"trainer.logger is 1, but it is not to be set: {OWNED['logger']}" in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("has_gpu", "from_config", "accelerator", "found"),
-    [
-        (True, None, "auto", ("gpu", "bf16-mixed", "bfloat16")),
-        (False, None, "auto", ("cpu", "32-true", "float32")),
-        (True, {"model_type": "qwen3"}, "auto", ("cpu", "32-true", "float32")),  # model=tiny
-        (False, None, "gpu", ("gpu", "bf16-mixed", "bfloat16")),  # refused later, by name
-    ],
-)
+GPU_FOUND, CPU_FOUND = ("gpu", "bf16-mixed", "bfloat16"), ("cpu", "32-true", "float32")
+
+
+@pytest.mark.parametrize(("has_gpu", "from_config", "accelerator", "found"), [
+    (True, None, "auto", GPU_FOUND), (False, None, "auto", CPU_FOUND),
+    (True, {"model_type": "qwen3"}, "auto", CPU_FOUND),  # model=tiny
+    (False, None, "gpu", GPU_FOUND),  # refused later, by name
+])  # fmt: skip
 def test_auto_is_the_gpu_where_there_is_one(
-    monkeypatch: pytest.MonkeyPatch,
-    has_gpu: bool,
-    from_config: Any,
-    accelerator: str,
-    found: tuple[str, str, str],
+    monkeypatch: pytest.MonkeyPatch, has_gpu: bool, from_config: Any, accelerator: str, found: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     given = CPU | {"accelerator": accelerator, "precision": "auto", "weights_dtype": "auto"}
@@ -92,7 +80,6 @@ def test_auto_is_the_gpu_where_there_is_one(
     trainer = resolved["trainer"]
     assert (trainer["accelerator"], trainer["precision"], trainer["weights_dtype"]) == found
     assert resolved["model"]["dtype"] == found[2]
-    assert tree["trainer"] is given
     assert given["precision"] == "auto"
 
 

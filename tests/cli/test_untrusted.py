@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import io
 import json
 import pickle
 import re
 import shutil
-from ast import Constant
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -238,35 +236,17 @@ def test_code_that_the_command_line_gives_stands_in_for_what_a_run_names(
     assert marker.exists()
 
 
-UNSAFE = {
-    ("pickle", "load"), ("pickle", "loads"), ("torch", "load"), ("yaml", "load"), ("np", "load"),
-    ("yaml", "unsafe_load"), ("os", "system"), ("joblib", "load"), ("marshal", "loads"),
-}  # fmt: skip
-ALLOWED = {("io/user_code.py", "exec_module")}
-"""A file that the user names on the command line, as a module."""
+UNSAFE = re.compile(
+    r"(?<![.\w])(?:eval|exec|compile|__import__)\(|\b(?:pickle|marshal)\.loads?\(|\.exec_module\("
+    r"|\b(?:yaml|np|joblib)\.(?:unsafe_)?load\(|torch\.load\((?![^)]*weights_only=True)"
+    r"|\bos\.system\(|\btrust_remote_code=True|\bweights_only=False"
+)
 
 
 def test_the_sources_read_nothing_that_could_run() -> None:
-    found = set()
-    for file in SOURCE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            name = node.func
-            place = str(file.relative_to(SOURCE))
-            if isinstance(name, ast.Name) and name.id in ("eval", "exec", "compile", "__import__"):
-                found.add((place, name.id))
-            if isinstance(name, ast.Attribute):
-                owner = name.value.id if isinstance(name.value, ast.Name) else ""
-                given = {
-                    k.arg: k.value.value for k in node.keywords if isinstance(k.value, Constant)
-                }
-                is_harmless = owner == "torch" and given.get("weights_only") is True
-                is_unsafe = (owner, name.attr) in UNSAFE and not is_harmless
-                if is_unsafe or name.attr == "exec_module":
-                    found.add((place, name.attr))
-            for keyword in node.keywords:
-                value = keyword.value.value if isinstance(keyword.value, Constant) else None
-                if (keyword.arg, value) in (("trust_remote_code", True), ("weights_only", False)):
-                    found.add((place, keyword.arg))
-    assert found == ALLOWED
+    """But a file that the user names on the command line, as a module."""
+    found = {(file.name, text) for file in SOURCE.rglob("*.py")
+             for text in UNSAFE.findall(file.read_text())}  # fmt: skip
+    assert found == {("user_code.py", ".exec_module(")}
+    planted = ("eval(", "torch.load(path)", "pickle.loads(", "yaml.load(", "weights_only=False")
+    assert all(UNSAFE.search(f"x = {text}") for text in planted)

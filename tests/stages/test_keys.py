@@ -25,10 +25,9 @@ def of_reward(*components: str) -> Any:
 def test_a_component_is_one_of_the_reward() -> None:
     name = "eval/reward/liked"
     assert metric_of(of_reward("liked", "short"), "ppo.best", name, "max") == (name, "max")
+    refused = r"^ppo\.best\.metric is 'eval/reward/liked'; allowed"
     for components in (("short", "steady"), ("liked",)):  # a single one has no metric of its own
-        with pytest.raises(
-            ConfigError, match=r"^ppo\.best\.metric is 'eval/reward/liked'; allowed"
-        ):
+        with pytest.raises(ConfigError, match=refused):
             metric_of(of_reward(*components), "ppo.best", name, "max")
     with pytest.raises(ConfigError, match=r"allowed: .*eval/reward/short, eval/reward/steady"):
         metric_of(of_reward("short", "steady"), "ppo.stop", "eval/reward/", "max")

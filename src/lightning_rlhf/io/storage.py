@@ -9,7 +9,7 @@ import resource
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -42,14 +42,17 @@ REPLACED: dict[Kind, str] = {
 """Kind of what is to be written -> what it replaces."""
 
 
-def foreign_names(folder: Path) -> list[str]:
-    """Return the names in a folder written whole that were not written with it, as a user's notes.
+def foreign_names(folder: Path, ours: Collection[str] | None = None) -> list[str]:
+    """Return the names in a folder that this program did not write, as a user's notes.
 
-    Where the list of those is missing or cannot be read, all names but NOBODYS are foreign.
+    NOBODYS are left out.
+    ours: names that it wrote; None for those of the folder's list, where all are foreign if it is
+        missing or cannot be read.
     """
-    ours: list[str] = []
-    with suppress(OSError, ValueError):
-        ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
+    if ours is None:
+        ours = ()
+        with suppress(OSError, ValueError):
+            ours = (folder / WRITTEN).read_text(encoding="utf-8").splitlines()
     others = sorted({*os.listdir(folder)} - {*ours})
     return [name for name in others if not any(fnmatch(name, pattern) for pattern in NOBODYS)]
 
@@ -91,7 +94,7 @@ def refuse_foreign(target: Path, kind: Kind) -> None:
     match kind, found:
         case ("folder", "folder"):
             is_replaced = (target / WRITTEN).is_file()
-        case ("page", "file"):
+        case ("page", "file") if os.access(target, os.R_OK):
             is_replaced = target.is_file() and MARK in target.read_bytes()[:500]
         case _:
             is_replaced = kind == "file" and (found == "link" or target.is_file())

@@ -77,10 +77,11 @@ def is_marked(folder: Path) -> bool:
 
 def refuse_foreign_files(folder: Path) -> None:
     """Raise ConfigError where a folder holds files and no run: its names may be those of ours."""
-    there = storage.foreign_names(folder) if folder.is_dir() and not is_marked(folder) else []
-    if others := sorted({*there} - {LOCK, DELETED, RUN_ID, PARENTS, FAILED}):
+    if not folder.is_dir() or is_marked(folder):
+        return
+    if found := storage.foreign_names(folder, (LOCK, DELETED, RUN_ID, PARENTS, FAILED)):
         way = "move that away, or give another run= or job="
-        raise ConfigError(f"{folder} holds {others[0]} and no config.json of a run; {way}")
+        raise ConfigError(f"{folder} holds {found[0]} and no config.json of a run; {way}")
 
 
 def leave_failed(folder: Path, reason: str) -> None:
@@ -106,10 +107,9 @@ def clear(folder: Path) -> None:
         if not (folder / name).is_dir():
             foreign.append(name)
             continue
-        others = storage.foreign_names(folder / name)
-        if name in INSIDE:
-            others = [n for n in others if not fnmatch(n, INSIDE[name])]
-        foreign += [f"{name}/{n}" for n in others]
+        is_inside = name in INSIDE
+        others = storage.foreign_names(folder / name, () if is_inside else None)
+        foreign += [f"{name}/{n}" for n in others if not (is_inside and fnmatch(n, INSIDE[name]))]
     if foreign:
         raise StorageError(
             f"{folder} was not emptied: {', '.join(foreign)} is no file of a run. Move it away"

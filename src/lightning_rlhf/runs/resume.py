@@ -106,19 +106,19 @@ def decide(settings: Settings) -> Start | None:
         return False, settings.overwrite, None
     if not (folder / folders.CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run to resume: no config.json; leave out resume=true")
-    there = saved(folder)
+    there, is_finished = saved(folder), final.is_dir()
     state, way = "was cut off", "resume=true to go on, "
-    if final.is_dir():
+    if is_finished:
         state, way = "finished", ""
     elif not there:
         state, way = "was cut off and has no checkpoint to go on from", "resume=auto or "
     ways = f"overwrite=true to delete it and start over, or {beside} to keep both"
-    if not resume or (resume != AUTO and way != "resume=true to go on, "):
+    if not resume or (resume != AUTO and (is_finished or not there)):
         raise ConfigError(f"{folder} holds a run that {state}. Give {way}{ways}")
     if state_of(settings) == "outdated":
         told = "the models it was started from are others now"
         raise ConfigError(f"{folder} cannot be resumed: {told}. Give {ways}")
-    if final.is_dir():
+    if is_finished:
         print_line(f"{settings.stage}: finished already, {final}")
         return None
     if not there:
