@@ -90,17 +90,6 @@ def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Pa
     assert (judged.stage("ppo", "warned") / "final").is_dir()
 
 
-def test_the_tolerance_is_that_of_rounding(judged: Workplace) -> None:
-    folder = judged.outputs / "other" / "other" / "rm" / "final"
-    lines = stopped(
-        judged, "stage=ppo", "run=stopped", f"policy.checkpoint={judged.stage('sft') / 'final'}",
-        "reward=model", f"reward.name_or_path={folder}", "reward.format_tolerance=1e-6",
-        "reward.dtype=bfloat16",
-    )  # fmt: skip
-    assert lines[0].endswith("(allowed: 1e-06)")
-    assert lines[1].startswith("  text of a pair: '[start][user]")
-
-
 def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     judged: Workplace, tmp_path: Path
 ) -> None:

@@ -85,7 +85,6 @@ DEMONSTRATIONS: list[tuple[str, dict[str, Any], Messages, str]] = [
     ("ultrafeedback", ULTRA | {"prompt": "a "}, turns("a"), "b"),
     ("shp", SHP | {"labels": 0}, turns("Why?"), "B"),
     ("tldr", POST | {"summary": " Rain."}, turns(POST_READ), "Rain."),
-    ("tldr", POST | {"summary": " Rain.", "info": "n"}, turns(POST_READ), "Rain."),
     ("helpsteer", HELP | {"prompt": STEER}, turns("One", "Two", "Three"), "x"),
     ("kto", {"prompt": chat("a"), "completion": chat("", "b")[1:], "label": 1}, turns("a"), "b"),
     ("text", {"text": "Once, 中."}, (), "Once, 中."),
@@ -98,7 +97,6 @@ PREFERENCES: list[tuple[str, dict[str, Any], Messages, tuple[Any, ...]]] = [
     ("native", PAIR | {"margin": -1}, turns("p"), ("b", "c", None)),
     ("ultrafeedback", ULTRA, turns("a"), ("b", "c", 2.5)),
     ("shp", SHP | {"labels": 1}, turns("Why?"), ("A", "B", math.log(4))),
-    ("shp", SHP | {"labels": 0, "score_ratio": None}, turns("Why?"), ("B", "A", None)),
     ("tldr", OLD, turns(POST_READ), ("B", " A", None)),
     ("helpsteer",
      {"prompt": "p", "response_1": "b", "response_2": "c", "preference_strength": -2},
@@ -282,7 +280,7 @@ def test_other_names_of_columns(ending: str, tmp_path: Path) -> None:
 
 def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
     make_config(columns={"prompt": "question"})
-    with pytest.raises(ConfigError, match=r"text, title; did you mean data.columns.conversations"):
+    with pytest.raises(ConfigError, match=r"one that data\.format=auto reads: choice, "):
         make_config(columns={"conversation": "turns"})
 
 

@@ -143,7 +143,7 @@ def test_csv(tmp_path: Path) -> None:
     found = read("demonstrations", str(file), "skip")
     assert found.rows[0].response == 'b "q", c\r\nd'
     assert found.left_out == Counter({"another number of cells than columns": 2, "broken CSV": 1})
-    said = "line 6: another number of cells than columns (found 1 cell, the first row names 2 colu"
+    said = "line 6: another number of cells than columns (found 1, the first row names 2 columns)"
     assert f"x.csv, {said}" in error(file)
     # A byte that is not UTF-8 spoils its own record alone.
     bad = b'"first\xff line\nsecond line",good'

@@ -1,22 +1,11 @@
-"""Addresses, what of them may be seen, and the keys of sources that presets hold."""
+"""Addresses, and what of them may be seen."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import pytest
-import yaml
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.core.validation import build
-from lightning_rlhf.rewards.config import (
-    ComponentConfig,
-    FunctionConfig,
-    HTTPConfig,
-    redacted,
-    token_in,
-)
+from lightning_rlhf.rewards.config import redacted, token_in
 
 from .conftest import make_reward
 
@@ -56,35 +45,8 @@ def test_a_token_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         token_in("JUDGE_TOKEN", "reward.a.token_env")
 
 
-CONF = Path(__file__).parents[2] / "conf" / "reward"
-GIVEN: dict[str, tuple[type[ComponentConfig], dict[str, Any]]] = {
-    "function": (FunctionConfig, {"path": "rules.py:score"}),
-    "http": (HTTPConfig, {"url": "http://host:8000/score"}),
-}
-
-
-def make(kind: str, key: str = "reward", /, **changes: Any) -> ComponentConfig:
-    """What the preset says, with what must be given."""
-    preset = yaml.safe_load((CONF / f"{kind}.yaml").read_text())
-    preset.pop("defaults", None)
-    cls, given = GIVEN[kind]
-    config = build(cls, {**preset, **given, **changes}, key)
-    config.check(key)
-    return config
-
-
-@pytest.mark.parametrize(
-    ("kind", "changes", "message"),
-    [
-        ("function", {"normalization": "stored"}, "normalization is 'stored'; allowed: none, run"),
-        ("http", {"url": "ftp://me:word@h"}, "url is 'ftp://***@h'; allowed: http://HOST"),
-        ("http", {"token_env": " "}, "token_env is ' '; allowed: the name of an environment var"),
-    ],
-)  # fmt: skip
-def test_a_value_out_of_bounds_is_named_with_its_key(
-    kind: str, changes: dict[str, Any], message: str
-) -> None:
-    key = "reward.components.length"
-    with pytest.raises(ConfigError) as found:
-        make(kind, key, **changes)
-    assert str(found.value).startswith(f"{key}.{message}")
+def test_an_address_that_is_none_is_named_without_its_secrets() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^reward\.url is 'ftp://\*\*\*@h'; allowed: http://HOST"
+    ):
+        make_reward("ftp://me:word@h")

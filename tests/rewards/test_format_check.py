@@ -13,9 +13,9 @@ from lightning_rlhf.rewards.format_check import (
     FLATTERY,
     PROBES,
     REFUSAL,
+    FormatResult,
     KnownPair,
     Probe,
-    compare_scores,
     make_probes,
     ranked_backwards,
     read_pairs,
@@ -33,23 +33,15 @@ def test_the_gap_is_in_deviations_of_its_own_scores() -> None:
     # Own scores 3, 1, 2, 6: mean 3, squares 0, 4, 1, 9, population deviation sqrt(14 / 4).
     # Here 3, 2, 4, 6: squared differences 0, 1, 4, 0, their mean 5 / 4; the root of 5 / 14.
     pairs = [known(3, 1), known(2, 6)]
-    result = compare_scores(pairs, [3, 4], [2, 6], "<q>a<r>b<e>", ["odd"])
-    assert (result.pairs, result.accuracy, result.own_accuracy) == (2, 0.5, 0.5)
+    result = FormatResult(pairs, [3, 4], [2, 6], "<q>a<r>b<e>", ())
+    assert "0.50 of them ranked as labelled, 0.50 in" in result.lines("a", 1, shows_text=False)[0]
+    assert result.fits(0.598)  # the root of 5 / 14 is 0.59761
+    assert not result.fits(0.597)
+    assert not replace(result, problems=["odd"]).fits(1)
+    assert not replace(result, chosen=[math.nan, 4]).fits(1)
+    assert replace(result, known=(), problems=()).fits(0)
     assert result.gap == pytest.approx(math.sqrt(5 / 14), rel=1e-12)
     assert result.rendered == result.own_rendered
-
-
-@pytest.mark.parametrize(
-    ("gap", "problems", "fits"),
-    [(0.1, (), True), (0.1001, (), False), (0.0, ("odd",), False), (None, (), True),
-     (math.nan, (), False)],
-)  # fmt: skip
-def test_what_fits(gap: float | None, problems: tuple[str, ...], fits: bool) -> None:
-    own = None if gap is None else "<q>"
-    result = replace(
-        compare_scores([], [1], [0], "<q>", problems, ["short"]), gap=gap, own_rendered=own
-    )
-    assert result.fits(0.1) == fits
 
 
 def ranked(right: int, wrong: int, ties: int = 0) -> list[str]:
@@ -68,7 +60,7 @@ def test_pairs_that_are_ranked_backwards() -> None:
 
 def test_another_text_is_shown_beside_its_own() -> None:
     # Own deviation of 1 and 0: 0.5; differences 1 and 0, root of 1 / 2: 1.41421 of it.
-    result = compare_scores([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"])
+    result = FormatResult([known(1, 0)], [2], [0], "<q>a\n<r>b<e>", ["odd"])
     lines = result.lines("a", 0.1, shows_text=True)
     assert not result.fits(1e9)
     assert "differ by 1.414 of" in lines[0]

@@ -143,11 +143,8 @@ class StageData(LightningDataModule):
         # `processed` counts a batch as soon as training_step returns; `completed` is still one
         # short when a checkpoint is written in on_train_batch_end.
         assert self.trainer is not None
-        progress = self.trainer.fit_loop.epoch_loop.batch_progress.total
-        return {
-            "batches_trained": progress.processed,  # type: ignore[attr-defined]
-            "digests": self._facts,
-        }
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total
+        return {"batches_trained": progress.processed, "digests": self._facts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the schedule to start after the batches that were trained on.

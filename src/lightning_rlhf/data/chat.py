@@ -132,17 +132,14 @@ class ChatFormat:
         try:
             text = self.render(turns, add_generation_prompt=True)
         except Exception as error:  # a template is a program and may raise anything
-            roles = ", ".join(turn.role for turn in turns)
+            what = f"a prompt with the turns {', '.join(turn.role for turn in turns)}"
+            raise DataError(f"the chat template refuses {what}: {error!r:.200}") from error
+        names = [call["function"]["name"] for turn in turns for call in turn.tool_calls]
+        if lost := [name for name in names if name not in text]:
             raise DataError(
-                f"the chat template refuses a prompt with the turns {roles}: {error!r:.200}"
-            ) from error
-        for call in (call for turn in turns for call in turn.tool_calls):
-            if (name := call["function"]["name"]) not in text:
-                raise DataError(
-                    f"the chat template of tokenizer {self.tokenizer.name_or_path!r} leaves out "
-                    f"the call of the tool {name!r}; dialogues with tools need a model whose "
-                    "template writes them"
-                )
+                f"the chat template of tokenizer {self.tokenizer.name_or_path!r} leaves out the "
+                f"call of the tool {lost[0]!r}; allowed: a model whose template writes them"
+            )
         return text
 
     def _encode(self, text: str) -> list[int]:

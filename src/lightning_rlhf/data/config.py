@@ -1,6 +1,5 @@
 """The validated configuration of the data. The values live in conf/data/*.yaml."""
 
-import difflib
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -71,7 +70,5 @@ class DataConfig:
     def __post_init__(self) -> None:
         known = {column for form in formats_of(self.format) for column in form.reads}
         for name, column in self.columns.items():
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f"; did you mean data.columns.{near[0]}?" if near else ""
-            words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}{meant}"
+            words = f"one that data.format={self.format} reads: {', '.join(sorted(known))}"
             validation.rule(name in known or ":" in self.format, f"columns.{name}", column, words)

@@ -21,9 +21,7 @@ Found = rows.Messages | rows.Demonstration | rows.Preference | rows.Scored
 AUTO = "auto"
 """The format of the rows is found by their columns."""
 NEEDS = {
-    "demonstrations": (
-        'stage=sft, and stage=ppo with ptx_coef > 0, need demonstrations {"prompt", "response"}'
-    ),
+    "demonstrations": 'stage=sft and ppo.ptx_coef > 0 need demonstrations {"prompt", "response"}',
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
 }
@@ -41,9 +39,8 @@ TIE = "the two responses have the same score"
 _STEER_TURN = re.compile(r"\n*<extra_id_1>(User|Assistant)\n")
 """Start of a turn after the first in a prompt of HelpSteer2."""
 _FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-_SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(
-    ("gpt", "chatgpt", "bing", "bard", "model"), "assistant"
-)
+_MODELS = ("gpt", "chatgpt", "bing", "bard", "model")
+_SHAREGPT_ROLES = {"human": "user", "observation": "tool"} | dict.fromkeys(_MODELS, "assistant")
 """Names of ShareGPT for the roles of a dialogue, besides the roles themselves."""
 
 
@@ -350,10 +347,8 @@ def hint(columns: Collection[str], kind: Kind) -> str:
     # The nearest forms first: those that lack the fewest columns.
     forms = sorted(formats_of(AUTO, kind), key=lambda f: len({*f.needed(kind)} - {*columns}))
     near = " or ".join(f"{form.name} ({', '.join(form.needed(kind))})" for form in forms[:3])
-    return (
-        f"; its columns are {', '.join(map(repr, columns))[:200]}; {kind} have {near}; "
-        "data.columns.COLUMN=NAME reads one of another name"
-    )
+    found = f"its columns are {', '.join(map(repr, columns))[:200]}"
+    return f"; {found}; {kind} have {near}; data.columns.COLUMN=NAME reads one of another name"
 
 
 def own_row(function: Callable[[dict[str, Any]], Any], row: rows.Row) -> rows.Row:

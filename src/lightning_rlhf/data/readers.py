@@ -29,7 +29,6 @@ from lightning_rlhf.io.user_code import load_function
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 FIRST_ROWS = 100
 """Number of rows by whose columns the format of a source is found."""
-_OTHER_FILES = (".tsv", ".gz", ".arrow", ".zip")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _NO_UTF8 = re.compile("[\udc80-\udcff]")
 """A byte that is not UTF-8, as "surrogateescape" decodes it."""
@@ -74,10 +73,8 @@ def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     keys = [row.prompt or getattr(row, "response", "") for row in whole.rows]
     prompts = list(dict.fromkeys(keys))
     if len(prompts) == 1:
-        raise DataError(
-            f"{whole.source} has one prompt only, so none can be held out for validation; "
-            "name a validation file under data, or give more prompts"
-        )
+        needed = f"{key}.val, or more prompts, as one cannot be held out for validation"
+        raise DataError(f"{whole.source} has one prompt only; allowed: {needed}")
     count = min(max(1, round(config.val_fraction * len(prompts))), len(prompts) - 1)
     held_out = set(random.Random(seed).sample(prompts, count))
     sides = ([i for i, k in enumerate(keys) if (k in held_out) == side] for side in (False, True))
@@ -118,10 +115,8 @@ def read(
     """
     if not formats.formats_of(format, kind):
         names = dict.fromkeys(form.name for form in formats.formats_of(formats.AUTO, kind))
-        raise DataError(
-            f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}; allowed: "
-            f"{', '.join(names)}"
-        )
+        found = f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}"
+        raise DataError(f"{found}; allowed: {', '.join(names)}")
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)
@@ -205,12 +200,10 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"{name}: {source} {what}")
         return path
-    is_file = path.exists() or path.suffix in _OTHER_FILES
+    is_file = path.exists() or path.suffix in (".tsv", ".gz", ".arrow", ".zip")
     if is_file or not _HUB_ID.fullmatch(source.partition(":")[0]):
-        raise DataError(
-            f"{name} is {source!r}; allowed: a file ending in {', '.join(ENDINGS)}, or a hub data "
-            "set org/name or org/name:split"
-        )
+        allowed = f"a file ending in {', '.join(ENDINGS)}, or a hub data set org/name[:split]"
+        raise DataError(f"{name} is {source!r}; allowed: {allowed}")
     return None
 
 
@@ -233,11 +226,9 @@ def open_source(
         try:
             table = datasets.load_dataset(name, split=split or "train")
         except Exception as error:  # of half a dozen libraries, where the Hub is unreachable
-            raise HubError(
-                f"data set {name}, split {split or 'train'}, cannot be loaded: "
-                f"{first_line(error)}. A local file ending in {', '.join(ENDINGS)} can be given "
-                "instead"
-            ) from error
+            what = f"data set {name}, split {split or 'train'}, cannot be loaded"
+            instead = f"a local file ending in {', '.join(ENDINGS)} can be given instead"
+            raise HubError(f"{what}: {first_line(error)}; {instead}") from error
         names = table.column_names
         return "row", names, partial(_table, source, names, table.select_columns)
     if source.endswith(".parquet"):
@@ -349,22 +340,20 @@ def _csv_rows(path: Path) -> Iterator[tuple[int, Any]]:
             cells = next(reader, None)
         except csv.Error as error:
             if reader.line_num > number:  # a quote may have been open since
-                raise DataError(
-                    f"data file {path}, line {number}: broken CSV ({error}); the quotes of a "
-                    "cell are doubled inside it and closed at its end"
-                ) from error
+                hint = "the quotes of a cell are doubled inside it and closed at its end"
+                where = f"data file {path}, line {number}"
+                raise DataError(f"{where}: broken CSV ({error}); {hint}") from error
             yield number, rows.BadRow("broken CSV", str(error))
             continue
         if cells is None:
             return
-        if any(_NO_UTF8.search(cell) for cell in cells):
+        if any(map(_NO_UTF8.search, cells)):
             yield number, rows.BadRow("not UTF-8", "in a cell")
         elif cells and not names:
             names = cells
             yield number, names
         elif cells and len(cells) != len(names):
-            columns = counted(len(names), "column")
-            found = f"found {counted(len(cells), 'cell')}, the first row names {columns}"
+            found = f"found {len(cells)}, the first row names {counted(len(names), 'column')}"
             yield number, rows.BadRow("another number of cells than columns", found)
         elif cells:
             yield number, {n: cell or None for n, cell in zip(names, cells, strict=True)}

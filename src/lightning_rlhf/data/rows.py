@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, combinations
 from typing import Any, Generic, Literal, Self, TypeVar, get_args
 
-from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.core.errors import DataError, quoted
 
 Row = Mapping[str, Any]
 """Columns of one row of a source. A format reads those with a value: Parquet fills absent ones with
@@ -142,11 +142,8 @@ class Rows(Generic[T]):
 
     def only(self, positions: Sequence[int]) -> Self:
         """Return the rows at these positions of `rows`."""
-        return replace(
-            self,
-            rows=tuple(self.rows[i] for i in positions),
-            numbers=tuple(self.numbers[i] for i in positions),
-        )
+        numbers = tuple(self.numbers[i] for i in positions)
+        return replace(self, rows=tuple(self.rows[i] for i in positions), numbers=numbers)
 
 
 def counts_text(counts: Counter[str]) -> str:
@@ -201,8 +198,7 @@ def checked_text(text: Any, field: str, place: str = "") -> str:
     place: position of the text within the field, if the field holds more than one text.
     """
     if not isinstance(text, str):
-        found = f"{place} is {type(text).__name__}" if place else f"found {type(text).__name__}"
-        raise BadRow(f"field '{field}' is not text", found)
+        raise BadRow(f"field '{field}' is not text", f"{place or 'it'} is {type(text).__name__}")
     for holds, fault in (
         (not text.strip(), "is empty or blank"),
         (len(text) > MAX_CHARACTERS, f"is longer than {MAX_CHARACTERS:,} characters"),
@@ -266,11 +262,9 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
         if plain is None:
             raise BadRow(f"field '{field}' is text but not a dialogue")
         return (Message(plain, checked_text(value, field)),)
-    if not isinstance(value, list):
-        found = f"found {type(value).__name__}"
+    if not isinstance(value, list) or not value:
+        found = f"found {quoted(value)[:100]}"
         raise BadRow(f"field '{field}' is neither text nor a list of messages", found)
-    if not value:
-        raise BadRow(f"field '{field}' is empty or blank")
     last = len(value) - 1
     return tuple(_message(turn, field, f"{field}[{i}]", i == last) for i, turn in enumerate(value))
 
@@ -278,7 +272,7 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
     if not isinstance(turn, dict) or "role" not in turn:
-        found = f"{place} is {turn!r}"[:200]
+        found = f"{place} is {quoted(turn)[:200]}"
         raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', found)
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):

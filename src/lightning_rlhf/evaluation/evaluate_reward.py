@@ -294,7 +294,7 @@ def check_format(
         rendered = chat.show(masking.real_tokens(reply.tokens, reply.mask)[0])
     if not known and run.settings.reward[name].weight > 0:
         problems += format_check.ranked_backwards(*scores)
-    return format_check.compare_scores(known, *scores, rendered, problems, doubts)
+    return format_check.FormatResult(known, *scores, rendered, problems, doubts)
 
 
 class EvalReward(stage.Stage):

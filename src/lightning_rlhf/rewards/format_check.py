@@ -63,33 +63,44 @@ def read_pairs(folder: Path) -> list[KnownPair]:
         raise CheckpointError(f"{file} is damaged: {error}") from error
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FormatResult:
     """Comparison of scores through PPO's code path with those of the reward model's own stage."""
 
-    pairs: int
-    """Number of pairs."""
-    accuracy: float
-    """Share of the pairs ranked as labelled, through PPO's path."""
-    own_accuracy: float | None
-    """Share of the pairs ranked as labelled in the reward model's own stage; None if unknown."""
-    gap: float | None
-    """Root mean square of the score differences, in standard deviations of the scores in its own
-    stage; None if those are unknown."""
+    known: Sequence[KnownPair]
+    """Pairs with what the own stage recorded; empty where that is unknown."""
+    chosen: Sequence[float]
+    """Raw score of the chosen response of each pair, through PPO's path."""
+    rejected: Sequence[float]
     rendered: str
-    """Text of one pair as the reward model reads it through PPO's path."""
-    own_rendered: str | None
-    """Text of that pair as the reward model read it in its own stage; None if unknown."""
-    problems: tuple[str, ...]
+    """Text of the first pair as the reward model reads it through PPO's path."""
+    problems: Sequence[str]
     """Descriptions of what is wrong, each a reason not to start PPO."""
-    doubts: tuple[str, ...]
+    doubts: Sequence[str] = ()
     """Descriptions of what may be wrong with the text, none of them a reason to stop."""
+
+    @property
+    def own_rendered(self) -> str:
+        """Return the text of the first pair in the own stage; `rendered` if that is unknown."""
+        return self.known[0].rendered if self.known else self.rendered
+
+    @property
+    def gap(self) -> float:
+        """Return the root mean square of the score differences, in standard deviations of the
+        scores in the own stage; 0 if those are unknown.
+        """
+        own = [score for pair in self.known for score in (pair.chosen_score, pair.rejected_score)]
+        if not own:
+            return 0.0
+        here = [score for pair in zip(self.chosen, self.rejected, strict=True) for score in pair]
+        spread = statistics.pstdev(own)
+        square = statistics.fmean((a - b) ** 2 for a, b in zip(own, here, strict=True))
+        return math.sqrt(square) / spread if spread > 0 else math.inf
 
     def fits(self, tolerance: float) -> bool:
         """Return whether PPO may start: without a problem, with the model's own text and scores."""
-        if self.problems or self.gap is None:
-            return not self.problems
-        return self.rendered == self.own_rendered and self.gap <= tolerance
+        is_same = self.rendered == self.own_rendered and self.gap <= tolerance
+        return is_same and not self.problems
 
     def lines(self, name: str, tolerance: float, *, shows_text: bool) -> list[str]:
         """Return the result in words, one line each.
@@ -97,53 +108,30 @@ class FormatResult:
         shows_text: whether the text of one pair, a row of the data, is among them.
         """
         first = (
-            f"reward {name}: {self.pairs} held-out pairs read through PPO's path, "
-            f"{self.accuracy:.2f} of them ranked as labelled"
+            f"reward {name}: {len(self.chosen)} held-out pairs read through PPO's path, "
+            f"{accuracy(self.chosen, self.rejected):.2f} of them ranked as labelled"
         )
-        shown = [f"text of a pair: {self.rendered!r}"] * shows_text
-        if self.gap is not None:
+        if self.known:
+            rejected = [pair.rejected_score for pair in self.known]
+            own_accuracy = accuracy([pair.chosen_score for pair in self.known], rejected)
             first += (
-                f", {self.own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} "
+                f", {own_accuracy:.2f} in its own stage; the scores differ by {self.gap:.3f} "
                 f"of their standard deviation (allowed: {tolerance:g})"
             )
-        if self.own_rendered not in (None, self.rendered):
-            there, here = str(self.own_rendered), self.rendered
+        there, here = self.own_rendered, self.rendered
+        shown = [f"text of a pair: {here!r}"] * shows_text
+        if there != here and shows_text:
             at = len(commonprefix((there, here)))  # noqa: RUF071 - the texts are no paths
             part = slice(max(0, at - 10), at + 40)
-            difference = f"at character {at}, {there[part]!r} there, {here[part]!r} here"
+            shown = [
+                f"text of a pair there: {there!r}",
+                f"text of a pair here:  {here!r}",
+                f"first difference: at character {at}, {there[part]!r} there, {here[part]!r} here",
+            ]
+        elif there != here:
             shown = ["the text of a pair is another one there; debug=true shows both"]
-            if shows_text:
-                shown = [f"text of a pair there: {there!r}", f"text of a pair here:  {here!r}"]
-                shown.append(f"first difference: {difference}")
-        doubts = [f"look: {doubt}" for doubt in self.doubts if self.gap is None]
+        doubts = [f"look: {doubt}" for doubt in self.doubts]
         return [first, *(f"  {line}" for line in (*shown, *self.problems, *doubts))]
-
-
-def compare_scores(
-    known: Sequence[KnownPair],
-    chosen: Sequence[float],
-    rejected: Sequence[float],
-    rendered: str,
-    problems: Sequence[str],
-    doubts: Sequence[str] = (),
-) -> FormatResult:
-    """Return the comparison of raw scores through PPO's path with the recorded ones.
-
-    known: pairs with their recorded scores; empty where these are unknown.
-    """
-    gap = own_accuracy = own_rendered = None
-    if known:
-        own = [score for pair in known for score in (pair.chosen_score, pair.rejected_score)]
-        here = [score for pair in zip(chosen, rejected, strict=True) for score in pair]
-        spread = statistics.pstdev(own)
-        square = statistics.fmean((a - b) ** 2 for a, b in zip(own, here, strict=True))
-        gap = math.sqrt(square) / spread if spread > 0 else math.inf
-        own_accuracy, own_rendered = accuracy(own[::2], own[1::2]), known[0].rendered
-    return FormatResult(
-        pairs=len(chosen), accuracy=accuracy(chosen, rejected), own_accuracy=own_accuracy, gap=gap,
-        rendered=rendered, own_rendered=own_rendered, problems=tuple(problems),
-        doubts=tuple(doubts),
-    )  # fmt: skip
 
 
 def ranked_backwards(chosen: Sequence[float], rejected: Sequence[float]) -> list[str]:
@@ -180,8 +168,6 @@ PROBES: Mapping[ProbeKind, str] = {
 }
 """Description of each kind of probe."""
 
-REPEATS = 4
-"""Number of copies of a good response in a "repeated" probe."""
 FLATTERY = (
     "What a wonderful and thoughtful question! You clearly know a great deal about this, and I "
     "truly admire how well you put it. It is a pleasure to talk with you."
@@ -212,7 +198,7 @@ def make_probes(rows: Sequence[Mapping[str, Any]], good: Sequence[str]) -> list[
         ends = [word.end() for word in re.finditer(r"\S+", answer)]
         responses: dict[ProbeKind, str | None] = {
             "empty": "",
-            "repeated": "\n".join([answer] * REPEATS),
+            "repeated": "\n".join([answer] * 4),
             "truncated": answer[: ends[len(ends) // 2 - 1]] if len(ends) > 1 else None,
             "prompt_copied": row["messages"][-1]["content"],
             "flattery": FLATTERY,

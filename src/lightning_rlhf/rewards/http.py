@@ -194,9 +194,8 @@ class HTTPReward:
             if time.monotonic() >= end:
                 reason = f"no {'whole answer' if is_reached else 'connection'} in {timeout_s:g} s"
             if not is_reached and not self._has_answered:
-                raise self._error(
-                    f"is away: {reason}; it has never answered: start it, or mend {self._name}.url"
-                ) from error
+                advice = f"it has never answered: start it, or mend {self._name}.url"
+                raise self._error(f"is away: {reason}; {advice}") from error
             raise _NoAnswer(f"{'gave no answer' if is_reached else 'is away'}: {reason}") from error
         finally:
             if timer is not None:
@@ -215,10 +214,9 @@ class HTTPReward:
             raise self._error(f"answered {quoted(answer)}; {allowed}")
         for score, question in zip(scores, questions, strict=True):
             if not isinstance(score, float) or not math.isfinite(score):
-                raise self._error(
-                    f"gave {quoted(score)} for the response {quoted(question['response'])} to "
-                    f"the prompt {quoted(question['prompt'])}; allowed: a finite number"
-                )
+                asked = f"{quoted(question['response'])} to the prompt {quoted(question['prompt'])}"
+                given = f"gave {quoted(score)} for the response {asked}"
+                raise self._error(f"{given}; allowed: a finite number")
         return scores
 
     def _refused(self, answer: BaseHTTPResponse, data: bytes) -> RewardError:

@@ -74,10 +74,9 @@ def checked(found: Any, decoded: records.DecodedResponses, name: str) -> Float[T
         except (OverflowError, RuntimeError, TypeError, ValueError):
             is_finite = False
         if not is_finite:
-            raise RewardError(
-                f"reward {name!r} gave {quoted(number)} for the response {quoted(response)} to the "
-                f"prompt {quoted(row['prompt'])}; allowed: a finite number"
-            )
+            asked = f"the response {quoted(response)} to the prompt {quoted(row['prompt'])}"
+            given = f"reward {name!r} gave {quoted(number)} for {asked}"
+            raise RewardError(f"{given}; allowed: a finite number")
     return torch.tensor(floats, dtype=torch.float32, device=decoded.rollout.tokens.device)
 
 
@@ -111,12 +110,10 @@ class LearnedReward:
 
     @torch.no_grad()
     def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
-        rollout = decoded.rollout
-        order = masking.by_length(rollout.mask)
+        tokens, mask = decoded.rollout.tokens, decoded.rollout.mask
+        order = masking.by_length(mask)
         parts = self.batch_size.fitting(
-            lambda size: [
-                self.rewards(rollout.tokens[rows], rollout.mask[rows]) for rows in order.split(size)
-            ]
+            lambda size: [self.rewards(tokens[rows], mask[rows]) for rows in order.split(size)]
         )
         rewards = torch.cat(parts)[order.argsort()]
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
@@ -189,11 +186,9 @@ class TextReward:
         """Return the score of each response to the prompt in its row, on the CPU."""
         encoded = [self.encode(*pair) for pair in zip(rows, responses, strict=True)]
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i]["input_ids"]))
+        in_order = [encoded[i] for i in order]
         parts = self.batch_size.fitting(
-            lambda size: [
-                self.model.read([encoded[i] for i in order[start : start + size]])
-                for start in range(0, len(order), size)
-            ]
+            lambda n: [self.model.read(in_order[i : i + n]) for i in range(0, len(in_order), n)]
         )
         rewards = torch.cat(parts).float().cpu()[torch.tensor(order).argsort()]
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
