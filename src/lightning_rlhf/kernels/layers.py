@@ -117,19 +117,15 @@ class FusedRMSNorm(FastLayer, nn.Module):
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         if x.dtype not in DTYPES or x.dtype != self.get_parameter("weight").dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _RMSNormFunction.apply(x, *weight_and_eps(self))  # type: ignore
-
-
-def is_zero_centred(norm: nn.Module) -> bool:
-    """Return whether the norm's parameter is w - 1, as in Qwen3.5."""
-    return library_class(norm).__name__ == "Qwen3_5RMSNorm"
+        weight, eps = weight_and_eps(self)
+        return _RMSNormFunction.apply(x, weight.float(), eps)  # type: ignore
 
 
 def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
-    """Return w in fp32 and eps of a norm that has a fast class."""
-    if is_zero_centred(norm):
+    """Return w and eps of a norm that has a fast class; Qwen3.5's parameter is w - 1."""
+    if library_class(norm).__name__ == "Qwen3_5RMSNorm":
         return 1 + norm.weight.float(), norm.eps
-    return norm.weight.float(), norm.variance_epsilon
+    return norm.weight, norm.variance_epsilon
 
 
 class ChunkedDeltaNet(FastLayer, nn.Module):

@@ -16,8 +16,16 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models import checkpoint, loading
-from lightning_rlhf.models import config as names
-from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
+from lightning_rlhf.models.config import (
+    BASE,
+    CRITIC,
+    POLICY,
+    REFERENCE,
+    REWARD,
+    SFT,
+    VALUE,
+    ModelConfig,
+)
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles, checked_adapter
 
@@ -97,14 +105,11 @@ def start_from(
     if sft is None:
         return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
     if sft.manifest is not None and sft.manifest.stage == "rm":
-        raise CheckpointError(
-            f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft, ppo or dpo"
-        )
+        allowed = "the final/ folder of stage=sft, ppo or dpo"
+        raise CheckpointError(f"{sft.path} is a reward model; allowed: {allowed}")
     if sft.manifest is None and sft.is_adapter:
-        warnings.warn(
-            f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model",
-            stacklevel=2,
-        )
+        told = f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model"
+        warnings.warn(told, stacklevel=2)
     if sft.is_adapter and trainable:
         raise CheckpointError(
             f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
@@ -156,9 +161,8 @@ def attach_reward(
 
 def whole_reward(final: checkpoint.Final, role: str, config: ModelConfig) -> Roles:
     """Load a reward model of whole weights as `role` of a new Roles object."""
-    owner = Roles(
-        loading.load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels
-    )
+    model = loading.load_causal_lm(config, str(final.path), trainable=False, seed=0)
+    owner = Roles(model, config.kernels)
     owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
     owner.assign(role)
     check_fingerprint(owner, role, final, "self")
@@ -295,7 +299,7 @@ def add_critic(
 
     Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
-    owner, role = roles, POLICY if kind == "head" else names.CRITIC
+    owner, role = roles, POLICY if kind == "head" else CRITIC
     if kind == "model":
         owner = Roles(whole_weights(config, sft, reward, seed), config.kernels)
         owner.assign(role)
@@ -308,7 +312,7 @@ def add_critic(
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
         roles.load_adapter(role, reward.adapter, trainable=True)
-    owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
+    owner.heads[VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
         heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale

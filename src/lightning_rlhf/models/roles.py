@@ -201,9 +201,8 @@ class Roles(nn.Module):
         # Some rotations depend on the length of the longest row, padding included.
         rope = trunk.rotary_emb.rope_type if few_shapes else "longrope"
         if rope != "longrope" and "dynamic" not in rope:
-            tokens, wanted = (
-                F.pad(x, (0, -x.shape[1] % decoder.COLUMNS)) for x in (tokens, wanted)
-            )
+            more = (0, -tokens.shape[1] % decoder.COLUMNS)
+            tokens, wanted = F.pad(tokens, more), F.pad(wanted, more)
         packing = decoder.Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
         hidden = trunk(
             input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
@@ -271,9 +270,8 @@ class Roles(nn.Module):
                 else:
                     self.model = PeftModel(self.model, config, adapter_name=role)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"model.lora.target_modules={targets}: {first_line(error)}"
-            ) from error
+            told = f"model.lora.target_modules={targets}: {first_line(error)}"
+            raise CheckpointError(told) from error
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
@@ -307,9 +305,8 @@ class Roles(nn.Module):
         for name, parameter in self.model.named_parameters():
             if marker in name and "lora_" in name:
                 parameter.requires_grad_(trainable)
-        self._trainable = [
-            p for n, p in self.model.named_parameters() if "lora_" in n and p.requires_grad
-        ]
+        parameters = self.model.named_parameters()
+        self._trainable = [p for name, p in parameters if "lora_" in name and p.requires_grad]
         self.model.eval()
         self.set_role(role)
 

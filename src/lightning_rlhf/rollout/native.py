@@ -150,9 +150,8 @@ class DecodeState:
         Raises: LogitsError where a token was drawn from logits that are not finite.
         """
         mask = self.mask[:, self.width : self.width + self.length]
-        finite, longest = torch.stack(
-            [self.logprobs.isfinite().all().long(), mask.any(dim=0).sum()]
-        ).tolist()
+        is_finite = self.logprobs.isfinite().all().long()
+        finite, longest = torch.stack([is_finite, mask.any(dim=0).sum()]).tolist()
         if not finite:
             raise LogitsError
         end, mask = self.width + longest, mask[:, :longest]

@@ -182,9 +182,8 @@ def annotate(
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
     if logprobs is None:
         on_trunk = critic if critic is not None and critic.shares_trunk else None
-        logprobs, values = policy_rows.fitting(
-            partial(predict, sampled, roles, on_trunk, temperature)
-        )
+        read = partial(predict, sampled, roles, on_trunk, temperature)
+        logprobs, values = policy_rows.fitting(read)
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     values = torch.zeros_like(logprobs) if values is None else values
