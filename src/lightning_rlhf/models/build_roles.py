@@ -16,18 +16,10 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models import checkpoint, loading
-from lightning_rlhf.models.config import (
-    BASE,
-    CRITIC,
-    POLICY,
-    REFERENCE,
-    REWARD,
-    SFT,
-    VALUE,
-    ModelConfig,
-)
+from lightning_rlhf.models import config as names
+from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.heads import ScalarHeads
-from lightning_rlhf.models.roles import Roles, checked_adapter
+from lightning_rlhf.models.roles import Roles
 
 FINGERPRINT = "fingerprint.safetensors"
 REROUNDED = {"int8": 0.1, "nf4": 3e-2}
@@ -87,8 +79,7 @@ def check_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str)
 
 
 SAMPLING_BYTES = 25
-"""Bytes per sampled response position: token 8, mask 1, log-probability 4, value 4, and 4 for each
-of the two copies of its random number, on the CPU and on the device."""
+"""Bytes of a sampled position: token 8, mask 1, log-probability 4, value 4, 2 random numbers 8."""
 
 
 def start_from(
@@ -268,18 +259,6 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a policy adapter. Raises CheckpointError unless it starts as the unchanged reference."""
-    before = roles.probe(REFERENCE)
-    roles.add_adapter(POLICY, config.lora, seed)
-    for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
-            raise CheckpointError(
-                f"the {role} does not start as the SFT model: the policy's adapter changed its "
-                "logits. This is a fault of the adapter library's version"
-            )
-
-
 def add_critic(
     roles: Roles,
     config: ModelConfig,
@@ -299,7 +278,7 @@ def add_critic(
 
     Raises ConfigError where the critic is an adapter and the reward model is a whole model.
     """
-    owner, role = roles, POLICY if kind == "head" else CRITIC
+    owner, role = roles, POLICY if kind == "head" else names.CRITIC
     if kind == "model":
         owner = Roles(whole_weights(config, sft, reward, seed), config.kernels)
         owner.assign(role)
@@ -312,7 +291,7 @@ def add_critic(
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
         roles.load_adapter(role, reward.adapter, trainable=True)
-    owner.heads[VALUE] = head = ScalarHeads(owner.hidden_size, 1)
+    owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
         heads, (mean, std) = load_head(reward, REWARD, owner.hidden_size), scale
@@ -343,7 +322,8 @@ def whole_weights(
     if quantised:
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
-        with checked_adapter(adapter, "ppo.critic"):
+        checkpoint.check_weights(adapter)
+        with checkpoint.naming(str(adapter), "ppo.critic"):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 

@@ -143,9 +143,8 @@ def check_weights(folder: Path) -> None:
         allowed = " or ".join(names)
         raise CheckpointError(f"{folder} cannot be loaded: it has {has}; allowed: {allowed}")
     shards = json_object(folder / INDEX).get("weight_map") if found == [INDEX] else {}
-    if not isinstance(shards, dict) or any(
-        Path(str(name)).suffix != ".safetensors" for name in shards.values()
-    ):
+    files = shards.values() if isinstance(shards, dict) else [None]
+    if any(not str(name).endswith(".safetensors") for name in files):
         raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
     if not is_adapter:
         check_references(folder / "config.json")

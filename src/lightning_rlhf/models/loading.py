@@ -197,10 +197,8 @@ def read_weights(
             **more,
         )
     if info["missing_keys"]:
-        raise CheckpointError(
-            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
-            "random"
-        )
+        missing = ", ".join(sorted(info["missing_keys"])[:5])
+        raise CheckpointError(f"{source} lacks weights: {missing}; they would be random")
     if quantization_of(model) in ("int8", "nf4"):
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
