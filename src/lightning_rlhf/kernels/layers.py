@@ -21,8 +21,7 @@ GATED = "Qwen3_5Attention"
 """Name of the attention class that also projects a gate for each query."""
 ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
-"""Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
-ones save too little for what it keeps of each shape."""
+"""Fewest multiplications, rows and columns for which what oneDNN keeps of each shape pays."""
 
 
 @cache
@@ -228,8 +227,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 SDPA, FAST_SDPA = "sdpa", "fast_sdpa"
 SHORT = 4
-"""Sequence length over head size up to which the attention probabilities take less memory than
-queries, keys, values and output in fp32."""
+"""Sequence length over head size up to which it saves memory to keep attention probabilities."""
 SCORES = 2**24  # in fp32: 64 MB a tensor, of which two are alive
 sdpa_attention_forward = AttentionInterface()[SDPA]
 

@@ -4,6 +4,7 @@ Each is checked by its fingerprint: logits on a probe input, of its model and it
 """
 
 import warnings
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -90,8 +91,7 @@ def start_from(
     sft: checkpoint of the SFT model; None uses the base model unchanged.
     trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
 
-    Raises CheckpointError where `sft` is a reward model, an adapter that is to be fine-tuned in
-    full, or does not match its fingerprint.
+    Raises CheckpointError for a reward model, a `trainable` adapter, and another fingerprint.
     """
     if sft is None:
         return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -173,8 +173,7 @@ def load_reward(final: checkpoint.Final, config: ModelConfig) -> Roles:
 
 def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
     """Warn where uncertainty_coef is above 0 but the reward model has a single head."""
-    heads = roles.heads[role]
-    assert isinstance(heads, ScalarHeads)
+    heads: Any = roles.heads[role]
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
         warnings.warn(
             f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "

@@ -224,8 +224,7 @@ def scale_bytes(parameter: nn.Parameter) -> int:
 def use_exact_layers(model: nn.Module) -> None:
     """Let the layers of bitsandbytes in `model` compute with their weights, dequantised.
 
-    int8: see `int8_linear`. nf4: packing for CPUs is disabled, which requires output sizes that are
-    multiples of 32, and passes no gradient on.
+    int8: see `int8_linear`. nf4: packing for CPUs, which limits sizes and has no gradient, is off.
     """
     import bitsandbytes
 
