@@ -243,9 +243,8 @@ class Collector:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.annotation_rows = memory.MicrobatchSize(
-            "the number of rows annotated at a time", config.rollout_batch_size
-        )
+        at_a_time = "the number of rows annotated at a time"
+        self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         self.generation_rows = memory.MicrobatchSize(
             f"{self.stage}.generation_batch_size",
