@@ -15,9 +15,8 @@ from unittest.mock import patch
 import torch
 
 from common import markdown_table
-from lightning_rlhf.kernels import lora
+from lightning_rlhf.kernels import decoding, lora
 from lightning_rlhf.modules.ppo import TRAINING
-from lightning_rlhf.rollout import native
 from machine import middle, options, write
 from update import in_contexts
 from workloads import Workload, build_module, parameters, prompts_of
@@ -29,7 +28,7 @@ LARGE = Workload(
 )
 STEP_OFF, UNPACKED = "decoding step off", "output layer not packed"
 SWITCHES: dict[str, Callable[[], Any]] = {
-    STEP_OFF: partial(patch.object, native, "decode_step", lambda *_: None),
+    STEP_OFF: partial(patch.object, decoding, "decode_step", lambda *_: None),
     UNPACKED: partial(patch.object, lora, "LARGEST_BF16", 2**26),
 }
 """What is switched off, with the context that does it: 2**26 is above the layers' weights."""

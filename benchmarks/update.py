@@ -23,15 +23,14 @@ from counting import Memory
 from lightning_rlhf.core import logprobs, masking
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.records import Experience, Prompts
-from lightning_rlhf.kernels import decoder, lora
+from lightning_rlhf.kernels import decoder, decoding, lora
 from lightning_rlhf.kernels import layers as kernel_layers
 from lightning_rlhf.kernels.layers import ChunkedDeltaNet, FastLayer, FusedRMSNorm, library_class
 from lightning_rlhf.kernels.lora import FusedLoRALinear
-from lightning_rlhf.models import roles as models_roles
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
-from lightning_rlhf.rollout import native, score
+from lightning_rlhf.rollout import score
 from lightning_rlhf.rollout.native import position_ids
 from lightning_rlhf.rollout.score import response_logprobs
 from machine import in_turn, middle, options, seconds, write
@@ -173,8 +172,8 @@ def groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
 
 def rollout_groups(module: PPOModule) -> dict[str, Callable[[], Any]]:
     """Return as `groups` what a rollout is sampled by."""
-    step = partial(patch.object, native, "decode_step", lambda *_: None)
-    merged = partial(patch.object, decoder, "_can_merge", lambda layer: False)
+    step = partial(patch.object, decoding, "decode_step", lambda *_: None)
+    merged = partial(patch.object, decoder, "merged_adapters", nullcontext)
     return {
         FAST: nullcontext,
         "decoding step off": step,
@@ -192,7 +191,7 @@ def iteration_groups() -> dict[str, Callable[[], Any]]:
     return {
         FAST: nullcontext,
         "lengths not rounded up": partial(
-            patch.object, models_roles, "compiles_by_shape", lambda x: False
+            patch.object, kernel_layers, "compiles_by_shape", lambda x: False
         ),
     }
 

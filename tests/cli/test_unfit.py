@@ -45,12 +45,12 @@ def test_an_unfit_reward_is_refused_before_a_model_loads(
     monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", pytest.fail)
     final = backwards.stage("rm") / "final"
     written = find(str(final), "").require_manifest("rm").verdicts["rm"]
-    assert written["is_unfit"] is True
-    assert written["words"].startswith(NOT_FIT)
+    assert written.is_unfit
+    assert written.words.startswith(NOT_FIT)
     error = backwards.mini(*ppo("refused", *given(backwards))).error
     assert error.startswith(f"reward head is unfit by its fitness report {final / 'report.md'}: ")
     assert NOT_FIT in error
-    (reason,) = (why for why in written["reasons"] if why.startswith("better than guessing: "))
+    (reason,) = (why for why in written.reasons if why.startswith("better than guessing: "))
     assert "ranks 0.0% of held-out pairs right, interval 0.0% to" in reason
     assert error.endswith("reward.unfit=warn runs PPO on it all the same")
     assert not (backwards.outputs / "refused").exists()

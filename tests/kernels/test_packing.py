@@ -17,20 +17,14 @@ from lightning_rlhf.models.roles import Roles
 from .conftest import VOCABULARY, build_model
 from .test_layers import FAMILIES, a_policy, outcome, relative
 
-T, F = True, False
 WANTED = {
-    "a response in each row": [
-        [F, F, T, T, F, F, F, F],
-        [F, F, F, F, F, T, T, T],
-        [T, T, T, F, F, F, F, F],
-    ],
-    "with gaps": [[T, F, T, F, F, F, F, F], [F, T, F, F, F, T, F, T], [F, F, F, F, F, F, T, F]],
-    "rows of one length": [
-        [F, F, F, F, F, F, T, T],
-        [F, F, F, F, F, F, F, T],
-        [T, T, T, T, T, T, T, T],
-    ],
-    "one position in all": [[T, F, F, F, F, F, F, F]],
+    name: torch.tensor([[place == "#" for place in row] for row in rows])
+    for name, rows in {
+        "a response in each row": ("..##....", ".....###", "###....."),
+        "with gaps": ("#.#.....", ".#...#.#", "......#."),
+        "rows of one length": ("......##", ".......#", "########"),
+        "one position in all": ("#.......",),
+    }.items()
 }
 
 
@@ -38,12 +32,10 @@ def tokens_of(wanted: Tensor) -> Tensor:
     return torch.arange(wanted.numel()).view(wanted.shape) * 7919 % VOCABULARY
 
 
-@pytest.mark.parametrize("wanted", WANTED.values(), ids=WANTED)
+@pytest.mark.parametrize("mask", WANTED.values(), ids=WANTED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_hidden_states_and_gradients_are_those_of_all_positions(
-    family: str, wanted: list[list[bool]]
-) -> None:
-    roles, mask = a_policy(family), torch.tensor(wanted)
+def test_hidden_states_and_gradients_are_those_of_all_positions(family: str, mask: Tensor) -> None:
+    roles = a_policy(family)
     tokens = tokens_of(mask)
     expected, expected_gradient = outcome(roles, roles.hidden(tokens)[mask])
     found, gradient = outcome(roles, roles.hidden_at(tokens, mask))
@@ -76,7 +68,7 @@ def test_attention_that_ours_does_not_compute_is_left_to_the_library(
     monkeypatch: pytest.MonkeyPatch, attention: str, shape: dict[str, Any], library: int
 ) -> None:
     """Another implementation, or one whose positions look 4 back alone, by a mask."""
-    roles, mask = a_policy("qwen3", **shape), torch.tensor(WANTED["a response in each row"])
+    roles, mask = a_policy("qwen3", **shape), WANTED["a response in each row"]
     if attention == "eager":
         roles.causal_lm.set_attn_implementation(attention)
     tokens = tokens_of(mask)
@@ -103,7 +95,7 @@ def test_only_real_positions_go_through_the_layers_and_only_wanted_ones_through_
     """4 + 8 + 3 real positions and 2 + 3 + 3 wanted ones, rounded up."""
     monkeypatch.setattr(decoder, "MULTIPLE", multiple)
     roles = a_policy(family, num_hidden_layers=4)
-    mask = torch.tensor(WANTED["a response in each row"])
+    mask = WANTED["a response in each row"]
     tokens = tokens_of(mask)
     expected, expected_gradient = outcome(roles, roles.hidden(tokens)[mask])
     seen: list[int] = []
@@ -169,7 +161,7 @@ def test_rows_are_taken_from_their_places_and_put_there() -> None:
 @pytest.mark.parametrize("family", ["qwen3_5_text"])
 def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) -> None:
     """Bit for bit: it is the same computation."""
-    roles, mask = a_policy(family), torch.tensor(WANTED["a response in each row"])
+    roles, mask = a_policy(family), WANTED["a response in each row"]
     tokens = tokens_of(mask)
     expected, expected_gradient = outcome(roles, roles.hidden_at(tokens, mask))
     roles.recompute_layers()
@@ -180,7 +172,7 @@ def test_layers_that_are_computed_once_more_say_and_learn_the_same(family: str) 
 
 def test_they_are_computed_once_more_as_the_role_that_they_were_computed_as() -> None:
     """The gradient is asked for when the model plays another role again."""
-    mask = torch.tensor(WANTED["a response in each row"])
+    mask = WANTED["a response in each row"]
     tokens = tokens_of(mask)
 
     def gradient(*, again: bool) -> Tensor:

@@ -141,6 +141,11 @@ class Lineage:
         self.config = build_config(name_or_path=str(self.base))
         self.hash = tokenizer_hash(tokenizer)
 
+        def write(roles: Roles, role: str, stage: str, head: str | None) -> Final:
+            manifest = build_manifest(stage, tokenizer_hash=self.hash)
+            write_final(folder / stage / "final", roles, role, tokenizer, manifest, head)
+            return find(str(folder / stage / "final"), "policy.checkpoint")
+
         roles = start_from(self.config, None, trainable=finetune == "full", seed=0)
         if finetune == "lora":
             roles.add_adapter(SFT, LORA)
@@ -151,37 +156,22 @@ class Lineage:
                 for i, parameter in enumerate(roles.model.parameters()):
                     generator = torch.Generator().manual_seed(i)
                     parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
-        self.sft = self._write(folder / "sft", roles, SFT, tokenizer, build_manifest("sft"), None)
+        self.sft = write(roles, SFT, "sft", None)
 
         roles = start_from(self.config, self.sft, trainable=False, seed=0)
-        roles.heads[REWARD] = ScalarHeads.random(
-            roles.hidden_size, 1, torch.Generator().manual_seed(3)
-        )
+        generator = torch.Generator().manual_seed(3)
+        roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, generator)
         roles.add_adapter(REWARD, LORA)
         randomise(roles, REWARD, seed=4)
-        manifest = build_manifest("rm", tokenizer_hash=self.hash)
-        self.rm = self._write(folder / "rm", roles, REWARD, tokenizer, manifest, REWARD)
+        self.rm = write(roles, REWARD, "rm", REWARD)
 
         roles = start_from(self.config, self.sft, trainable=False, seed=0)
         roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
         roles.add_adapter(POLICY, LORA)
         randomise(roles, POLICY, seed=5)
-        manifest = build_manifest("ppo", tokenizer_hash=self.hash)
-        self.ppo = self._write(folder / "ppo", roles, POLICY, tokenizer, manifest, VALUE)
+        self.ppo = write(roles, POLICY, "ppo", VALUE)
         with roles.use_role(POLICY), torch.no_grad():
             self.policy_logits = roles.causal_lm(PROBE).logits[0, -1]
-
-    @staticmethod
-    def _write(
-        folder: Path,
-        roles: Roles,
-        role: str,
-        tokenizer: PreTrainedTokenizerBase,
-        manifest: Manifest,
-        head: str | None,
-    ) -> Final:
-        write_final(folder / "final", roles, role, tokenizer, manifest, head)
-        return find(str(folder / "final"), "policy.checkpoint")
 
 
 @pytest.fixture(scope="session", params=[("qwen3", "full"), ("qwen3_5_text", "lora")], ids="-".join)

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.build_roles import (
-    add_policy,
     attach_reward,
     check_fingerprint,
     load_head,
@@ -25,12 +24,12 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 
-from .conftest import PROBE, build_config, build_manifest, build_model, randomise
+from .conftest import LORA, PROBE, build_config, build_manifest, build_model, randomise
 
 
 def copy(final: Final, to: Path) -> Final:
@@ -98,7 +97,7 @@ def test_weights_and_heads_come_back_bit_for_bit(
     tmp_path: Path, tokenizer: PreTrainedTokenizerBase
 ) -> None:
     roles = Roles(build_model("qwen3"))
-    add_policy(roles, build_config(name_or_path="x"), 0)
+    roles.add_adapter(POLICY, LORA)
     roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
     randomise(roles, POLICY, 1)
     with torch.no_grad():
@@ -139,7 +138,7 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     monkeypatch.setattr(time, "sleep", asked.append)
     roles = reference(adapters)
     assert roles.model.peft_config[SFT].base_model_name_or_path == "from_config"
-    add_policy(roles, adapters.config, 0)
+    roles.add_adapter(POLICY, adapters.config.lora)
     roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
     manifest = build_manifest("ppo", parents={"sft": str(adapters.sft.path)})
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
@@ -269,20 +268,3 @@ def test_a_reward_model_is_no_policy(
         with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
             start_from(adapters.config, final, trainable=False, seed=0)
         assert str(final.path) in str(e.value)
-
-
-def test_the_policy_must_start_at_the_reference(
-    adapters: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Were an adapter library to start an adapter elsewhere, PPO would not run."""
-    roles = reference(adapters)
-    add_adapter = Roles.add_adapter
-
-    def elsewhere(self: Roles, role: str, settings: Any, seed: int) -> None:
-        add_adapter(self, role, settings, seed)
-        self._stacks[role] = (role,)  # without the SFT adapter below it
-        self.set_role(BASE)
-
-    monkeypatch.setattr(Roles, "add_adapter", elsewhere)
-    with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
-        add_policy(roles, adapters.config, 0)

@@ -102,15 +102,7 @@ def test_the_whole_dialogue_is_read_with_one_start(checkpoint: Callable[..., str
     assert tokens == ids(text)
     assert classifier.show(tokens) == text
     assert classifier.problems(tokens) == []
-
-
-def test_two_starts_are_a_problem(checkpoint: Callable[..., str], tmp_path: Path) -> None:
-    template = tmp_path / "double.jinja"
-    template.write_text("{{ bos_token }} " + TEMPLATE)
-    classifier = load(checkpoint(), chat_template=str(template))
-    tokens = classifier.encode(row("w1"), "w2")["input_ids"]
-    assert tokens == [IDS["<s>"], *dialogue("w1", "w2")]
-    assert classifier.problems(tokens) == ["it starts with '<s>' twice"]
+    assert classifier.problems([IDS["<s>"], *tokens]) == ["it starts with '<s>' twice"]
 
 
 WHOLE = "{% for turn in messages %} user : {{ turn.content }} </s>{% endfor %}"

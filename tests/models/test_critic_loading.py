@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.models.build_roles import add_critic, add_policy, attach_reward, start_from
+from lightning_rlhf.models.build_roles import add_critic, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
 from lightning_rlhf.models.export import write_final
@@ -27,7 +27,7 @@ def policy(lineage: Any) -> Roles:
     """As stage=ppo puts its models together, before the critic; the policy has been trained."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
     attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash)
-    add_policy(roles, lineage.config, 0)
+    roles.add_adapter(POLICY, lineage.config.lora)
     randomise(roles, POLICY, seed=6)
     return roles
 
@@ -116,7 +116,7 @@ def test_a_model_starts_as_the_reward_model_standardised(
     judge = attach_reward(roles, REWARD, full_reward, lineage.config, lineage.hash)
     with torch.no_grad():
         raw = judge.reward(tokens, MASK)
-    add_policy(roles, lineage.config, 0)
+    roles.add_adapter(POLICY, lineage.config.lora)
     owner, role = add_critic(roles, lineage.config, "model", sft=lineage.sft, reward=full_reward,
                              scale=(-1.0, 0.25), seed=0)  # fmt: skip
     assert owner not in (roles, judge)

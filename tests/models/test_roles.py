@@ -17,7 +17,6 @@ from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.kernels.patch import rounding_of
 from lightning_rlhf.models.build_roles import (
     add_critic,
-    add_policy,
     attach_reward,
     check_positions,
     random_reward,
@@ -37,7 +36,7 @@ def load(lineage: Any) -> Roles:
     """As stage=ppo puts its models together."""
     roles = start_from(lineage.config, lineage.sft, trainable=False, seed=0)
     assert attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash) is roles
-    add_policy(roles, lineage.config, 0)
+    roles.add_adapter(POLICY, lineage.config.lora)
     critic = add_critic(roles, lineage.config, "head", sft=lineage.sft, reward=None,
                         scale=(0.0, 1.0), seed=0)  # fmt: skip
     assert critic == (roles, POLICY)
@@ -68,7 +67,7 @@ def test_the_reference_is_the_sft_model_bit_for_bit_and_the_policy_starts_there(
     torch.testing.assert_close(alone, expected, atol=1e-5, rtol=0)
     attach_reward(roles, REWARD, lineage.rm, lineage.config, lineage.hash)
     assert torch.equal(logits(roles, REFERENCE, tokens), alone)
-    add_policy(roles, lineage.config, 0)
+    roles.add_adapter(POLICY, lineage.config.lora)
     assert torch.equal(logits(roles, REFERENCE, tokens), alone)
     assert torch.equal(logits(roles, POLICY, tokens), alone)
     # The SFT model is not the base, so that this could not hold by accident.

@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.losses import policy_loss
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
-from lightning_rlhf.kernels import decoder, layers
+from lightning_rlhf.kernels import decoder, layers, patch
 from lightning_rlhf.kernels.layers import FastLayer
 from lightning_rlhf.kernels.patch import Kernels
-from lightning_rlhf.models import roles as models_roles
 from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
@@ -105,7 +104,7 @@ def test_update_is_the_slow_version(
     settings: dict[str, Any] = {"vf_coef": 0.5, "ent_coef": 0.1, "temperature": 0.7}
     with monkeypatch.context() as all_by_the_libraries:
         plain = Kernels("plain", "for the slow version")
-        all_by_the_libraries.setattr(models_roles, "use_kernels", lambda choice, model: plain)
+        all_by_the_libraries.setattr(patch, "use_kernels", lambda choice, model: plain)
         slow_module = make_ppo(architecture, spread=0.1, **settings)
     assert not any(isinstance(module, FastLayer) for module in slow_module.roles.modules())
     experience = off_policy(slow_module)

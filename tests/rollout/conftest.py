@@ -22,15 +22,8 @@ from ..models.conftest import build_model
 VOCABULARY = 61
 END = (1, 2, 3, 4, 5, 6)
 """Many end tokens, so that responses of random models end here and there."""
-SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3": {},
-    "qwen3_5_text": {},
-    # Learned positions: unlike rotary ones, they show a row that was shifted as a whole.
-    "gpt2": {},
-    # A state of its own in place of the library's cache.
-    "mamba": {"state_size": 8},
-}
-CACHELESS = {"mamba"}
+FAMILIES = ("qwen3", "qwen3_5_text", "gpt2")
+"""The last has learned positions, which show a row that was shifted as a whole."""
 ADAPTER_STD = {"qwen3_5_text": 0.05}
 """Its recurrence magnifies rounding. The difference from the reference is still as large."""
 
@@ -46,11 +39,13 @@ def sample(
     return sampler.sample(prompts, samples_per_prompt, generator)
 
 
-@pytest.fixture(params=[name for name in SHAPES if name not in CACHELESS])
+@pytest.fixture(params=FAMILIES)
 def roles(request: pytest.FixtureRequest) -> Roles:
     """A policy that differs from its reference, and a critic that is not zero."""
-    roles = Roles(build_model(request.param, vocab_size=VOCABULARY, **SHAPES[request.param]))
-    targets = ["in_proj"] if request.param == "mamba" else "all-linear"
+    is_mamba = request.param == "mamba"  # it has a state of its own in place of the cache
+    shape: dict[str, Any] = {"state_size": 8} if is_mamba else {}
+    roles = Roles(build_model(request.param, vocab_size=VOCABULARY, **shape))
+    targets = ["in_proj"] if is_mamba else "all-linear"
     roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules=targets))
     with torch.no_grad():
         for name, parameter in roles.named_parameters():
@@ -58,9 +53,8 @@ def roles(request: pytest.FixtureRequest) -> Roles:
                 parameter.normal_(std=ADAPTER_STD.get(request.param, 0.2))
     roles.heads[VALUE] = ScalarHeads(32, 1)
     with torch.no_grad():
-        roles.heads[VALUE].linear.weight.normal_(
-            std=0.2, generator=torch.Generator().manual_seed(1)
-        )
+        generator = torch.Generator().manual_seed(1)
+        roles.heads[VALUE].linear.weight.normal_(std=0.2, generator=generator)
     return roles
 
 

@@ -128,10 +128,7 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     monkeypatch.setattr(collector, "load_sampler", load)
     for name in collector.OURS:
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
-    sampler = build_sampler(NAME, roles, params, None)
+    sampler = build_sampler(NAME, roles, params, None, key="own.rollout")
     assert sampler.is_exact is False
-    with pytest.raises(RLHFError, match=f"^ppo.rollout is '{NAME}'"):
-        sampler.sample(PROMPTS, 1, torch.Generator())
-    own = build_sampler(NAME, roles, params, None, key="own.rollout")
     with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
-        own.sample(PROMPTS, 1, torch.Generator())
+        sampler.sample(PROMPTS, 1, torch.Generator())

@@ -110,9 +110,8 @@ def _attend(
     key = layers.apply_rotary(key, *packing.rotary_tables(*tables))
     query = packing.pad(query.flatten(1), last=is_last)
     key, value = packing.pad(key.flatten(1)), packing.pad(value)
-    query, key, value = (
-        heads.view(rows, columns, -1, size).transpose(1, 2) for heads in (query, key, value)
-    )
+    shape = rows, columns, -1, size
+    query, key, value = (heads.view(shape).transpose(1, 2) for heads in (query, key, value))
     mixed, _ = layers.fast_sdpa(layer, query, key, value, None, scaling=layer.scaling)
     mixed = packing.pack(mixed.reshape(rows * columns, -1), last=is_last)
     return layer.o_proj(mixed if gate is None else mixed * gate.flatten(1).sigmoid())

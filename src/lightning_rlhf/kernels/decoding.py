@@ -83,10 +83,8 @@ class _Attention:
             weights = torch.add(bias, weights, alpha=self.scale).softmax(-1)
             mixed = torch.matmul(weights, values.float()).to(queries.dtype)
         else:
-            bias, keys, values = (part.to(queries.dtype) for part in (bias, keys, values))
-            mixed = F.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=bias, scale=self.scale
-            )
+            mask, k, v = (part.to(queries.dtype) for part in (bias, keys, values))
+            mixed = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, scale=self.scale)
         mixed = mixed.reshape(rows, -1)
         return self.out(mixed if gate is None else mixed * gate.sigmoid_(), onto=onto)
 
@@ -103,9 +101,8 @@ class _DeltaRule:
 
     def __init__(self, layer: Any, dtype: torch.dtype) -> None:
         self.size = layer.head_k_dim
-        self.joint = lora.JointLinear(
-            layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a, dtype=dtype
-        )
+        inward = layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a
+        self.joint = lora.JointLinear(*inward, dtype=dtype)
         self.kernel = layer.conv1d.weight.squeeze(1).T.contiguous()[:, None]
         self.bias = layer.conv1d.bias
         self.k, self.v = layer.num_k_heads, layer.num_v_heads
@@ -126,9 +123,8 @@ class _DeltaRule:
         mixed = self._convolved(mixed)
         qk, value = mixed.tensor_split([2 * self.k * self.size], dim=1)
         qk = self.unit(qk.view(rows, 2 * self.k, self.size))
-        query, key = (
-            part.repeat_interleave(self.v // self.k, dim=1) for part in qk.chunk(2, dim=1)
-        )
+        shared = self.v // self.k
+        query, key = (part.repeat_interleave(shared, dim=1) for part in qk.chunk(2, dim=1))
         decay = (self.rate * F.softplus(a.float() + self.shift)).exp_()
         state = self.cache.recurrent_states[0].mul_(decay[..., None, None])
         value = value.view(rows, self.v, -1)
@@ -160,9 +156,7 @@ class Norm:
     def of(cls, *norms: Any) -> Norm:
         """Return the norm for one norm of the model, or for one norm per head."""
         weights, eps = zip(*map(layers.weight_and_eps, norms), strict=True)
-        weight = weights[0] if len(norms) == 1 else torch.stack(weights)
-        centred = layers.is_zero_centred(norms[0])
-        return cls(weight if centred else weight.to(norms[0].weight.dtype), eps[0])
+        return cls(weights[0] if len(norms) == 1 else torch.stack(weights), eps[0])
 
     def __call__(self, x: Float[Tensor, "*B d"]) -> Float[Tensor, "*B d"]:
         """Normalise; on a CPU as sqrt(d) w x / hypot(|x|, sqrt(d eps)), half the operations."""
@@ -226,9 +220,8 @@ def decode_step(causal_lm: PreTrainedModel, cache: DynamicCache) -> DecodeStep |
     agreed = trunk.__dict__.setdefault("steps_agree", {})
     if dtype in agreed:
         return DecodeStep(causal_lm, cache) if agreed[dtype] else None
-    tokens = (
-        torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % trunk.embed_tokens.num_embeddings
-    )
+    vocab_size = trunk.embed_tokens.num_embeddings
+    tokens = torch.arange(1, 9, device=causal_lm.device)[None] * 7919 % vocab_size
     own, mask = DynamicCache(config=causal_lm.config), torch.ones_like(tokens)
     trunk(input_ids=tokens[:, :-1], past_key_values=own, use_cache=True)
     expected = trunk(input_ids=tokens, use_cache=False).last_hidden_state[:, -1]

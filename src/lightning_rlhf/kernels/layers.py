@@ -21,8 +21,7 @@ GATED = "Qwen3_5Attention"
 """Name of the attention class that also projects a gate for each query."""
 ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
-"""Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
-ones save too little for what it keeps of each shape."""
+"""Fewest multiplications, rows and columns for which what oneDNN keeps of each shape pays."""
 
 
 @cache
@@ -117,19 +116,15 @@ class FusedRMSNorm(FastLayer, nn.Module):
     def forward(self, x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
         if x.dtype not in DTYPES or x.dtype != self.get_parameter("weight").dtype:
             return super().forward(x)  # type: ignore[misc, no-any-return]
-        return _RMSNormFunction.apply(x, *weight_and_eps(self))  # type: ignore
-
-
-def is_zero_centred(norm: nn.Module) -> bool:
-    """Return whether the norm's parameter is w - 1, as in Qwen3.5."""
-    return library_class(norm).__name__ == "Qwen3_5RMSNorm"
+        weight, eps = weight_and_eps(self)
+        return _RMSNormFunction.apply(x, weight.float(), eps)  # type: ignore
 
 
 def weight_and_eps(norm: Any) -> tuple[Float[Tensor, " d"], float]:
-    """Return w in fp32 and eps of a norm that has a fast class."""
-    if is_zero_centred(norm):
+    """Return w and eps of a norm that has a fast class; Qwen3.5's parameter is w - 1."""
+    if library_class(norm).__name__ == "Qwen3_5RMSNorm":
         return 1 + norm.weight.float(), norm.eps
-    return norm.weight.float(), norm.variance_epsilon
+    return norm.weight, norm.variance_epsilon
 
 
 class ChunkedDeltaNet(FastLayer, nn.Module):
@@ -232,8 +227,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
 SDPA, FAST_SDPA = "sdpa", "fast_sdpa"
 SHORT = 4
-"""Sequence length over head size up to which the attention probabilities take less memory than
-queries, keys, values and output in fp32."""
+"""Sequence length over head size up to which it saves memory to keep attention probabilities."""
 SCORES = 2**24  # in fp32: 64 MB a tensor, of which two are alive
 sdpa_attention_forward = AttentionInterface()[SDPA]
 

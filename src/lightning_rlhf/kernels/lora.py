@@ -145,8 +145,7 @@ class JointLinear:
         biases = [base.bias.to(dtype) for base in bases if base.bias is not None]
         weights = [base.weight.to(dtype) for base in bases]
         weight = torch.cat(weights) if len(bases) > 1 else weights[0]
-        pairs = [_adapters(*pair, dtype) for pair in zip(layers, bases, strict=True)]
-        inward, outward = zip(*pairs, strict=True)
+        inward, outward = zip(*(_adapters(layer, dtype) for layer in layers), strict=True)
         joint = torch.cat(inward)
         self.inward = _Weight(joint, None) if len(joint) else None
         if self.inward is not None:
@@ -202,12 +201,10 @@ def can_be_packed(weight: Float[Tensor, "o i"]) -> bool:
     return weight.dtype == torch.float32 and SMALLEST <= weight.numel() <= LARGEST
 
 
-def _adapters(
-    layer: nn.Linear | LoRALinear, base: nn.Linear, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+def _adapters(layer: nn.Linear | LoRALinear, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return all A_i of a layer, [r, i], and all scale_i B_i, [o, r]; r is 0 where it has none."""
-    inward = [base.weight.new_zeros(0, base.in_features, dtype=dtype)]
-    outward = [base.weight.new_zeros(base.out_features, 0, dtype=dtype)]
+    inward = [layer.weight.new_zeros(0, layer.in_features, dtype=dtype)]
+    outward = [layer.weight.new_zeros(layer.out_features, 0, dtype=dtype)]
     if isinstance(layer, LoRALinear):
         for name in layer.active_adapters:
             if name in layer.lora_A:

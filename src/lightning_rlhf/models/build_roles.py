@@ -4,6 +4,7 @@ Each is checked by its fingerprint: logits on a probe input, of its model and it
 """
 
 import warnings
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -19,7 +20,7 @@ from lightning_rlhf.models import checkpoint, loading
 from lightning_rlhf.models import config as names
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, ModelConfig
 from lightning_rlhf.models.heads import ScalarHeads
-from lightning_rlhf.models.roles import Roles, checked_adapter
+from lightning_rlhf.models.roles import Roles
 
 FINGERPRINT = "fingerprint.safetensors"
 REROUNDED = {"int8": 0.1, "nf4": 3e-2}
@@ -79,8 +80,7 @@ def check_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str)
 
 
 SAMPLING_BYTES = 25
-"""Bytes per sampled response position: token 8, mask 1, log-probability 4, value 4, and 4 for each
-of the two copies of its random number, on the CPU and on the device."""
+"""Bytes of a sampled position: token 8, mask 1, log-probability 4, value 4, 2 random numbers 8."""
 
 
 def start_from(
@@ -91,20 +91,16 @@ def start_from(
     sft: checkpoint of the SFT model; None uses the base model unchanged.
     trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
 
-    Raises CheckpointError where `sft` is a reward model, an adapter that is to be fine-tuned in
-    full, or does not match its fingerprint.
+    Raises CheckpointError for a reward model, a `trainable` adapter, and another fingerprint.
     """
     if sft is None:
         return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
     if sft.manifest is not None and sft.manifest.stage == "rm":
-        raise CheckpointError(
-            f"{sft.path} is a reward model; allowed: the final/ folder of stage=sft, ppo or dpo"
-        )
+        allowed = "the final/ folder of stage=sft, ppo or dpo"
+        raise CheckpointError(f"{sft.path} is a reward model; allowed: {allowed}")
     if sft.manifest is None and sft.is_adapter:
-        warnings.warn(
-            f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model",
-            stacklevel=2,
-        )
+        told = f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model"
+        warnings.warn(told, stacklevel=2)
     if sft.is_adapter and trainable:
         raise CheckpointError(
             f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
@@ -156,9 +152,8 @@ def attach_reward(
 
 def whole_reward(final: checkpoint.Final, role: str, config: ModelConfig) -> Roles:
     """Load a reward model of whole weights as `role` of a new Roles object."""
-    owner = Roles(
-        loading.load_causal_lm(config, str(final.path), trainable=False, seed=0), config.kernels
-    )
+    model = loading.load_causal_lm(config, str(final.path), trainable=False, seed=0)
+    owner = Roles(model, config.kernels)
     owner.heads[role] = load_head(final, REWARD, owner.hidden_size)
     owner.assign(role)
     check_fingerprint(owner, role, final, "self")
@@ -178,8 +173,7 @@ def load_reward(final: checkpoint.Final, config: ModelConfig) -> Roles:
 
 def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str) -> None:
     """Warn where uncertainty_coef is above 0 but the reward model has a single head."""
-    heads = roles.heads[role]
-    assert isinstance(heads, ScalarHeads)
+    heads: Any = roles.heads[role]
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
         warnings.warn(
             f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "
@@ -264,18 +258,6 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a policy adapter. Raises CheckpointError unless it starts as the unchanged reference."""
-    before = roles.probe(REFERENCE)
-    roles.add_adapter(POLICY, config.lora, seed)
-    for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
-            raise CheckpointError(
-                f"the {role} does not start as the SFT model: the policy's adapter changed its "
-                "logits. This is a fault of the adapter library's version"
-            )
-
-
 def add_critic(
     roles: Roles,
     config: ModelConfig,
@@ -339,7 +321,8 @@ def whole_weights(
     if quantised:
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
-        with checked_adapter(adapter, "ppo.critic"):
+        checkpoint.check_weights(adapter)
+        with checkpoint.naming(str(adapter), "ppo.critic"):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 

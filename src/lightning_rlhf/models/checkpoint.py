@@ -140,13 +140,11 @@ def check_weights(folder: Path) -> None:
     if not found:
         pickle = next((f.name for f in sorted(folder.iterdir()) if f.suffix in PICKLES), None)
         has = "no weights" if pickle is None else f"only a pickle, {pickle}, which may run code"
-        raise CheckpointError(
-            f"{folder} cannot be loaded: it has {has}; allowed: {' or '.join(names)}"
-        )
+        allowed = " or ".join(names)
+        raise CheckpointError(f"{folder} cannot be loaded: it has {has}; allowed: {allowed}")
     shards = json_object(folder / INDEX).get("weight_map") if found == [INDEX] else {}
-    if not isinstance(shards, dict) or any(
-        Path(str(name)).suffix != ".safetensors" for name in shards.values()
-    ):
+    files = shards.values() if isinstance(shards, dict) else [None]
+    if any(not str(name).endswith(".safetensors") for name in files):
         raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
     if not is_adapter:
         check_references(folder / "config.json")
@@ -344,9 +342,8 @@ class Final:
         found = self.manifest
         if found is None or found.stage != stage:
             what = f"has no {MANIFEST}" if found is None else f"was written by stage={found.stage}"
-            raise CheckpointError(
-                f"{self.path} {what}; allowed: the final/ folder of a stage={stage} run"
-            )
+            allowed = f"the final/ folder of a stage={stage} run"
+            raise CheckpointError(f"{self.path} {what}; allowed: {allowed}")
         return found
 
     @property
@@ -382,9 +379,8 @@ def find(source: str, key: str) -> Final:
     if os.path.lexists(file):
         return Final(path, read_manifest(file))
     if not (path / "config.json").is_file() and not (path / ADAPTER).is_file():
-        raise CheckpointError(
-            f"{key}={source} holds neither config.json nor {ADAPTER}: not a model folder"
-        )
+        lacks = f"holds neither config.json nor {ADAPTER}: not a model folder"
+        raise CheckpointError(f"{key}={source} {lacks}")
     return Final(path, None)
 
 

@@ -52,20 +52,16 @@ class Classifier:
     def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, "n 1"]:
         """Return the raw reward of each dialogue, independent of the others in the batch."""
         pad = self.model.config.get_text_config().pad_token_id
-        if pad is None:  # the model takes its output at the last position: no padding possible
-            return torch.cat([self._forward([one], 0) for one in features])
-        return self._forward(features, pad)
-
-    def _forward(
-        self, features: Sequence[Mapping[str, list[int]]], pad: int
-    ) -> Float[Tensor, "n 1"]:
+        if pad is None and len(features) > 1:  # the output is at the last position: no padding
+            return torch.cat([self.read([one]) for one in features])
         lengths = [torch.ones(len(one["input_ids"]), dtype=torch.long) for one in features]
-        tensors = {"attention_mask": pad_sequence(lengths, batch_first=True)}
+        inputs = {"attention_mask": pad_sequence(lengths, batch_first=True)}
         for name in features[0].keys() - {"attention_mask"}:
-            rows, fill = [torch.tensor(one[name]) for one in features], pad * (name == "input_ids")
-            tensors[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
+            rows, fill = [torch.tensor(one[name]) for one in features], pad or 0
+            fill *= name == "input_ids"
+            inputs[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
         device = self.model.device
-        inputs = {name: tensor.to(device) for name, tensor in tensors.items()}
+        inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
         with torch.autocast(device.type, enabled=False):
             return self.model(**inputs).logits[:, [self.label]]
 
@@ -102,10 +98,9 @@ class Classifier:
         found = []
         if not text[at + len(last) : end].strip():
             found.append("the chat template puts nothing between the user's words and the response")
-        if self.tokenizer.eos_token is not None and not text[end + len(answer) :].strip():
-            found.append(
-                f"the chat template ends with the response; no {self.tokenizer.eos_token!r} follows"
-            )
+        eos = self.tokenizer.eos_token
+        if eos is not None and not text[end + len(answer) :].strip():
+            found.append(f"the chat template ends with the response; no {eos!r} follows")
         return found
 
 
@@ -141,10 +136,9 @@ def check_classifier(
     classifier, ConfigError where `label` names no single output or there is no chat template.
     """
     check_references(folder / "config.json")
+    trusts = {"trust_remote_code": config.trust_remote_code}
     with naming(str(folder), f"{key}.name_or_path"):
-        own = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code
-        )
+        own = transformers.AutoConfig.from_pretrained(folder, **trusts)
     kinds = own.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
         raise CheckpointError(
@@ -162,9 +156,7 @@ def check_classifier(
     source, template = config.tokenizer or str(folder), config.chat_template
     there = local_folder(source, f"{key}.tokenizer", None)
     with naming(source, f"{key}.tokenizer"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            there, trust_remote_code=config.trust_remote_code
-        )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(there, **trusts)
     if template not in (None, PAIR):
         file = Path(str(template)).expanduser()
         allowed = f"a Jinja file that exists, {PAIR}, null for the tokenizer's own"

@@ -94,10 +94,8 @@ def save_adapter(
     if rewards is not None:
         config, state = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
     config.base_model_name_or_path = base
-    save_file(
-        {k: x.detach().cpu().contiguous() for k, x in state.items()},
-        folder / "adapter_model.safetensors",
-    )
+    state = {name: matrix.detach().cpu().contiguous() for name, matrix in state.items()}
+    save_file(state, folder / checkpoint.OF_ADAPTER)
     config.save_pretrained(str(folder))
 
 
@@ -107,14 +105,12 @@ def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
 
     On an SFT adapter, it is a temporary adapter that concatenates both; else the role's own.
     """
-    stack = roles.adapters(role)
+    before, stack = roles.role, [*roles.adapters(role)]
     if len(stack) == 1:
         yield role
         return
-    before = roles.role
-    roles.model.base_model.add_weighted_adapter(
-        list(stack), [1.0] * len(stack), "export", combination_type="cat"
-    )
+    add, weights = roles.model.base_model.add_weighted_adapter, [1.0] * len(stack)
+    add(stack, weights, "export", combination_type="cat")
     try:
         yield "export"
     finally:

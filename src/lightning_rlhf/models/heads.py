@@ -106,10 +106,8 @@ def classifier_adapter(
     if own != trunk:
         alternatives = targets if isinstance(targets, str) else "|".join(map(re.escape, targets))
         targets = rf"{re.escape(name)}\..*?({alternatives})"
-    changed = dataclasses.replace(
-        config, task_type="SEQ_CLS", modules_to_save=[SCORE], target_modules=targets
-    )
-    return changed, state
+    saved: Any = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
+    return dataclasses.replace(config, target_modules=targets, **saved), state
 
 
 def save_whole(
@@ -124,14 +122,11 @@ def save_whole(
     if heads is None or trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
         causal_lm.save_pretrained(folder)
         return
-    weight = score_weight(heads).to(causal_lm.dtype)
-    causal_lm.save_pretrained(
-        folder, state_dict={**causal_lm.state_dict(), f"{SCORE}.weight": weight}
-    )
+    score = {f"{SCORE}.weight": score_weight(heads).to(causal_lm.dtype)}
+    causal_lm.save_pretrained(folder, state_dict=causal_lm.state_dict() | score)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    config.architectures = [
-        transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)].__name__
-    ]
+    kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
+    config.architectures = [kind.__name__]
     config.num_labels = 1
     setattr(config, OWN_PAD, config.pad_token_id)
     config.pad_token_id = pad_token_id
@@ -161,12 +156,9 @@ def with_padding(
     ends = set(end_token_ids)
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id not in ends:
         return tokenizer
-    special = [
-        (token, added.content)
-        for token, added in tokenizer.added_tokens_decoder.items()
-        if added.special and token not in ends
-    ]
-    changed = copy.deepcopy(tokenizer)
+    changed, known = copy.deepcopy(tokenizer), tokenizer.added_tokens_decoder
+    special = [token for token in known if known[token].special and token not in ends]
+    special.sort(key=lambda token: ("pad" not in known[token].content.lower(), token))
     if special:
-        changed.pad_token = min(special, key=lambda one: ("pad" not in one[1].lower(), one[0]))[1]
+        changed.pad_token = known[special[0]].content
     return changed

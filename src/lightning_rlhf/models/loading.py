@@ -22,13 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_rlhf.core.config import ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.memory import total_memory
-from lightning_rlhf.models.checkpoint import (
-    check_references,
-    check_weights,
-    config_faults,
-    local_folder,
-    naming,
-)
+from lightning_rlhf.models import checkpoint
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.heads import restore_padding
 
@@ -47,24 +41,23 @@ def layers_of(model: PreTrainedModel) -> list[GradientCheckpointingLayer]:
     return found
 
 
-def load_tokenizer(config: ModelConfig, checkpoint: Path | None = None) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of `checkpoint` (an earlier stage); where it has none, the preset's.
+def load_tokenizer(config: ModelConfig, final: Path | None = None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of `final` (of an earlier stage); where it has none, the preset's.
 
     Raises CheckpointError or HubError where there is none, or it cannot be loaded.
     """
-    if checkpoint is not None and not (checkpoint / "tokenizer_config.json").is_file():
-        checkpoint = None
-    source = str(checkpoint or config.tokenizer or config.name_or_path)
+    if final is not None and not (final / "tokenizer_config.json").is_file():
+        final = None
+    source = str(final or config.tokenizer or config.name_or_path)
     key = "model.tokenizer" if config.tokenizer else "model.name_or_path"
-    folder = local_folder(source, key, None if checkpoint or config.tokenizer else config.revision)
-    with naming(source, key):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            folder, trust_remote_code=config.trust_remote_code
-        )
+    revision = None if final or config.tokenizer else config.revision
+    folder = checkpoint.local_folder(source, key, revision)
+    trusts = {"trust_remote_code": config.trust_remote_code}
+    with checkpoint.naming(source, key):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **trusts)
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.added_tokens_decoder):
-        raise CheckpointError(
-            f"{source} holds no tokenizer; set model.tokenizer to a folder or hub id that does"
-        )
+        advice = "set model.tokenizer to a folder or hub id that does"
+        raise CheckpointError(f"{source} holds no tokenizer; {advice}")
     return tokenizer
 
 
@@ -82,11 +75,8 @@ def load_causal_lm(
     """
     dtype = torch.float32 if trainable else getattr(torch, config.dtype)
     if trainable and config.dtype != "float32":
-        warnings.warn(
-            f"model.dtype={config.dtype} is for frozen weights; all weights are trained here, in "
-            "float32",
-            stacklevel=2,
-        )
+        told = f"model.dtype={config.dtype} is for frozen weights; all are trained here, in float32"
+        warnings.warn(told, stacklevel=2)
     if trainable and config.quantization != "none":
         raise ConfigError(
             f"model.quantization={config.quantization} cannot be fine-tuned in full; allowed: "
@@ -95,10 +85,9 @@ def load_causal_lm(
     if weights is None and config.from_config is not None:
         model = random_model(config, seed).to(dtype).eval()
     else:
-        source = weights or str(config.name_or_path)
-        folder = local_folder(source, "model.name_or_path", None if weights else config.revision)
-        check_weights(folder)
-        key = "model.name_or_path"
+        source, key = weights or str(config.name_or_path), "model.name_or_path"
+        folder = checkpoint.local_folder(source, key, None if weights else config.revision)
+        checkpoint.check_weights(folder)
         model = read_weights(transformers.AutoModelForCausalLM, folder, config, dtype, source, key)
         restore_padding(model)
     model.recomputes = config.gradient_checkpointing
@@ -116,10 +105,10 @@ def empty_model(config: ModelConfig) -> PreTrainedModel:
         with described_sizes(config.from_config) as sizes, torch.device("meta"):
             return transformers.AutoModelForCausalLM.from_config(sizes)  # type: ignore[no-any-return]
     source, key = str(config.name_or_path), "model.name_or_path"
-    folder = local_folder(source, key, config.revision, DESCRIPTION)
-    check_references(folder / "config.json")
+    folder = checkpoint.local_folder(source, key, config.revision, DESCRIPTION)
+    checkpoint.check_references(folder / "config.json")
     trusts = {"trust_remote_code": config.trust_remote_code}
-    with naming(source, key), torch.device("meta"):
+    with checkpoint.naming(source, key), torch.device("meta"):
         described = transformers.AutoConfig.from_pretrained(folder, **trusts)
         return transformers.AutoModelForCausalLM.from_config(described, **trusts)  # type: ignore[no-any-return]
 
@@ -131,7 +120,7 @@ def described_sizes(from_config: Mapping[str, Any]) -> Iterator[PretrainedConfig
     Any exception of the block becomes a ConfigError that names model.from_config.
     """
     try:
-        for key, value, allowed in config_faults(from_config):
+        for key, value, allowed in checkpoint.config_faults(from_config):
             raise ValueError(f"{key} is {value!r}{allowed}")
         yield transformers.AutoConfig.for_model(**from_config)
     except Exception as error:  # inconsistent sizes raise various errors in transformers
@@ -196,7 +185,7 @@ def read_weights(
             options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
             options["bnb_4bit_compute_dtype"] = dtype
         settings = transformers.BitsAndBytesConfig(**options)
-    with naming(source, key):
+    with checkpoint.naming(source, key):
         model, info = auto.from_pretrained(
             folder,
             output_loading_info=True,
@@ -208,10 +197,8 @@ def read_weights(
             **more,
         )
     if info["missing_keys"]:
-        raise CheckpointError(
-            f"{source} lacks weights: {', '.join(sorted(info['missing_keys'])[:5])}; they would be "
-            "random"
-        )
+        missing = ", ".join(sorted(info["missing_keys"])[:5])
+        raise CheckpointError(f"{source} lacks weights: {missing}; they would be random")
     if quantization_of(model) in ("int8", "nf4"):
         use_exact_layers(model)
     return model  # type: ignore[no-any-return]
@@ -237,8 +224,7 @@ def scale_bytes(parameter: nn.Parameter) -> int:
 def use_exact_layers(model: nn.Module) -> None:
     """Let the layers of bitsandbytes in `model` compute with their weights, dequantised.
 
-    int8: see `int8_linear`. nf4: packing for CPUs is disabled, which requires output sizes that are
-    multiples of 32, and passes no gradient on.
+    int8: see `int8_linear`. nf4: packing for CPUs, which limits sizes and has no gradient, is off.
     """
     import bitsandbytes
 

@@ -37,7 +37,7 @@ from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.masking import from_first_real, picker
 from lightning_rlhf.kernels import decoder, layers, lora, patch
-from lightning_rlhf.models.checkpoint import check_adapter, check_weights, naming
+from lightning_rlhf.models.checkpoint import check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.loading import layers_of
 
@@ -83,15 +83,6 @@ def linear_layers(
 def trainable_names(module: nn.Module) -> list[str]:
     """Return the names of the trainable parameters."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
-@contextmanager
-def checked_adapter(folder: Path, key: str) -> Iterator[None]:
-    """Check an adapter's files, then convert what loading it raises into a CheckpointError."""
-    check_weights(folder)
-    check_adapter(folder)
-    with naming(str(folder), key):
-        yield
 
 
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
@@ -178,14 +169,20 @@ class Roles(nn.Module):
             self._set_kernels()
         return self
 
-    def hidden(self, tokens: Int[Tensor, "B S"]) -> Float[Tensor, "B S d"]:
+    def hidden(self, tokens: Int[Tensor, "B S"], **options: Any) -> Float[Tensor, "B S d"]:
         """Return the last hidden states of the active role, for rows that start with a real token.
 
         Padding behind needs no mask in a causal model. `from_first_real` converts left-padded rows.
+        options: further arguments of the trunk.
         """
-        return self.causal_lm.base_model(
-            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False
-        ).last_hidden_state
+        model = self.causal_lm
+        kinds = set(getattr(model.config, "layer_types", None) or [])
+        takes_masks = kinds and kinds <= UNWINDOWED and decoder.family(model) in MASKED_BY_KIND
+        if takes_masks and self.device.type != "cpu":
+            # Without them, transformers reads the positions from the device, to find out whether
+            # several sequences share a row.
+            options["attention_mask"] = dict.fromkeys(kinds)
+        return model.base_model(input_ids=tokens, use_cache=False, **options).last_hidden_state
 
     def hidden_at(
         self, tokens: Int[Tensor, "B S"], wanted: Bool[Tensor, "B S"]
@@ -201,24 +198,10 @@ class Roles(nn.Module):
         # Some rotations depend on the length of the longest row, padding included.
         rope = trunk.rotary_emb.rope_type if few_shapes else "longrope"
         if rope != "longrope" and "dynamic" not in rope:
-            tokens, wanted = (
-                F.pad(x, (0, -x.shape[1] % decoder.COLUMNS)) for x in (tokens, wanted)
-            )
+            more = (0, -tokens.shape[1] % decoder.COLUMNS)
+            tokens, wanted = F.pad(tokens, more), F.pad(wanted, more)
         packing = decoder.Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
-        hidden = trunk(
-            input_ids=tokens, attention_mask=self._no_masks(), use_cache=False, packing=packing
-        ).last_hidden_state
-        return hidden[: packing.count]
-
-    def _no_masks(self) -> dict[str, None] | None:
-        """Return the masks of causal attention without padding, as the trunk takes them.
-
-        For None, transformers reads the positions from a device other than the CPU, to find out
-        whether several sequences share a row. Some trunks take a mask for each kind of layer.
-        """
-        kinds = set(getattr(self.causal_lm.config, "layer_types", None) or [])
-        takes_masks = decoder.family(self.causal_lm) in MASKED_BY_KIND and kinds <= UNWINDOWED
-        return dict.fromkeys(kinds) if self.device.type != "cpu" and takes_masks and kinds else None
+        return self.hidden(tokens, packing=packing)[: packing.count]
 
     @property
     def head_is_trained(self) -> bool:
@@ -271,14 +254,14 @@ class Roles(nn.Module):
                 else:
                     self.model = PeftModel(self.model, config, adapter_name=role)
         except (ValueError, re.error, RecursionError, OverflowError) as error:
-            raise CheckpointError(
-                f"model.lora.target_modules={targets}: {first_line(error)}"
-            ) from error
+            told = f"model.lora.target_modules={targets}: {first_line(error)}"
+            raise CheckpointError(told) from error
         self._stack(role, trainable=True)
 
     def load_adapter(self, role: str, folder: Path, *, trainable: bool) -> None:
         """Add the adapter of a `final/` folder on top of the reference. Raises CheckpointError."""
-        with checked_adapter(folder, role), warnings.catch_warnings():
+        check_weights(folder)
+        with naming(str(folder), role), warnings.catch_warnings():
             warnings.filterwarnings("error", ".*missing adapter keys.*")
             if isinstance(self.model, PeftModel):
                 self.model.load_adapter(str(folder), adapter_name=role)
@@ -307,9 +290,8 @@ class Roles(nn.Module):
         for name, parameter in self.model.named_parameters():
             if marker in name and "lora_" in name:
                 parameter.requires_grad_(trainable)
-        self._trainable = [
-            p for n, p in self.model.named_parameters() if "lora_" in n and p.requires_grad
-        ]
+        parameters = self.model.named_parameters()
+        self._trainable = [p for name, p in parameters if "lora_" in name and p.requires_grad]
         self.model.eval()
         self.set_role(role)
 

@@ -200,10 +200,8 @@ def sample_reference(
     """
     sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
     with roles.use_role(role):
-        local = [
-            (int(numbers[0]), sampled.to("cpu"))
-            for numbers, sampled in sample_local(sampler, batches, generator)
-        ]
+        drawn = sample_local(sampler, batches, generator)
+        local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
     firsts = torch.tensor([first for first, _ in local])
     return replicas.merged(firsts, [part for _, part in local])
 
@@ -245,9 +243,8 @@ class Collector:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.annotation_rows = memory.MicrobatchSize(
-            "the number of rows annotated at a time", config.rollout_batch_size
-        )
+        at_a_time = "the number of rows annotated at a time"
+        self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         self.generation_rows = memory.MicrobatchSize(
             f"{self.stage}.generation_batch_size",
@@ -333,10 +330,8 @@ class Collector:
         read = partial(score, temperature=config.temperature, over_vocabulary=is_full)
 
         def scored(some: Int[Tensor, " R"]) -> records.Scores:
-            part = decoded.select(some)
-            return self.microbatch.fitting(
-                lambda rows: read(self.roles, part, self.reward, batch_size=rows)
-            )
+            given = self.roles, decoded.select(some), self.reward
+            return self.microbatch.fitting(lambda rows: read(*given, batch_size=rows))
 
         shortest_first = masking.by_length(decoded.rollout.mask)
         return self.replicas.joined(self.replicas.share(shortest_first), scored)

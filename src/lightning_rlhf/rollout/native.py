@@ -69,18 +69,13 @@ class DecodeState:
     Letters: B responses, A active rows, not dropped yet, P prompt tokens, T response tokens.
     """
 
-    def __init__(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        max_response_tokens: int,
-        *,
-        few_shapes: bool = False,
-    ) -> None:
-        """Allocate the state; few_shapes: drop some rows later, so that fewer shapes occur."""
-        prompts = prompts.repeat(samples_per_prompt)
+    def __init__(self, prompts: Prompts, most: int, *, few_shapes: bool = False) -> None:
+        """Allocate the state of at most `most` tokens for a response to each prompt.
+
+        few_shapes: drop some rows later, so that fewer shapes occur.
+        """
         batch, self.width = prompts.tokens.shape
-        room = batch, max_response_tokens
+        room = batch, most
         self.index = prompts.index
         self.tokens = torch.cat([prompts.tokens, prompts.tokens.new_zeros(room)], dim=1)
         self.mask = torch.cat([prompts.mask, prompts.mask.new_zeros(room)], dim=1)
@@ -150,9 +145,8 @@ class DecodeState:
         Raises: LogitsError where a token was drawn from logits that are not finite.
         """
         mask = self.mask[:, self.width : self.width + self.length]
-        finite, longest = torch.stack(
-            [self.logprobs.isfinite().all().long(), mask.any(dim=0).sum()]
-        ).tolist()
+        is_finite = self.logprobs.isfinite().all().long()
+        finite, longest = torch.stack([is_finite, mask.any(dim=0).sum()]).tolist()
         if not finite:
             raise LogitsError
         end, mask = self.width + longest, mask[:, :longest]
@@ -205,7 +199,7 @@ class NativeSampler:
             uniforms = uniforms[response_numbers(rows, samples_per_prompt).cpu()]
         few_shapes = roles.row_multiple > 1
         room = params.max_response_tokens
-        state = DecodeState(prompts, samples_per_prompt, room, few_shapes=few_shapes)
+        state = DecodeState(prompts.repeat(samples_per_prompt), room, few_shapes=few_shapes)
         asked = 1 if roles.device.type == "cpu" else ASKED
         uniforms = uniforms.to(state.logprobs)
         end = torch.tensor(list(params.end_token_ids), device=roles.device)

@@ -189,9 +189,8 @@ class CheckedSampler:
 
     def refuse(self, what: str, allowed: str) -> None:
         """Raise SamplerError naming the key, what was returned and what is allowed."""
-        raise SamplerError(
-            f"{self.key} is {self.name!r}, whose sample() returned {what}; allowed: {allowed}"
-        )
+        where = f"{self.key} is {self.name!r}, whose sample()"
+        raise SamplerError(f"{where} returned {what}; allowed: {allowed}")
 
     def check(self, found: Any, prompts: Prompts) -> None:
         """Raise SamplerError unless the responses have the form that is allowed, and then each row.

@@ -182,9 +182,8 @@ def annotate(
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
     if logprobs is None:
         on_trunk = critic if critic is not None and critic.shares_trunk else None
-        logprobs, values = policy_rows.fitting(
-            partial(predict, sampled, roles, on_trunk, temperature)
-        )
+        read = partial(predict, sampled, roles, on_trunk, temperature)
+        logprobs, values = policy_rows.fitting(read)
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     values = torch.zeros_like(logprobs) if values is None else values
@@ -193,15 +192,11 @@ def annotate(
 
 @torch.no_grad()
 def predict(
-    batch: records.Responses,
-    roles: Roles,
-    critic: Critic | None,
-    temperature: float,
-    batch_size: int,
+    batch: records.Responses, roles: Roles, critic: Critic | None, temperature: float, size: int
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"] | None]:
     """Return log-probabilities of the active role and values of the critic at each response token.
 
-    Both are 0 on padding, read `batch_size` rows at a time; values are None without a critic.
+    Both are 0 on padding, read `size` rows at a time; values are None without a critic.
     """
 
     def read(rows: records.Responses) -> tuple[Tensor, ...]:
@@ -210,7 +205,7 @@ def predict(
         values = () if critic is None else (critic.values(rows, policy_hidden=hidden),)
         return (logprobs, *values)
 
-    logprobs, *values = by_micro_batch(batch, batch_size, read)
+    logprobs, *values = by_micro_batch(batch, size, read)
     return logprobs, values[0] if values else None
 
 
