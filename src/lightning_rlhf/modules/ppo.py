@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
 from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import ConfigError, NotFiniteError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY
@@ -70,7 +69,7 @@ class PPOModule(optim.StageModule):
         """
         super().__init__(stage, config, replicas, microbatch)
         allowed = f"one for {stage}.advantage=gae, else None; it is {config.advantage}"
-        require((critic is not None) == config.has_critic, "the critic", critic, allowed)
+        errors.require((critic is not None) == config.has_critic, "the critic", critic, allowed)
         self.roles = roles
         self.critic = critic
         if critic is not None:
@@ -200,7 +199,7 @@ class PPOModule(optim.StageModule):
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
             is_finite = self.check_finite(loss, norm)
-        except NotFiniteError as error:
+        except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
         self.stopped = is_finite and self.exceeds("target_kl", "approx_kl", approx_kl)
@@ -222,7 +221,7 @@ class PPOModule(optim.StageModule):
         """
         limit = getattr(self.config, key)
         if limit is not None and found.isnan():
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{key} is {limit:g}, but {type(self).__name__}.loss_terms() measured no {field} "
                 f"to compare with it; allowed: {key}=null, or PPOTerms with {field}"
             )
@@ -320,7 +319,7 @@ class PPOModule(optim.StageModule):
         """
         loss = terms.loss if isinstance(terms, records.PPOTerms) else None
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{type(self).__name__}.loss_terms() returned {terms!r:.300}; allowed: PPOTerms "
                 "whose loss is a tensor of shape [] with gradient"
             )
