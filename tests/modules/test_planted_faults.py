@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 from lightning_rlhf.callbacks.diagnosis import DIAGNOSIS, Diagnosis, History
 from lightning_rlhf.callbacks.evaluation import Evaluation
 from lightning_rlhf.callbacks.metrics import PPOMetrics
-from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.core.records import DecodedResponses
-from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import VOCABULARY, fit, prompts
+from .experiences import Make
 
 HEALTHY: dict[str, Any] = {
     "max_response_tokens": 12,
@@ -36,31 +34,19 @@ def same(decoded: DecodedResponses) -> list[float]:
 
 CASES = [
     ("reward_constant", 3, {"reward": same}),
-    pytest.param(
-        "groups_alike",
-        3,
-        {"reward": same, "advantage": "grpo", "samples_per_prompt": 4},
-        marks=pytest.mark.skipif("rollout/groups_alike" not in METRICS, reason="not measured"),
-    ),
+    ("groups_alike", 3, {"reward": same, "advantage": "grpo", "samples_per_prompt": 4}),
     ("kl_exploding", 2, {"lr": 1.0}),
     ("entropy_collapse", 3, {"temperature": 0.002}),
     ("responses_repeat", 5, {"temperature": 0.02}),
     ("clip_fraction_zero", 10, {"clip_range": 0.99, "rollout_batch_size": 32}),
-    (
-        "critic_worse",
-        20,
-        {"critic": "adapter", "value_lr_factor": 1e3, "clip_range_vf": None, "lr": 1e-3},
-    ),
-]
+    ("critic_worse", 20,
+     {"critic": "adapter", "value_lr_factor": 1e3, "clip_range_vf": None, "lr": 1e-3}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rule", "iterations", "fault"), CASES)
 def test_a_planted_fault_is_the_first_finding(
-    make_ppo: Callable[..., PPOModule],
-    tmp_path: Path,
-    rule: str,
-    iterations: int,
-    fault: dict[str, Any],
+    make_ppo: Make, tmp_path: Path, rule: str, iterations: int, fault: dict[str, Any]
 ) -> None:
     module = make_ppo(fresh=True, **{**HEALTHY, "iterations": iterations, **fault})
     diagnosis = Diagnosis(History(module.config, tmp_path))
@@ -76,7 +62,7 @@ def low(response: str) -> float:
 
 
 def test_a_reward_that_pays_for_the_opposite_of_gold_is_the_first_finding(
-    make_ppo: Callable[..., PPOModule], tmp_path: Path
+    make_ppo: Make, tmp_path: Path
 ) -> None:
     """The reward pays for low tokens, and the judge wants high ones."""
     module = make_ppo(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 from lightning_rlhf.callbacks.metrics import update_metrics
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.records import Experience, PPOTerms, UpdateStats
-from lightning_rlhf.modules.optim import exceeds
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
@@ -112,13 +110,6 @@ def test_it_is_the_mean_ratio_that_counts(make_ppo: Make) -> None:
     assert stats.ratio_max > 15
     assert stats.ratio_mean < 15
     assert stats.skipped.item() == 0.0
-
-
-@pytest.mark.parametrize(("found", "limit", "above"), [
-    (1.0, 1.0, False), (math.inf, 1.0, True), (math.nan, None, False),
-])  # fmt: skip
-def test_what_is_above_a_limit(found: float, limit: float | None, above: bool) -> None:
-    assert exceeds(torch.tensor(found), limit, "target_kl", "PPOModule") is above
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,6 @@ Quantization = Literal["none", "int8", "nf4"]
 KernelChoice = Literal["auto", "fast", "plain"]
 Mode = Literal["min", "max"]
 """Direction in which a metric is better."""
-FinalStep = Annotated[
-    Literal["last", "best"] | validation.PositiveInt,
-    validation.described("last, best, the number of a step"),
-]
 Normalization = Literal["none", "stored", "running"]
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
 
@@ -95,7 +91,10 @@ class StageConfig:
     checkpoints_kept: validation.PositiveInt
     """Number of latest checkpoints that are kept, besides the best one."""
     max_nonfinite: validation.PositiveInt
-    final: FinalStep
+    final: Annotated[
+        Literal["last", "best"] | validation.PositiveInt,
+        validation.described("last, best, the number of a step"),
+    ]
     """Step whose model becomes `final/`: last, best or a number."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""

@@ -182,16 +182,11 @@ def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any
     known: keys of the section `node`.
     prefix: name of the section and a dot; empty for the whole configuration.
     """
-    inside = [  # keys of a section inside, as sft.lr for lr, or ppo.rollout_batch_size
-        f"{name}.{inner}"
-        for name, part in node.items()
-        if name in known and isinstance(part, Mapping)
-        for inner in ([key] if key in part else part)
-        if f"_{inner}".endswith(f"_{key}")
-    ]
-    of_stage = [name for name in inside if name.startswith(f"{node.get('stage')}.")]
-    same = [name for name in inside if name.endswith(f".{key}")]
-    meant = of_stage or same or inside or difflib.get_close_matches(key, known, n=1)
+    parts = {name: part for name, part in node.items() if name in known}
+    sections = [name for name, part in parts.items() if isinstance(part, Mapping) and key in part]
+    own = [name for name in sections if name == node.get("stage")]  # as sft.lr for lr
+    meant = [f"{name}.{key}" for name in own or sections]
+    meant = meant or difflib.get_close_matches(key, known, n=1)
     names = " or ".join(prefix + name for name in meant)
     hint = f"did you mean {names}?" if meant else f"allowed: {', '.join(sorted(known))}"
     return f"{prefix}{key} is not a known key; {hint}"

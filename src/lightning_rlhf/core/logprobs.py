@@ -1,6 +1,7 @@
 """Log-probability and entropy of tokens from hidden states, without all logits in memory."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,9 +48,11 @@ def token_logprobs(
             known, targets, head, temperature, vocab_size, row_multiple
         )
         return logprobs, entropy
-    chunks = _in_chunks(
-        _token_chunk, (hidden, targets), head, temperature, vocab_size, row_multiple
-    )
+
+    def of_chunk(h: Tensor, target: Tensor) -> Any:
+        return _LogSoftmax.apply(head(h), target, temperature)
+
+    chunks = _in_chunks(of_chunk, (hidden, targets), vocab_size, row_multiple)
     logprobs, entropy = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropy)
 
@@ -69,47 +72,32 @@ def vocabulary_kl(
 
     Computed in chunks like `token_logprobs`, of half as many tokens. Returns: fp32, nats.
     """
-    chunks = _in_chunks(
-        _kl_chunk, (hidden, ref_hidden), head, temperature, 2 * vocab_size, row_multiple
-    )
+
+    def of_chunk(h: Tensor, ref: Tensor) -> tuple[Tensor]:
+        p, q = (torch.log_softmax(head(x).float() / temperature, -1) for x in (h, ref))
+        return ((p.exp() * (p - q)).sum(-1),)
+
+    chunks = _in_chunks(of_chunk, (hidden, ref_hidden), 2 * vocab_size, row_multiple)
     return torch.cat([kl for (kl,) in chunks])
 
 
 def _in_chunks(
     compute: Callable[..., tuple[Tensor, ...]],
     rows: tuple[Tensor, Tensor],
-    head: Head,
-    temperature: float,
     logits_per_row: int,
     row_multiple: int,
 ) -> Iterator[list[Tensor]]:
     """Yield `compute` of a few rows at a time; its logits are recomputed in the backward pass."""
     size = max(1, CHUNK_ELEMENTS // logits_per_row)
-    recompute = torch.is_grad_enabled() and len(rows[0]) > size
+    run: Callable[..., Any] = compute
+    if torch.is_grad_enabled() and len(rows[0]) > size:
+        run = partial(checkpoint, compute, use_reentrant=False)
     for chunk in zip(*(x.split(size) for x in rows), strict=True):
         count = len(chunk[0])
         # Rounded up to a multiple, or to the size of a chunk if that is less.
         more = min(-(-count // row_multiple) * row_multiple, size) - count
         padded = [F.pad(x, (0, 0) * (x.dim() - 1) + (0, more)) if more else x for x in chunk]
-        if recompute:
-            found = checkpoint(compute, *padded, head, temperature, use_reentrant=False)
-        else:
-            found = compute(*padded, head, temperature)
-        yield [x[:count] for x in found]
-
-
-def _kl_chunk(
-    hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], head: Head, temperature: float
-) -> tuple[Float[Tensor, " N"]]:
-    p, q = (torch.log_softmax(head(h).float() / temperature, -1) for h in (hidden, ref_hidden))
-    return ((p.exp() * (p - q)).sum(-1),)
-
-
-def _token_chunk(
-    hidden: Float[Tensor, "N d"], targets: Int[Tensor, " N"], head: Head, temperature: float
-) -> tuple[Float[Tensor, " N"], Float[Tensor, " N"]]:
-    logprobs, entropy = _LogSoftmax.apply(head(hidden), targets, temperature)
-    return logprobs, entropy
+        yield [x[:count] for x in run(*padded)]
 
 
 class _LogSoftmax(torch.autograd.Function):

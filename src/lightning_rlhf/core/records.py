@@ -62,15 +62,8 @@ class Record:
 
         Rows of fewer columns are padded on the right with 0 or False.
         """
-
-        def whole(tensors: Sequence[Tensor]) -> Tensor:
-            if tensors[0].dim() > 1:
-                width = max(x.shape[1] for x in tensors)
-                tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
-            return torch.cat([*tensors])
-
         names = [f.name for f in fields(parts[0]) if getattr(parts[0], f.name) is not None]
-        return replace(parts[0], **{n: whole([getattr(x, n) for x in parts]) for n in names})
+        return replace(parts[0], **{n: _whole([getattr(x, n) for x in parts]) for n in names})
 
     def detach(self) -> Self:
         """Return the same record without gradients."""
@@ -79,6 +72,14 @@ class Record:
     def _map(self, function: Callable[[Tensor], Tensor], but: Collection[str] = ()) -> Self:
         present = {n: x for n, x in vars(self).items() if x is not None and n not in but}
         return replace(self, **{n: function(x) for n, x in present.items()})
+
+
+def _whole(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of all tensors, padded on the right to the longest with 0 or False."""
+    if tensors[0].dim() > 1:
+        width = max(x.shape[1] for x in tensors)
+        tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
+    return torch.cat([*tensors])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,12 +118,8 @@ class Preferences(Record):
 
     def stacked(self) -> tuple[Int[Tensor, "2B W"], Bool[Tensor, "2B W"]]:
         """Return tokens and mask of both sides as one batch, the chosen rows first."""
-        width = max(self.chosen.shape[1], self.rejected.shape[1])
-        sides = (self.chosen, self.rejected), (self.chosen_mask, self.rejected_mask)
-        tokens, mask = (
-            torch.cat([F.pad(x, (0, width - x.shape[1])) for x in side]) for side in sides
-        )
-        return tokens, mask
+        tokens = _whole([self.chosen, self.rejected])
+        return tokens, _whole([self.chosen_mask, self.rejected_mask])
 
 
 @dataclass(frozen=True, kw_only=True)

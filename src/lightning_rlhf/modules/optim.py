@@ -12,7 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, NotFiniteError, require
+from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import trainable_names
 from lightning_rlhf.parallel.replicas import Replicas
@@ -209,19 +209,3 @@ class StageModule(L.LightningModule):
         check_parameters(self, checkpoint)
         self.iteration, learner = checkpoint["iteration"], checkpoint["learner"]
         self.microbatch.rows, self.nonfinite = learner["microbatch_size"], learner["nonfinite"]
-
-
-def exceeds(found: Tensor, limit: float | None, key: str, name: str) -> bool:
-    """Return whether a 0-d tensor is above a limit; False without a limit.
-
-    key: name of the limit. name: name of the class whose `loss_terms` measured the number.
-
-    Raises ConfigError for NaN, which would never be above the limit.
-    """
-    if limit is not None and found.isnan():
-        field = {"target_kl": "approx_kl", "max_ratio": "ratio_mean"}[key]
-        raise ConfigError(
-            f"{key} is {limit:g}, but {name}.loss_terms() measured no {field} to compare with it; "
-            f"allowed: {key}=null, or PPOTerms with {field}"
-        )
-    return limit is not None and bool(found > limit)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
 from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import ConfigError, NotFiniteError, require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY
@@ -70,7 +69,7 @@ class PPOModule(optim.StageModule):
         """
         super().__init__(stage, config, replicas, microbatch)
         allowed = f"one for {stage}.advantage=gae, else None; it is {config.advantage}"
-        require((critic is not None) == config.has_critic, "the critic", critic, allowed)
+        errors.require((critic is not None) == config.has_critic, "the critic", critic, allowed)
         self.roles = roles
         self.critic = critic
         if critic is not None:
@@ -186,7 +185,6 @@ class PPOModule(optim.StageModule):
         Raises: NotFiniteError as `check_finite`; ConfigError where a limit compares
             what a subclass's `loss_terms` did not measure.
         """
-        config = self.config
         for attempt in self.microbatch.attempts():
             with attempt:
                 share = vars(self.accumulate(minibatch))
@@ -201,12 +199,11 @@ class PPOModule(optim.StageModule):
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
             is_finite = self.check_finite(loss, norm)
-        except NotFiniteError as error:
+        except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
-        name = type(self).__name__
-        self.stopped = is_finite and optim.exceeds(approx_kl, config.target_kl, "target_kl", name)
-        skipped = is_finite and optim.exceeds(ratio_mean, config.max_ratio, "max_ratio", name)
+        self.stopped = is_finite and self.exceeds("target_kl", "approx_kl", approx_kl)
+        skipped = is_finite and self.exceeds("max_ratio", "ratio_mean", ratio_mean)
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
@@ -216,6 +213,19 @@ class PPOModule(optim.StageModule):
             skipped=terms.loss.new_full((), skipped),
             nonfinite=terms.loss.new_full((), not is_finite),
         )
+
+    def exceeds(self, key: str, field: str, found: Tensor) -> bool:
+        """Return whether a field of the terms, 0-d, is above the limit `key`; False without one.
+
+        Raises: ConfigError for NaN, a field that a subclass's `loss_terms` did not measure.
+        """
+        limit = getattr(self.config, key)
+        if limit is not None and found.isnan():
+            raise errors.ConfigError(
+                f"{key} is {limit:g}, but {type(self).__name__}.loss_terms() measured no {field} "
+                f"to compare with it; allowed: {key}=null, or PPOTerms with {field}"
+            )
+        return limit is not None and bool(found > limit)
 
     def accumulate(self, minibatch: records.Experience) -> records.PPOTerms:
         """Backpropagate this process's rows of a minibatch, one micro-batch after another.
@@ -309,7 +319,7 @@ class PPOModule(optim.StageModule):
         """
         loss = terms.loss if isinstance(terms, records.PPOTerms) else None
         if not (isinstance(loss, Tensor) and loss.dim() == 0 and loss.requires_grad):
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{type(self).__name__}.loss_terms() returned {terms!r:.300}; allowed: PPOTerms "
                 "whose loss is a tensor of shape [] with gradient"
             )
@@ -355,8 +365,10 @@ class PPOModule(optim.StageModule):
         if self.ptx is not None:
             self.ptx.check(checkpoint)
         self.kl_coef = checkpoint["kl_coef"]
-        moments, of = checkpoint["moments"], shaping.RunningMoments
-        components = tuple(of(**part) for part in moments["components"])
-        self.moments = shaping.ScoreMoments(of(**moments["whole"]), components)
+        whole, components = (checkpoint["moments"][name] for name in ("whole", "components"))
+        self.moments = shaping.ScoreMoments(
+            shaping.RunningMoments(**whole),
+            tuple(shaping.RunningMoments(**part) for part in components),
+        )
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]
