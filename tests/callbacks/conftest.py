@@ -21,7 +21,6 @@ from lightning_rlhf.core.results import (
     RESULT,
     EvaluationResult,
     IterationResult,
-    PairScores,
     SFTScores,
     Step,
 )
