@@ -197,27 +197,6 @@ def test_reward_against_perplexity() -> None:
         assert found(evaluations=[first, last]) == ["reward_against_perplexity"] * applies
 
 
-def test_the_root_cause_comes_first() -> None:
-    """A cut prompt, a constant reward, responses that all go on to the limit, and a far policy."""
-    three = {
-        "rollout/ended": [0.0] * 3,
-        "rollout/response_tokens": [100.0] * 3,
-        "rollout/reward_min": [2.0] * 3,
-        "kl_divergence": [99.0] * 3,
-        "entropy": [0.0] * 3,
-        "rollout/repetition": [0.9] * 3,
-    }
-    assert found(three, prompts_cut=0.5) == [
-        "prompts_cut",
-        "reward_constant",
-        "nothing_ends",
-        "length_extreme",
-        "kl_exploding",
-        "entropy_collapse",
-        "responses_repeat",
-    ]
-
-
 def test_names_keys_and_metrics_of_the_rules_exist() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     assert HEALTHY.keys() <= METRICS.keys()
