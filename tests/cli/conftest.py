@@ -214,7 +214,7 @@ def _pictures_are_empty() -> Iterator[None]:
     with (
         patch.object(Figure, "savefig", savefig),
         patch.multiple(figures, svg=svg, draw_plots=draw_plots),
-        patch.object(Hydra, "get_mode", lambda *_: None),  # which composes all once more
+        patch.object(Hydra, "get_mode", lambda *_, **__: None),  # which composes all once more
     ):
         yield
 

@@ -89,18 +89,18 @@ def test_a_run_starts_in_no_folder_with_foreign_files(
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize(("depth", "target"), [(0, "gone"), (3, "sft"), (3, None)])
+@pytest.mark.parametrize(("depth", "target"), [(0, "gone"), (3, None)])
 def test_a_link_that_leads_to_no_folder(
     workplace: Workplace, target: str | None, depth: int
 ) -> None:
-    """As the stage's folder, or one of those above it: to nothing, to itself; and a file."""
+    """As the stage's folder to nothing; a file in the place of one of those above it."""
     stage = workplace.stage("sft")
     place = (stage, *stage.parents)[depth]
     place.parent.mkdir(parents=True, exist_ok=True)
     if target is None:
         place.write_text("no folder")
     else:
-        place.symlink_to(place if target == "sft" else target)
+        place.symlink_to(target)
     error = workplace.mini("stage=sft", *["overwrite=true"] * (depth % 2)).error
     told = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
     name = place.relative_to(workplace.folder)
@@ -110,15 +110,12 @@ def test_a_link_that_leads_to_no_folder(
 
 
 @pytest.mark.usefixtures("unbuilt")
-@pytest.mark.parametrize(("outputs", "sweep"), [("/proc/outputs", False), ("/dev/null", True)])
-def test_outputs_that_cannot_be_written(workplace: Workplace, outputs: str, sweep: bool) -> None:
-    call = workplace.sweep if sweep else workplace.mini
-    done = call("stage=sft", "seed=1", f"outputs={outputs}")
+def test_outputs_that_cannot_be_written(workplace: Workplace) -> None:
+    error = workplace.mini("stage=sft", "outputs=/proc/outputs").error
+    assert error.startswith("outputs=/proc/outputs: ")
+    done = workplace.sweep("stage=sft", "seed=1", "outputs=/dev/null")
     assert done.status == 1
     assert "Traceback" not in done.out + done.err
-    assert outputs in done.out + done.err
-    if not sweep:
-        assert done.error.startswith(f"outputs={outputs}: ")
 
 
 # Modes.

@@ -13,16 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.plugins import Plugins
 from omegaconf import OmegaConf
 
 from lightning_rlhf.cli import arguments, sweep
-from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
-from lightning_rlhf.runs.console import CONF
 
 from .conftest import Workplace
 
@@ -207,14 +202,3 @@ def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(
     error = workplace.sweep("stage=ppo", "seed=1,2").error
     assert "srun has started 2 processes, but a sweep starts the processes of its jobs" in error
     assert not workplace.outputs.exists()
-
-
-def test_presets_have_the_keys_of_their_plugins() -> None:
-    """Hydra holds each against the plugin's own configuration of the same name."""
-    register_resolvers()
-    for name in ("joblib", "submitit_local", "submitit_slurm"):
-        GlobalHydra.instance().clear()
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            found = compose("config", [f"hydra/launcher={name}"], return_hydra_config=True)
-        target = found.hydra.launcher._target_
-        assert Plugins.instance().class_name_to_class[target].__name__ == target.rpartition(".")[2]

@@ -57,16 +57,12 @@ def test_a_file_of_ones_own_is_chosen_in_every_group(own: Workplace, folder: lis
 
 def test_a_model_of_ones_own_has_numbers_in_every_stage(own: Workplace) -> None:
     """Beside those of tiny, from which it is derived and whose trainer has one thread."""
-    numbers = {"sft": "epochs: 5", "ppo": "iterations: 7", "trainer": "threads: 3"}
     (own.folder / "own" / "stage_model").mkdir()
-    for section, text in numbers.items():
+    for section, text in {"sft": "epochs: 5", "trainer": "threads: 3"}.items():
         (own.folder / "own" / "stage_model" / f"{section}_mine.yaml").write_text(text)
     found = shown(own, "--config-dir", "own", "model=mine")
-    assert found["sft"]["epochs"] == 5
-    assert found["ppo"]["iterations"] == 7
-    assert found["trainer"]["threads"] == 3
-    assert found["rm"]["epochs"] == 2  # tiny's, from which it is derived, as are the next two
-    assert (found["sft"]["lr"], found["ppo"]["kl_coef"]) == (3e-3, 0.06)
+    assert (found["sft"]["epochs"], found["trainer"]["threads"]) == (5, 3)
+    assert (found["rm"]["epochs"], found["sft"]["lr"]) == (2, 3e-3)  # tiny's
 
 
 def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -> None:
@@ -98,14 +94,10 @@ def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.Monke
 
 
 def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> None:
-    folder = workplace.folder / "mine"
-    folder.mkdir()
+    (workplace.folder / "mine").mkdir()
     text = "title: M\nstages: [sft]\nprogram: null\noverrides: [seed=-1]\npromises: []\nnext: []\n"
-    (folder / "recipe.yaml").write_text(text)
+    (workplace.folder / "mine" / "recipe.yaml").write_text(text)
     assert workplace.mini("recipe=mine").error.startswith("seed is -1")
-    (folder / "recipe.yaml").unlink()
-    error = workplace.mini("recipe=./mine").error
-    assert error.startswith("recipe=./mine is not known; allowed: bandit, composite_reward, course")
 
 
 def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.rewards.config import parsed
-from lightning_rlhf.rewards.server import RewardServer, listening_socket
+from lightning_rlhf.rewards.server import RewardServer
 
 from .conftest import Workplace
 
@@ -24,8 +22,6 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
 
     def load(final: str, options: Any) -> Any:
         asked.append((final, options))
-        if final == "nowhere":
-            raise CheckpointError("nowhere: no such folder")
         return lambda prompts, responses, columns: [0.0] * len(responses)
 
     monkeypatch.setattr(build_rewards, "text_scorer", load)
@@ -51,9 +47,8 @@ def test_it_serves_until_it_is_stopped(
 def test_other_addresses(
     workplace: Workplace, loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that other machines reach is told, with a token and without; IPv6."""
-    made: list[RewardServer] = []
-    monkeypatch.setattr(RewardServer, "run", lambda server: made.append(server))
+    """One that other machines reach is told, with a token and without."""
+    monkeypatch.setattr(RewardServer, "run", lambda server: None)
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
     command = ["serve-reward", "final", "--port", "0", "--host"]
     assert "it answers whoever can reach" in workplace.call(*command, "0.0.0.0").succeeded.out
@@ -61,13 +56,6 @@ def test_other_addresses(
     assert " reward.token_env=JUDGE_TOKEN; Ctrl-C" in out
     assert "it answers whoever has the token" in out
     assert "s3cret" not in out
-    try:
-        listening_socket("::1", 0).close()
-    except ConfigError:
-        return  # this machine has no IPv6
-    out = workplace.call(*command, "::1").succeeded.out
-    assert f"reward=http 'reward.url=\"http://[::1]:{made[-1].port}/score\"'; " in out
-    assert parsed(made[-1].url, "reward.url").port == made[-1].port
 
 
 def test_without_its_libraries_it_says_how_to_install_them(
@@ -79,16 +67,10 @@ def test_without_its_libraries_it_says_how_to_install_them(
     assert error == "serve-reward needs uvicorn: pip install 'lightning-rlhf[serve]'"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["nowhere"], "nowhere: no such folder"),
-        (["final", "--port", "65536"], "--port is 65536; allowed: a whole number"),
-        (["final", "--host", "256.0.0.1"], "there can be no server at '256.0.0.1', port "),
-        (["final", "--token-env", "NOT_THERE"], "--token-env is 'NOT_THERE'; allowed: an env"),
-    ],
-)
-def test_what_is_wrong_is_one_message(
-    workplace: Workplace, loaded: list[tuple[str, Any]], arguments: list[str], message: str
-) -> None:
-    assert workplace.call("serve-reward", *arguments).error.startswith(message)
+@pytest.mark.usefixtures("loaded")
+def test_what_is_wrong_is_one_message(workplace: Workplace) -> None:
+    for words, told in (
+        (["--host", "256.0.0.1"], "there can be no server at '256.0.0.1', port "),
+        (["--token-env", "NOT_THERE"], "--token-env is 'NOT_THERE'; allowed: an env"),
+    ):
+        assert workplace.call("serve-reward", "final", *words).error.startswith(told)

@@ -203,35 +203,27 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
     assert found["pruner.wrapped_pruner._target_"] == "optuna.pruners.MedianPruner"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["hydra.sweeper.metric=eval/loss", "hydra.sweeper.direction=maximize"],
-         "hydra.sweeper.direction is 'maximize'; allowed: minimize "),
-        (["hydra.sweeper.metric=loss"],
-         "hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity"),
-    ],
-)  # fmt: skip
 def test_a_metric_or_a_direction_that_misleads_is_refused_before_a_trial(
-    workplace: Workplace, words: list[str], told: str
+    workplace: Workplace,
 ) -> None:
-    error = workplace.sweep("hydra/sweeper=optuna", "stage=sft", "seed=1,2", *words).error
-    assert error.startswith(told)
+    command = ["hydra/sweeper=optuna", "stage=sft", "seed=1,2", "hydra.sweeper.metric=eval/loss"]
+    error = workplace.sweep(*command, "hydra.sweeper.direction=maximize").error
+    assert error.startswith("hydra.sweeper.direction is 'maximize'; allowed: minimize ")
+    error = workplace.sweep(*command[:3], "hydra.sweeper.metric=loss").error
+    assert error.startswith("hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity")
     assert not [*workplace.outputs.glob("default/*.log")]
 
 
-@pytest.mark.parametrize(
-    "sweep", ["sft.lr=tag(lgo,interval(1,2))", "sft.lr=tag(log,interval(0,1))", "seed=range(5,1)"]
-)
+@pytest.mark.parametrize("sweep", ["sft.lr=tag(lgo,interval(1,2))", "seed=range(5,1)"])
 def test_a_sweep_of_no_values_is_refused(sweep: str) -> None:
     with pytest.raises(ConfigError, match="allowed: values, interval") as error:
         space_of(*parse_overrides([sweep]))
     assert str(error.value).startswith(f"{sweep}: ")
 
 
-@pytest.mark.parametrize("sweep", ["a.e2=tag(log,int(interval(1,20)))", "a=interval(1.5,2.5)"])
-def test_a_sweep_of_a_range(sweep: str) -> None:
-    assert space_of(*parse_overrides([sweep])).to_internal_repr(2) == 2
+def test_a_sweep_of_a_range() -> None:
+    for sweep in parse_overrides(["a.e2=tag(log,int(interval(1,20)))", "a=interval(1.5,2.5)"]):
+        assert space_of(sweep).to_internal_repr(2) == 2
 
 
 def test_a_trial_that_is_behind_is_pruned_and_is_no_error(workplace: Workplace) -> None:

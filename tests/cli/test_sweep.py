@@ -138,23 +138,6 @@ def test_a_job_that_crashes_is_marked_and_the_others_go_on(
     assert tree(failed / "checkpoints").items() >= checkpoint.items()  # it went on from there
 
 
-def test_a_sweep_of_evaluations_shows_what_their_reports_say(finished: Workplace) -> None:
-    """Two rewards of opposite tastes: what the one ranks right the other ranks wrong."""
-    rules = "def {}(prompts, responses):\n    return [{}float(len(r)) for r in responses]\n"
-    text = rules.format("long", "") + rules.format("short", "-")
-    (finished.folder / "rules.py").write_text(text)
-    few = ("eval_reward.samples=4", "eval_reward.batch_size=4", "reward=function")
-    outcome = finished.sweep("stage=eval_reward", *few, "reward.path=rules.py:long,rules.py:short")
-    shown = table(outcome.succeeded.out)
-    assert shown.count(" done ") == 2
-    files = sorted(finished.outputs.rglob("eval_reward/final/fitness.json"))
-    metrics = [json.loads(file.read_text())["metrics"] for file in files]
-    found = [numbers["fitness/accuracy"] for numbers in metrics]
-    assert len(found) == len(set(found)) == 2
-    assert sum(found) == 1
-    assert all(f" done {accuracy:.3f} " in shown for accuracy in found), shown
-
-
 def test_hydra_s_lines_show_what_a_terminal_would_obey_and_no_report_of_a_trial() -> None:
     text = "\t#6 : run=\x1b[31m job='kl_coef=0.1' callbacks.trial.storage=/a"
     record = logging.LogRecord("hydra", logging.INFO, "", 0, text, (), None)
@@ -167,7 +150,6 @@ def test_hydra_s_lines_show_what_a_terminal_would_obey_and_no_report_of_a_trial(
         (["stage=ppo", "++ppo.kl_coef=0.02", "seed=1"], ["ppo.kl_coef", "seed"],
          "kl_coef=0.02,seed=1"),
         (["stage=ppo", "++ppo.kl_coef=0.02", "seed=1"], ["seed"], "seed=1"),
-        (["stage=ppo", "++ppo.kl_coef=0.02", "seed=1"], None, "kl_coef=0.02,seed=1"),
         (["++sft.lr=1e-3", "++rm.lr=1e-4"], ["sft.lr", "rm.lr"], "rm.lr=1e-4,sft.lr=1e-3"),
         (["stage=sft", "run=x", "seed=1"], ["stage", "run"], None),
     ],
@@ -262,7 +244,6 @@ def test_a_launcher_that_gives_up_leaves_what_the_folders_tell(
 @pytest.mark.parametrize(
     ("recipe", "job", "folder"),
     [
-        ("dpo", None, "eval_policy"),
         ("rounds", "seed=1", "seed=1/round2/eval_policy"),
         ("bandit", "seed=1", "seed=1/ppo"),
     ],
