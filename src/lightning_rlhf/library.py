@@ -1,7 +1,6 @@
 """The front door of the library: configurations, and modules with their data, for any Trainer."""
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,27 +37,20 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     """
     words = [*overrides, f"stage={stage}"]
     register_resolvers()
+    outer = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
+    GlobalHydra.instance().clear()
     try:
-        with no_outer_hydra(), initialize_config_dir(str(console.CONF), version_base="1.3"):
+        with initialize_config_dir(str(console.CONF), version_base="1.3"):
             cfg = compose("config", words)
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
         raise ConfigError(composition_error(error, words)) from error
+    finally:
+        GlobalHydra.instance().hydra = outer
     require(cfg.recipe is None, "recipe", cfg.recipe, "none, since a recipe runs stages itself")
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if stage in names:
         refuse_other_stages(stage, overrides, {*names} - {*stages})
     return read_settings(cfg)
-
-
-@contextmanager
-def no_outer_hydra() -> Iterator[None]:
-    """Within the block, let Hydra start over in a program that uses Hydra itself."""
-    outer = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = outer
 
 
 @dataclass(frozen=True)

@@ -149,27 +149,23 @@ def test_the_code_in_the_documentation(place: Workplace, capsys: Any) -> None:
 
 
 def test_every_final_has_a_model_card(place: Workplace) -> None:
-    for stage, library, task in (
-        ("sft", "transformers", "text-generation"),
-        ("rm", "peft", "text-classification"),
-        ("ppo", "peft", "text-generation"),
-    ):
+    kinds = {"sft": ("transformers", "text-generation"), "rm": ("peft", "text-classification"),
+             "ppo": ("peft", "text-generation")}  # fmt: skip
+    for stage, kind in kinds.items():
         folder = place.stage(stage) / "final"
         card = ModelCard.load(folder / "README.md")
-        assert (card.data.library_name, card.data.pipeline_tag) == (library, task)
+        assert (card.data.library_name, card.data.pipeline_tag) == kind
         assert {"lightning-rlhf", stage} <= set(card.data.tags)
         assert "random weights of seed 0" in card.text
         assert "not stated with its weights" in card.text
         assert f'name = "outputs/default/mini/{stage}/final"' in card.text
         assert str(place.folder) not in card.text
-        names = {"sft": "demonstrations", "rm": "preferences", "ppo": "prompts"}[stage]
-        file = {"demonstrations": "sft"}.get(names, names)
-        assert f"| {names}, train | {file}\\_train.jsonl |" in card.text
-    manifest = find(str(folder), "x").require_manifest("ppo")
+    assert "| prompts, train | prompts\\_train.jsonl |" in card.text
+    metrics = find(str(folder), "x").require_manifest("ppo").metrics
     [row] = re.findall(r"\| `eval/reward_mean` \| (\S+) \| (\S+) to (\S+) \| (\S+) \|", card.text)
     value, low, high, before = map(float, row)
-    assert value == pytest.approx(manifest.metrics["eval/reward_mean"], rel=1e-3)
-    assert before == pytest.approx(manifest.metrics["start/eval/reward_mean"], rel=1e-3)
+    assert value == pytest.approx(metrics["eval/reward_mean"], rel=1e-3)
+    assert before == pytest.approx(metrics["start/eval/reward_mean"], rel=1e-3)
     assert low <= value <= high
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -24,10 +25,10 @@ from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
-from lightning_rlhf.rewards.config import HTTPConfig
 from lightning_rlhf.runs import console
+from lightning_rlhf.runs.folders import changes
 from lightning_rlhf.runs.settings import REWARDS, read_settings
-from lightning_rlhf.runs.stage import SUM, PolicySource, Settings, TrainerConfig
+from lightning_rlhf.runs.stage import SUM, PolicySource, Settings, TrainerConfig, find_stage
 
 CONF = console.CONF
 SOURCE = Path(lightning_rlhf.__file__).parent
@@ -143,26 +144,13 @@ def test_a_local_file_is_not_validated_on_a_data_set_of_the_hub(data: str) -> No
         assert getattr(given_too, kind) == Split(train="mine.jsonl", val="org/name:test")
 
 
-@pytest.fixture(scope="module")
-def files_data() -> DataConfig:
-    """The values of data=files."""
-    return read_settings(composed("stage=sft", "data=files")).data
-
-
 @pytest.mark.parametrize("data", FORMS)
-def test_every_form_of_data_composes_and_names_what_it_holds(
-    data: str, files_data: DataConfig
-) -> None:
+def test_every_form_of_data_composes_and_names_what_it_holds(data: str) -> None:
     settings = read_settings(composed("stage=sft", f"data={data}"))
     assert settings.data.format == data
     for kind in get_args(Kind):
         split = getattr(settings.data, kind)
         assert split.train is None or formats_of(settings.data.format, kind), kind
-    own = {"format", "on_bad_row", *get_args(Kind)}
-    keys = names(DataConfig) - own
-    assert [getattr(settings.data, key) for key in keys] == [
-        getattr(files_data, key) for key in keys
-    ]
 
 
 @pytest.mark.parametrize("option", [x for x in options("stage_model") if "trainer" not in x])
@@ -182,16 +170,6 @@ def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:
         for words in (["trainer=cpu"], ["trainer=gpu"], ["trainer.threads=2"], ["model=qwen0.8b"])
     ]
     assert found == [1, 1, 2, None]
-
-
-def test_numbers_of_a_model_belong_to_a_stage_and_a_model_that_exist() -> None:
-    keys = {stage: set(stage_keys(stage)) for stage in STAGES}
-    keys["trainer"] = set(yaml("trainer", "cpu"))
-    known = {f"{section}_{model}" for section in keys for model in MODELS}
-    assert set(options("stage_model")) <= known
-    for option in options("stage_model"):
-        section = max((key for key in keys if option.startswith(f"{key}_")), key=len)
-        assert set(yaml("stage_model", option)) <= keys[section], option
 
 
 def test_weights_dtype_of_the_trainer_reaches_hub_models_alone() -> None:
@@ -276,11 +254,10 @@ def test_every_field_is_read(cls: type) -> None:
 
 def test_a_component_may_weigh_nothing_but_not_all_of_them() -> None:
     both = [f"+reward@reward.components.{name}=random" for name in "ab"]
-    nothing = [f"reward.components.{name}.weight=0" for name in "ab"]
-    read_settings(composed("stage=ppo", "reward=sum", *both, nothing[0]))
-    for command in (["reward=sum", *both, *nothing], ["reward.weight=0"]):
-        with pytest.raises(ConfigError, match=r"^every weight of reward is 0; allowed: one"):
-            read_settings(composed("stage=ppo", *command))
+    command = ["stage=ppo", "reward=sum", *both, "reward.components.a.weight=0"]
+    read_settings(composed(*command))
+    with pytest.raises(ConfigError, match=r"^every weight of reward is 0; allowed: one"):
+        read_settings(composed(*command, "reward.components.b.weight=0"))
 
 
 @pytest.mark.parametrize(
@@ -320,16 +297,29 @@ def test_running_moments_are_taken_once() -> None:
             read_settings(composed("stage=ppo", other, "ppo.score_normalization=running"))
 
 
-@pytest.mark.parametrize("place", ["reward", "reward.components.a"])
-def test_what_is_written_down_of_an_address_is_without_its_secrets(place: str) -> None:
-    url = "https://me:pass@host:80/score?key=token"
-    kinds = (
-        ["reward=http"] if place == "reward" else ["reward=sum", "+reward@reward.components.a=http"]
-    )
-    settings = read_settings(composed("stage=ppo", *kinds, f"{place}.url='{url}'"))
-    (component,) = settings.reward.values()
-    assert isinstance(component, HTTPConfig)
-    assert component.url == url
-    assert "host:80/score" in str(settings.tree)
-    for secret in ("me:", "pass", "token"):
-        assert secret not in str(settings.tree["reward"]).replace("'token_env'", "")
+# Two configurations that differ.
+
+
+def test_each_key_with_its_value_then_and_now(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({"stage": "sft", "sft": {"lr": 0.1}, "model": {"name": "a"}}))
+    now = {"stage": "sft", "sft": {"lr": 0.2}, "policy": {"name": "b"}, "model": {"name": "a"}}
+    assert changes(find_stage(now["stage"]), now, file) == [
+        'policy.name was not there, is "b"',
+        "sft.lr was 0.1, is 0.2",
+    ]
+
+
+def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -> None:
+    part = {"kind": "head", "weight": 1.0}
+    then = {"stage": "ppo", "reward": {"kind": "sum", "components": {"a": part, "unfit": part}}}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(then))
+    now = json.loads(file.read_text())
+    for component in now["reward"]["components"].values():
+        component["unfit"] = "warn"
+    assert changes(find_stage(now["stage"]), now, file) == []
+    now["reward"]["components"]["unfit"]["weight"] = 2.0
+    assert changes(find_stage(now["stage"]), now, file) == [
+        "reward.components.unfit.weight was 1.0, is 2.0"
+    ]

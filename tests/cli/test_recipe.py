@@ -19,7 +19,6 @@ from hydra.core.global_hydra import GlobalHydra
 from lightning_rlhf.callbacks.evaluation import load_judge
 from lightning_rlhf.cli import main
 from lightning_rlhf.cli.arguments import parse_overrides
-from lightning_rlhf.cli.launch import run_command
 from lightning_rlhf.cli.recipe import Promise, Recipe, data_of_run, read_recipe, step_overrides
 from lightning_rlhf.core.metrics import METRICS
 from lightning_rlhf.io.user_code import load_object
@@ -354,26 +353,6 @@ def test_a_mistake_in_a_recipe_is_named(kitchen: Kitchen) -> None:
         kitchen.write(**changes)
         assert named in kitchen.cook().error
     assert kitchen.ran == []
-
-
-@pytest.mark.slow
-def test_stages_are_processes_of_their_own(
-    kitchen: Kitchen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same as above, but started as the recipe starts them."""
-    kitchen.write(stages=["sft"], promises=[])
-    monkeypatch.undo()
-    monkeypatch.setattr(console, "RECIPES", kitchen.recipes)
-
-    def noted(command: Sequence[str], environment: Mapping[str, str]) -> int:
-        kitchen.commands.append(list(command))
-        return run_command(command, environment)
-
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", noted)
-    kitchen.cook().succeeded  # noqa: B018
-    assert kitchen.ran == ["sft"]
-    assert (kitchen.folder("sft") / "final" / "manifest.json").is_file()
 
 
 # Stages that are run more than once, as jobs of the run.

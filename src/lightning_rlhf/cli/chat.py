@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
@@ -35,14 +36,9 @@ from lightning_rlhf.io.storage import Kind, make_folder, written_whole
 from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.collector import as_responses
-from lightning_rlhf.rollout.native import last_hidden, position_ids
+from lightning_rlhf.rollout import collector, native
 from lightning_rlhf.rollout.score import response_hidden, response_logprobs
-from lightning_rlhf.runs.accelerator import quiet_libraries
-from lightning_rlhf.runs.folders import FINAL, sampled_as, trained_as
-
-if TYPE_CHECKING:  # its imports are in the extra "serve"
-    from lightning_rlhf.rewards.server import Score
+from lightning_rlhf.runs import accelerator, folders
 
 HELP = """/temperature NUMBER   0 takes the most probable token
 /system TEXT          system message before the first turn; without TEXT none. Starts over
@@ -110,12 +106,12 @@ class Speaker:
         read, new = torch.tensor([prompt], device=roles.device), len(prompt)
         for _ in range(most):
             mask = torch.ones_like(read, dtype=torch.bool)
-            at = position_ids(mask)[:, -new:]
+            at = native.position_ids(mask)[:, -new:]
             with roles.use_role(self.role):
                 if cache is None:
                     hidden = roles.hidden(read)[:, -1]
                 else:
-                    hidden = last_hidden(roles, cache, read[:, -new:], mask, at)
+                    hidden = native.last_hidden(roles, cache, read[:, -new:], mask, at)
                 logits = roles.head(hidden).float().cpu()
             if not logits.isfinite().any() or logits.isnan().any():
                 raise errors.LogitsError(f"model {self.name}")
@@ -137,7 +133,9 @@ class Speaker:
         if self.role == REFERENCE:
             return None
         roles, found = self.roles, list[float]()
-        batch = as_responses([prompt], [response], self.chat.pad_token_id).to(roles.device)
+        batch = collector.as_responses([prompt], [response], self.chat.pad_token_id).to(
+            roles.device
+        )
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
                 hidden = response_hidden(roles, batch)
@@ -155,7 +153,7 @@ def load_speaker(name: str, final: checkpoint.Final, device: torch.device) -> Sp
     Raises CheckpointError where the folder is no language model of a stage, or does not fit its
     base.
     """
-    config, template_kwargs = trained_as(final)
+    config, template_kwargs = folders.trained_as(final)
     manifest, parent = final.manifest, final.parent(SFT)
     assert manifest is not None
     if manifest.stage == "rm":
@@ -188,7 +186,7 @@ class Conversation:
     """The same questions to each model, which sees its own replies alone."""
 
     speakers: Sequence[Speaker]
-    score: Score | None
+    score: Callable[..., Sequence[float]] | None
     """Function of the reward that scores replies; None without one."""
     temperature: float
     """Divisor of the logits; 0 takes the most probable token."""
@@ -245,16 +243,16 @@ class Conversation:
 
         Raises StorageError where the file cannot be written.
         """
-        rows = []
+        rows = ""
         for one in self.speakers:
-            messages = [message.as_dict() for message in self.messages(one)]
-            numbers = {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
-            row = {"model": one.name, "messages": messages, **numbers}
-            rows.append(json.dumps(row, ensure_ascii=False) + "\n")
+            row: dict[str, Any] = {"model": one.name}
+            row["messages"] = [message.as_dict() for message in self.messages(one)]
+            row |= {"scores": [x.score for x in one.turns], "kl": [x.kl for x in one.turns]}
+            rows += json.dumps(row, ensure_ascii=False) + "\n"
         try:
             make_folder(file.parent)
             with written_whole(file, kind=kind) as path:
-                path.write_text("".join(rows), encoding="utf-8")
+                path.write_text(rows, encoding="utf-8")
         except OSError as error:
             raise errors.StorageError(f"{file} cannot be written: {error}") from error
         print_line(f"saved: {file}")
@@ -283,25 +281,22 @@ def opened(arguments: Sequence[str]) -> Conversation:
     check_value("--max-tokens", given.max_tokens, PositiveInt | None)
     check_value("--seed", given.seed, Seed)
     # The folder of a run stands for the final/ in it.
-    insides = {source: Path(source, FINAL, checkpoint.MANIFEST) for source in given.finals}
+    insides = {source: Path(source, folders.FINAL, checkpoint.MANIFEST) for source in given.finals}
     sources = [str(insides[x].parent) if insides[x].is_file() else x for x in given.finals]
     finals = [checked_final(source, trusted=given.trust_remote_code) for source in sources]
     paths = [str(final.path.resolve()) for final in finals]
     errors.require(len({*paths}) == len(paths), "FINAL", paths, "each model once")
-    trained = [sampled_as(final) for final in finals]
+    temperatures, lengths = zip(*map(folders.sampled_as, finals), strict=True)
     paid_by = (final.parent("reward") for final in finals)  # the one that a policy was trained on
     reward = given.reward or next((str(path) for path in paid_by if path and path.is_dir()), None)
-    quiet_libraries()
+    accelerator.quiet_libraries()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):
         return Conversation(
-            speakers=[
-                load_speaker(name, final, device)
-                for name, final in zip(short_names(paths), finals, strict=True)
-            ],
+            speakers=list(map(load_speaker, short_names(paths), finals, repeat(device))),
             score=None if reward is None else text_scorer(reward, []),
-            temperature=trained[-1][0] if given.temperature is None else given.temperature,
-            max_tokens=given.max_tokens or max(most for _, most in trained),
+            temperature=temperatures[-1] if given.temperature is None else given.temperature,
+            max_tokens=given.max_tokens or max(lengths),
             generator=torch.Generator().manual_seed(given.seed),
             system=None if given.system is None else clean(given.system),
         )

@@ -110,41 +110,34 @@ def compare(arguments: Sequence[str]) -> None:
 
 def export(arguments: Sequence[str]) -> None:
     """Write the model of a kept checkpoint of a run as a folder like final/, with its tokenizer and
-    manifest; or that of a final/ folder as whole weights, adapters merged."""
+    manifest; or that of a final/ folder as whole weights, adapters merged.
+
+    Raises:
+        ConfigError: the folder holds no run of a stage that can be exported, or --out exists.
+        CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
+    """
     given = parse_command(export, arguments, EXPORT)
-    out = None if given.out is None else Path(given.out)
+    out, step, folder = None if given.out is None else Path(given.out), given.step, Path(given.run)
     ways = "either --step N for the model of a checkpoint, or --merge for that of a final/ folder"
-    require(given.merge != (given.step is not None), "export", given.step, ways)
+    require(given.merge != (step is not None), "export", step, ways)
     require(given.merge or given.dtype is None, "--dtype", given.dtype, "none without --merge")
     with code_of_command(given.code):
         if given.merge:
             merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
-        else:
-            check_value("--step", given.step, PositiveInt)
-            export_run(Path(given.run), given.step, out, given.trust_remote_code)
-
-
-def export_run(folder: Path, step: int, out: Path | None, trust_remote_code: bool) -> None:
-    """Write the model of a step of the run in `folder`.
-
-    out: folder to write; None is `final_<step>` in the folder of the run.
-
-    Raises:
-        ConfigError: the folder holds no run of a stage that can be exported, or `out` exists.
-        CheckpointError: there is no checkpoint of the step, or it is damaged or of another run.
-    """
-    settings = settings_of(folder, trust_remote_code=trust_remote_code)
-    fit.require_trained(settings.definition, "exported")
-    kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
-    out = out or folder / f"{folders.FINAL}_{step:06d}"
-    require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
-    if step not in kept:
-        there = ", ".join(map(str, sorted(kept)))
-        raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {there}")
-    if resume.is_stale(settings):
-        reason = "the models that it was started from are others now"
-        raise CheckpointError(f"{folder} cannot be exported: {reason}")
-    fit.export(settings, select.export_of(folder, settings, kept[step], step, out))
+            return
+        check_value("--step", step, PositiveInt)
+        settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
+        fit.require_trained(settings.definition, "exported")
+        kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+        out = out or folder / f"{folders.FINAL}_{step:06d}"
+        require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
+        if step not in kept:
+            there = ", ".join(map(str, sorted(kept)))
+            raise CheckpointError(f"{folder} has no checkpoint of step {step}; kept are: {there}")
+        if resume.is_stale(settings):
+            reason = "the models that it was started from are others now"
+            raise CheckpointError(f"{folder} cannot be exported: {reason}")
+        fit.export(settings, select.export_of(folder, settings, kept[step], step, out))
 
 
 @code_of_command()

@@ -10,7 +10,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,7 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
-from lightning_rlhf.runs.stage import AUTO, STAGES, Settings, stage_names
+from lightning_rlhf.runs.stage import AUTO, STAGES, stage_names
 
 NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts")}
 """Stage -> the one that follows it, and the data that this one reads."""
@@ -59,16 +59,15 @@ def main() -> None:
             module, name = arguments.COMMANDS[first], first.replace("-", "_")
             # A shell leaves ~ as it is in --out=~/page.html.
             rest = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in rest]
-            with (
-                code_of_command(),
-                full_disk_told(),
-            ):  # what the folders that it reads name is not run
+            # What the folders that it reads name is not run.
+            with code_of_command(), full_disk_told():
                 pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
         elif words == ["--version"]:
             print(f"lightning-rlhf {lightning_rlhf.__version__}")
         else:
             mode = arguments.WITHOUT_RUN.get(first)
-            run_hydra(words if mode is None else [*rest, f"preflight={mode}"])
+            with prepared(words if mode is None else [*rest, f"preflight={mode}"]):
+                compose()
     except errors.RLHFError as error:
         console.print_error(arguments.without_secrets(str(error)))
         sys.exit(1)
@@ -82,22 +81,23 @@ def main() -> None:
         sys.exit(1)
 
 
-def run_hydra(words: Sequence[str]) -> None:
-    """Run the jobs of a command line, or print what Hydra's options ask for, without secrets."""
+@contextlib.contextmanager
+def prepared(words: Sequence[str]) -> Iterator[None]:
+    """Set Hydra up for a command line; remove secrets from what it prints where it runs no job."""
     register_resolvers()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # this program prints Hydra's errors itself
     given = arguments.parse_arguments(words)
     asked = os.environ.get("COMP_LINE", "").split(" ")[-1]
     if given.shell_completion and asked.startswith("stage="):  # Hydra knows no choices of it
         print(*(f"stage={name}" for name in STAGES), sep="\n")
-        return
+        sys.exit()
     arguments.check_command(words, given)
     # Hydra's parser needs the overrides on one side of the options.
     sys.argv[1:] = [*given.overrides, *(word for word in words if word not in given.overrides)]
     printed, is_printed = io.StringIO(), given.cfg or given.info or given.help or given.hydra_help
     try:
         with contextlib.redirect_stdout(printed) if is_printed else contextlib.nullcontext():
-            compose()
+            yield
     finally:
         print(visible(arguments.without_secrets(printed.getvalue(), given.overrides)), end="")
 
@@ -109,13 +109,13 @@ def register_resolvers() -> None:
     a data set to validate on (null beside a local file to train on), and the configuration `open` a
     mapping that takes any key on the command line.
     """
-    OmegaConf.register_new_resolver(
-        "hub_val",
-        lambda name, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else name,
-        replace=True,
-    )
-    OmegaConf.register_new_resolver("program", arguments.program_name, replace=True)
-    OmegaConf.register_new_resolver("recipes", lambda p: str(console.RECIPES / p), replace=True)
+    resolvers: dict[str, Any] = {
+        "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
+        "program": arguments.program_name,
+        "recipes": lambda path: str(console.RECIPES / path),
+    }
+    for name, resolver in resolvers.items():
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
     ConfigStore.instance().store("open", OmegaConf.create({}, flags={"struct": False}))
 
 
@@ -225,17 +225,13 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
         fit.fit(settings)
     is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
     if is_alone and definition.hands_over == "model":
-        print_line(f"next: {next_command(settings, overrides)}")
-
-
-def next_command(settings: Settings, overrides: Sequence[str]) -> str:
-    """Return the command that goes on from a finished stage that hands over a model."""
-    words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
-    if settings.stage in NEXT:
-        given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
-        kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
-        following, data = NEXT[settings.stage]
-        words = [*launch.own_configs(), f"stage={following}", *kept]
-        if getattr(settings.data, data).train is None:
-            words.append(f"data.{data}.train=FILE.jsonl")
-    return arguments.without_secrets(f"{arguments.program_name()} {shlex.join(words)}", overrides)
+        words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
+        if settings.stage in NEXT:
+            given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
+            kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
+            following, data = NEXT[settings.stage]
+            words = [*launch.own_configs(), f"stage={following}", *kept]
+            if getattr(settings.data, data).train is None:
+                words.append(f"data.{data}.train=FILE.jsonl")
+        line = f"next: {arguments.program_name()} {shlex.join(words)}"
+        print_line(arguments.without_secrets(line, overrides))

@@ -38,10 +38,8 @@ from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
-HOW: Mapping[resume.State, Sequence[str]] = {
-    "new": (), "cut off": ("resume=auto",), "outdated": ("overwrite=true",),
-}  # fmt: skip
-"""State of a stage -> overrides with which it is run."""
+HOW: Mapping[resume.State, str] = {"cut off": "resume=auto", "outdated": "overwrite=true"}
+"""State of a stage that is not new -> override with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
 ANY = ("seed", *folders.VOLATILE)
@@ -63,8 +61,8 @@ class Promise:
 
     def __post_init__(self) -> None:
         bounds = [b for b in (self.at_least, self.at_most, self.gain) if b is not None]
-        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds,
-             "exactly one of at_least, at_most, gain")  # fmt: skip
+        one = "exactly one of at_least, at_most, gain"
+        rule(len(bounds) == 1, f"the bound of {self.metric}", bounds, one)
 
     def row(self, found: Evaluated | None) -> PromiseRow:
         """Return the promise beside its measured number; one that was not measured is broken.
@@ -100,13 +98,11 @@ class Recipe:
     """File whose `main(PPOConfig, seed, folder)` returns claims; it replaces the stages."""
     overrides: Words
     """Overrides for every stage; those of the user take precedence."""
-    steps: Annotated[Mapping[str, Words], described("a mapping from steps to lists of texts")] = (
+    steps: Annotated[Mapping[str, Words], described("a mapping of steps to lists of texts")] = (
         field(default_factory=dict)
     )
     """Step -> overrides of its own, in which {folder} is the run's."""
-    promises: Annotated[
-        tuple[Promise, ...], Field(strict=False), described("a list of promises")
-    ]  # fmt: skip
+    promises: Annotated[tuple[Promise, ...], Field(strict=False, description="a list of promises")]
     """Bounds that hold for the recipe's own model and data with any seed."""
     next: Words
     """Suggested next commands; {folder} is the run's, {given} the last stage's overrides."""
@@ -194,13 +190,11 @@ def step_overrides(
     """
     stage, _, inner = step.partition("@")
     stages = {*STAGES, *(name.partition("@")[0] for name in recipe.stages)}
-    free, named = list[str](), list[str]()
-    for word in recipe.steps.get(step, ()):
-        key, _, value = word.partition("=")
-        tied = f"{key}={override_value(value.replace(FOLDER, str(folder)))}"
-        (named if FOLDER in word else free).append(tied if FOLDER in word else word)
+    own = recipe.steps.get(step, ())
+    tied = [word.partition("=") for word in own if FOLDER in word]
+    named = [f"{key}={override_value(x.replace(FOLDER, str(folder)))}" for key, _, x in tied]
     words: list[str] = []
-    for more in (recipe.overrides, free, given, named):
+    for more in (recipe.overrides, [word for word in own if FOLDER not in word], given, named):
         keys = {*OWN, *map(key_of, more)}
         words = [word for word in words if key_of(word) not in keys]
         words += [word for word in more if key_of(word) not in OWN]
@@ -211,7 +205,10 @@ def step_overrides(
 
 
 def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
-    """Run the stages that are not finished, then show the results and check the promises."""
+    """Run the stages that are not finished, then show the results and check the promises.
+
+    The results are samples before and after, and the compute.
+    """
     job = None if cfg.job is None else str(cfg.job)
     stages, folder = settings_of(recipe, given, job)
     nodes = max(settings.trainer.num_nodes for settings in stages.values())
@@ -226,9 +223,26 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
-    from lightning_rlhf.evaluation import compare
+    from lightning_rlhf.callbacks.compute import PEAK, compute_line
+    from lightning_rlhf.evaluation import compare, diminishing
+    from lightning_rlhf.runs import measured
 
-    results = summarise(stages)
+    places = {step: folders.folder_of(settings) for step, settings in stages.items()}
+    metrics = {
+        step: measured.metrics_of(place / folders.FINAL, stages[step].definition)
+        for step, place in places.items()
+    }
+    if "ppo" in stages:
+        if stages["ppo"].samples:
+            if (samples := measured.evaluation_files(places["ppo"])) is None:
+                raise CheckpointError(
+                    f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, "
+                    "which a finished stage=ppo leaves. overwrite=true does the recipe again"
+                )
+            get_console().print(side_by_side(*samples, n=5))
+        diminishing.repeat_conclusion(places["ppo"])
+    if counted := [step for step in stages if PEAK in metrics[step]]:
+        print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
     last = words[recipe.stages[-1]][1:]
     options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *last])
     for line in recipe.next if job is None else ():
@@ -242,9 +256,9 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         (found.model.name, found.data) == (written[step].model.name, written[step].data)
         for step, found in stages.items()
     )
+    results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
-    places = [*map(folders.folder_of, stages.values())]
-    compare.keep_recipe(folder, places, rows if is_made else None)
+    compare.keep_recipe(folder, [*places.values()], rows if is_made else None)
     print_line(f"report: {compare.write_report(folder)}")
     if is_made:
         check_promises(recipe.title, rows, stages, written)
@@ -288,38 +302,14 @@ def run_steps(
         ran.append(step)
         print_line(f"{step}: {final.parent}", "bold")
         command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words[step]]
-        status = run_command([*command, *HOW[state]], {IN_RECIPE: step})
+        command += [HOW[state]] if state in HOW else []
+        status = run_command(command, {IN_RECIPE: step})
         if status or not final.is_dir():
             raise RLHFError(
                 f"stage={step} failed with exit status {status}; its output stands above. "
                 "The same command, without overwrite=true, goes on from there"
             )
     return ran
-
-
-def summarise(stages: Mapping[str, Settings]) -> dict[str, dict[str, Evaluated]]:
-    """Show samples before and after, and the compute; return each stage's metrics by name."""
-    from lightning_rlhf.callbacks.compute import PEAK, compute_line
-    from lightning_rlhf.evaluation.diminishing import repeat_conclusion
-    from lightning_rlhf.runs import measured
-
-    places = {step: folders.folder_of(settings) for step, settings in stages.items()}
-    metrics = {
-        step: measured.metrics_of(places[step] / folders.FINAL, settings.definition)
-        for step, settings in stages.items()
-    }
-    if "ppo" in stages:
-        if stages["ppo"].samples:
-            if (samples := measured.evaluation_files(places["ppo"])) is None:
-                raise CheckpointError(
-                    f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, "
-                    "which a finished stage=ppo leaves. overwrite=true does the recipe again"
-                )
-            get_console().print(side_by_side(*samples, n=5))
-        repeat_conclusion(places["ppo"])
-    if counted := [step for step in stages if PEAK in metrics[step]]:
-        print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
-    return {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
 
 
 def check_promises(

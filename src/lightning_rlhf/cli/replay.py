@@ -23,11 +23,9 @@ from lightning_rlhf.report.tables import marked, scale, with_sign
 
 OPTIONS: Options = {
     "run": {"help": "folder of the run, as outputs/<run>/<model>/ppo"},
-    "--iteration": {"type": int, "metavar": "N",
-                    "help": "which, from 1 as in metrics.csv (the newest that is recorded)"},
-    "--responses": {"type": int, "default": 3, "metavar": "K", "help": "how many to show, those "
-                    "first whose advantages are largest (%(default)s)"},
-}  # fmt: skip
+    "--iteration": {"type": int, "metavar": "N", "help": "from 1 (the newest that is recorded)"},
+    "--responses": {"type": int, "default": 3, "metavar": "K", "help": "how many (%(default)s)"},
+}
 COLUMNS = {
     "advantages": ("advantage", "above 0 the update makes the token likelier, below 0 less likely"),
     "kl": ("KL", "log-probability of the policy less the reference's, nats; of a response the sum"),
@@ -64,14 +62,17 @@ def replay(arguments: Sequence[str]) -> None:
         ranks.append(-sum(map(abs, row["advantages"])) if is_finite else -math.inf)
     for number in sorted(range(len(rows)), key=ranks.__getitem__)[: given.responses]:
         row = rows[number]
+        score, end = with_sign(row["score"]), "ended" if row["ended"] else "cut off"
+        parts = [f"{name} {with_sign(x)}" for name, x in row["parts"].items()]
+        told = [f"response {number}: score {score}", *parts * (len(parts) > 1)]
+        told += [counted(len(row["token_texts"]), "token"), end]
+        told += [f"KL {with_sign(sum(row['kl']))} nats"]
         names = [name for name in COLUMNS if name in row]
         columns = [map(repr, row["token_texts"]), *(map(with_sign, row[x]) for x in names)]
-        shown.append(
-            {"heading": heading(number, row), "prompt": row["prompt"], "text": row["token_texts"],
-             "advantage": row["advantages"], "kl": row["kl"],
-             "names": ["token", *(COLUMNS[name][0] for name in names)],
-             "rows": [list(cells) for cells in zip(*columns, strict=True)]}
-        )  # fmt: skip
+        response = {"heading": ", ".join(told), "prompt": row["prompt"], "kl": row["kl"]}
+        response |= {"text": row["token_texts"], "advantage": row["advantages"]}
+        response["names"] = ["token", *(COLUMNS[name][0] for name in names)]
+        shown.append(response | {"rows": [list(cells) for cells in zip(*columns, strict=True)]})
     note = (
         f"{len(shown)} of {counted(len(rows), 'response')}: first those with a number that is not "
         "finite, then from the largest sum of |advantage| down"
@@ -86,15 +87,6 @@ def replay(arguments: Sequence[str]) -> None:
     with written_whole(path) as beside:
         write_page(beside, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
     print_line(f"page: {path}")
-
-
-def heading(number: int, row: Mapping[str, Any]) -> str:
-    """Return the numbers of a whole response in one line; number: its row in the file, from 0."""
-    parts = [f"{name} {with_sign(x)}" for name, x in row["parts"].items()] * (len(row["parts"]) > 1)
-    score = f"response {number}: score {with_sign(row['score'])}"
-    end = "ended" if row["ended"] else "cut off"
-    kl = f"KL {with_sign(sum(row['kl']))} nats"
-    return ", ".join([score, *parts, counted(len(row["token_texts"]), "token"), end, kl])
 
 
 def print_responses(shown: Sequence[Mapping[str, Any]]) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -192,33 +192,28 @@ class Trials:
         place = self.sweep.folder / "database" if self.is_database else Path(self.place)
         name = job_name([f"study={self.config.study_name}"], None)  # which a file may have
         file = place.with_name(f".{place.name}.{name}.lock")
+        lock, config, results = ExitStack(), self.config, self.sweep.results
         try:
-            with locked(file):
-                self.run_trials()
+            lock.enter_context(locked(file))
         except Timeout:
             told = f"another command runs trials of the study {self.name}, and holds {file}"
             ways = f"one at a time, with {KEY}.n_jobs and a launcher for several trials"
             raise ConfigError(f"{told}; allowed: {ways}") from None
-
-    def run_trials(self) -> None:
-        """Run the trials as `run` does, with the study locked."""
-        results, trials = self.sweep.results, self.study.trials
-        left = [trial.number for trial in trials if not trial.state.is_finished()]
-        results += [Job(**t.user_attrs[RESULT]) for t in trials if t.state.is_finished()]
-        while stopped_by() is None:
-            missing = min(self.config.n_jobs, self.config.n_trials - len(results))
-            if missing <= 0:
-                break
-            new = [self.study.ask(self.space).number for _ in range(missing - len(left))]
-            numbers, left = [*left, *new][:missing], left[missing:]
-            # Equal trials have one folder: the second one is launched when the first has ended.
-            firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
-            left = [n for n in numbers if n not in firsts] + left
-            numbers = [n for n in numbers if n in firsts]
-            self.sweep.launch(
-                [self.sweep.job([*self.fixed, *self.chosen(n)], self.report(n)) for n in numbers]
-            )
-            results[-len(numbers) :] = map(self.told, numbers, results[-len(numbers) :])
+        with lock:
+            trials = self.study.trials
+            left = [trial.number for trial in trials if not trial.state.is_finished()]
+            results += [Job(**t.user_attrs[RESULT]) for t in trials if t.state.is_finished()]
+            while stopped_by() is None and len(results) < config.n_trials:
+                missing = min(config.n_jobs, config.n_trials - len(results))
+                new = [self.study.ask(self.space).number for _ in range(missing - len(left))]
+                numbers, left = [*left, *new][:missing], left[missing:]
+                # Equal trials have one folder: the second is launched when the first has ended.
+                firsts = {tuple(self.chosen(n)): n for n in reversed(numbers)}.values()
+                left = [n for n in numbers if n not in firsts] + left
+                numbers = [n for n in numbers if n in firsts]
+                words = [[*self.fixed, *self.chosen(n)] for n in numbers]
+                self.sweep.launch(list(map(self.sweep.job, words, map(self.report, numbers))))
+                results[-len(numbers) :] = map(self.told, numbers, results[-len(numbers) :])
 
     def chosen(self, number: int) -> list[str]:
         """Return the overrides of a trial with the values that its sampler chose, in 4 digits."""

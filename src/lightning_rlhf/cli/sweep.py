@@ -319,14 +319,9 @@ class Jobs:
             stopped = signal.SIGTERM  # a signal to that job alone
         if stopped is not None:
             print_line("stopped; the same command goes on")
-        begun = [place for place in places if (place / folders.CONFIG).is_file()]
-        with suppress(*[RLHFError] * (stopped is not None)):
-            if begun:
-                self.write_page(begun, stage, table)
-        return int("failed" in statuses) if stopped is None else 128 + stopped
-
-    def write_page(self, runs: Sequence[Path], stage: str, table: Table) -> None:
-        """Write the page that compares the runs of a stage; table: that of all jobs."""
+        status = int("failed" in statuses) if stopped is None else 128 + stopped
+        if not (begun := [place for place in places if (place / folders.CONFIG).is_file()]):
+            return status
         from lightning_rlhf.evaluation.compare import compare_runs  # which imports torch
 
         failures = [job.failure or "" for job in self.results]
@@ -334,9 +329,12 @@ class Jobs:
             rows = [[*row, why] for row, why in zip(table.rows, failures, strict=True)]
             table = replace(table, columns=[*table.columns, "why"], rows=rows)
         title, page = " ".join([f"Sweep {self.folder}:", *self.words]), self.folder / "compare.html"
-        with full_disk_told(), written_whole(page, kind="page") as beside:
-            compare_runs(runs, stage, fewest=1).write(beside, title, table)
-        print_line(f"comparison: {page}")
+        with suppress(*[RLHFError] * (stopped is not None)), full_disk_told():
+            comparison = compare_runs(begun, stage, fewest=1)
+            with written_whole(page, kind="page") as beside:
+                comparison.write(beside, title, table)
+            print_line(f"comparison: {page}")
+        return status
 
 
 def merit(goal: tuple[str, Mode], job: Job) -> tuple[bool, float]:
