@@ -90,7 +90,8 @@ def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.Monke
     assert "stage=sft failed" in own.call(*words, "ppo.gamma=0.5").error
     (command,) = commands
     assert command[:3] == [sys.executable, "-m", "lightning_rlhf"]
-    assert command[3:] == [path, "stage=sft", "data=quickstart", "model=mine", "sft.lr=1e-3"]
+    expected = [path, "stage=sft", "data=quickstart", "model=mine", "sft.lr=1e-3", "resume=auto"]
+    assert command[3:] == expected
 
 
 def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> None:

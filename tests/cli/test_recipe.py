@@ -409,11 +409,3 @@ def test_data_of_an_earlier_step_are_not_looked_for_before_it() -> None:
     assert not reads("/out/runs/preferences.jsonl")
     assert not reads("org/name:train")
     assert not reads(None)
-
-
-def test_a_recipe_as_written_is_that_of_the_run_in_another_folder() -> None:
-    recipe, folder = read_recipe(RECIPES / "rounds"), Path("/out/mine")
-    words = step_overrides(recipe, "dpo@round2", (), None, folder)
-    assert "policy.checkpoint='/out/mine/round1/dpo/final'" in words
-    given = ("run=mine", "outputs=/out")
-    assert set(words) < set(step_overrides(recipe, "dpo@round2", given, None, folder))

@@ -38,12 +38,8 @@ from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
-HOW: Mapping[resume.State, str] = {"cut off": "resume=auto", "outdated": "overwrite=true"}
-"""State of a stage that is not new -> override with which it is run."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
-ANY = ("seed", *folders.VOLATILE)
-"""Keys that may be changed without releasing the recipe from its promises."""
 FOLDER = "{folder}"
 """Text in a step's overrides that stands for the folder of the recipe's run."""
 
@@ -157,23 +153,23 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def settings_of(
-    recipe: Recipe, given: Sequence[str], job: str | None, folder: Path | None = None
-) -> tuple[dict[str, Settings], Path]:
-    """Return the settings of each step, in their order, and the folder that holds their folders.
+    recipe: Recipe, given: Sequence[str], job: str | None
+) -> tuple[dict[str, Settings], dict[str, Sequence[str]], Path]:
+    """Return settings and overrides of each step, and the folder that holds their folders.
 
     They are composed from the same file as the recipe's; a program has those of PPO.
 
-    job: job of a sweep that the run is, None for none.
-    folder: folder that overrides of a step may name; None = that of the run they describe.
+    given: overrides of the user; job: job of a sweep that the run is, None for none.
     """
-    stages: dict[str, Settings] = {}
+    stages, words, folder = dict[str, Settings](), dict[str, Sequence[str]](), None
     sources = [word for word in own_configs() if not word.startswith("--")]
     for step in recipe.stages or ("ppo",):
-        words = [*sources, *step_overrides(recipe, step, given, job, folder)]
-        found = stages[step] = read_settings(compose(HydraConfig.get().job.config_name, words))
+        words[step] = step_overrides(recipe, step, given, job, folder)
+        cfg = compose(HydraConfig.get().job.config_name, [*sources, *words[step]])
+        found = stages[step] = read_settings(cfg)
         folder = folder or folders.run_folder(found.outputs, found.run, found.model.name, "", job)
     assert folder is not None
-    return stages, folder
+    return stages, words, folder
 
 
 def step_overrides(
@@ -210,7 +206,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     The results are samples before and after, and the compute.
     """
     job = None if cfg.job is None else str(cfg.job)
-    stages, folder = settings_of(recipe, given, job)
+    stages, words, folder = settings_of(recipe, given, job)
     nodes = max(settings.trainer.num_nodes for settings in stages.values())
     ways = "1 for a recipe; one stage a command runs on several machines (docs/scaling.md)"
     require(nodes == 1, "trainer.num_nodes", nodes, ways)
@@ -219,7 +215,6 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
-    words = {step: step_overrides(recipe, step, given, job, folder) for step in stages}
     with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
@@ -250,18 +245,14 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
-    written, _ = settings_of(recipe, (), None, folder)
     # They are made for the recipe's own model and data.
-    is_made = all(
-        (found.model.name, found.data) == (written[step].model.name, written[step].data)
-        for step, found in stages.items()
-    )
+    is_made = not {"model", "data"} & {key_of(word).partition(".")[0] for word in given}
     results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
     compare.keep_recipe(folder, [*places.values()], rows if is_made else None)
     print_line(f"report: {compare.write_report(folder)}")
     if is_made:
-        check_promises(recipe.title, rows, stages, written)
+        check_promises(recipe.title, rows, stages, given)
 
 
 def data_of_run(settings: Settings, folder: Path) -> Path | None:
@@ -301,8 +292,8 @@ def run_steps(
             continue
         ran.append(step)
         print_line(f"{step}: {final.parent}", "bold")
-        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words[step]]
-        command += [HOW[state]] if state in HOW else []
+        how = "overwrite=true" if state == "outdated" else "resume=auto"
+        command = [sys.executable, "-m", "lightning_rlhf", *own_configs(), *words[step], how]
         status = run_command(command, {IN_RECIPE: step})
         if status or not final.is_dir():
             raise RLHFError(
@@ -313,16 +304,11 @@ def run_steps(
 
 
 def check_promises(
-    title: str,
-    rows: Sequence[PromiseRow],
-    stages: Mapping[str, Settings],
-    written: Mapping[str, Settings],
+    title: str, rows: Sequence[PromiseRow], stages: Mapping[str, Settings], given: Sequence[str]
 ) -> None:
     """Print the promises of a recipe.
 
-    title: title of the recipe.
-    stages: settings of the stages as they were run.
-    written: settings of the stages as the recipe has them, without the user's overrides.
+    title: title of the recipe; stages: settings of its steps; given: overrides of the user.
 
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
@@ -330,19 +316,17 @@ def check_promises(
     columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
     table = Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
-    changed: dict[str, None] = {}
-    for name, found in stages.items():
-        free = *ANY, *folders.volatile(found.definition)
-        changed |= dict.fromkeys(folders.differing_keys(found.tree, written[name].tree, free))
+    free = ("seed", *(key for x in stages.values() for key in folders.volatile(x.definition)))
+    prefixes = tuple(f"{key}." for key in free)
+    changed = [word for word in own_configs() if word.startswith("--config-name")]
+    changed += [key for key in map(key_of, given) if not f"{key}.".startswith(prefixes)]
     broken = [row for row in rows if row.verdict == "broken"]
-    told = (f"{row.metric} is {row.measured}, promised: {row.promised}" for row in broken)
     if broken and not changed:
-        raise RLHFError(f"{title} did not keep its promises: {'; '.join(told)}")
+        told = "; ".join(f"{x.metric} is {x.measured}, promised: {x.promised}" for x in broken)
+        raise RLHFError(f"{title} did not keep its promises: {told}")
     if broken:
-        keys = ", ".join(changed)
-        print_line(
-            f"Not as the recipe is written: {keys}; so its promises are shown and not enforced."
-        )
+        told = f"Not as the recipe is written: {', '.join(changed)}"
+        print_line(f"{told}; so its promises are shown and not enforced.")
 
 
 def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str]) -> None:
@@ -356,8 +340,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
         if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
-    job = None if cfg.job is None else str(cfg.job)
-    (stages, _), (written, _) = (settings_of(recipe, words, job) for words in (given, ()))
+    stages, _, _ = settings_of(recipe, given, None if cfg.job is None else str(cfg.job))
     settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, file.parent.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)
@@ -375,4 +358,4 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
         rows.append(row)
     for line in (f"picture: {out / program.__name__}.png", *recipe.next):
         print_line(line)
-    check_promises(recipe.title, rows, stages, written)
+    check_promises(recipe.title, rows, stages, given)
