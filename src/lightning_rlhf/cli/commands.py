@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 from pydantic import Field
@@ -39,9 +39,6 @@ from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage
 from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.model_card import license_of, write_model
 
-if TYPE_CHECKING:
-    from wandb_workspaces.workspaces import Workspace
-
 COMPARE: Options = {
     "runs": {"nargs": "+", "metavar": "RUN", "help": "folder of a run, or one above runs"},
     "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
@@ -60,7 +57,7 @@ EXPORT: Options = {
 SERVE: Options = {
     "final": {"help": "final/ folder of stage=rm or sequence classifier, or a hub id of one"},
     "overrides": {"nargs": "*", "metavar": "reward.KEY=VALUE", "help": "as for reward=model"},
-    "--host": {"default": "127.0.0.1", "help": "address (%(default)s); 0.0.0.0, ::: all machines"},
+    "--host": {"default": "127.0.0.1", "help": "%(default)s; 0.0.0.0 or :: lets other machines in"},
     "--port": {"type": int, "default": 8000, "help": "%(default)s; 0 = any free one"},
     "--token-env": {"metavar": "NAME", "help": "variable with the token that clients must send"},
 }
@@ -352,10 +349,8 @@ def dashboard(arguments: Sequence[str]) -> None:
         raise ConfigError(f"W&B did not save the workspace in {given.project}: {error}") from error
 
 
-def build_workspace(
-    entity: str, project: str, name: str, swept: Sequence[str] = SWEPT
-) -> Workspace:
-    """Return the workspace, not saved yet; nothing is asked of a server.
+def build_workspace(entity: str, project: str, name: str, swept: Sequence[str] = SWEPT) -> Any:
+    """Return the `Workspace`, not saved yet; nothing is asked of a server.
 
     Raises ModuleNotFoundError where wandb-workspaces is not installed.
     swept: configuration keys on the axes of the parallel coordinates.

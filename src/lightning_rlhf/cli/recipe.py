@@ -26,7 +26,7 @@ from yaml import YAMLError
 from lightning_rlhf.cli import arguments
 from lightning_rlhf.cli.arguments import key_of, parse_overrides
 from lightning_rlhf.cli.launch import IN_RECIPE, override_value, own_configs, run_command
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
@@ -228,12 +228,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         for step, place in places.items()
     }
     if "ppo" in stages:
-        if stages["ppo"].samples:
-            if (samples := measured.evaluation_files(places["ppo"])) is None:
-                raise CheckpointError(
-                    f"{places['ppo'] / 'samples'} holds no eval_*.jsonl of the step in final/, "
-                    "which a finished stage=ppo leaves. overwrite=true does the recipe again"
-                )
+        if stages["ppo"].samples and (samples := measured.evaluation_files(places["ppo"])):
             get_console().print(side_by_side(*samples, n=5))
         diminishing.repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:

@@ -115,12 +115,11 @@ def space_of(override: Override) -> distributions.BaseDistribution:
             raise ValueError("a tag that nothing reads")
         if not is_range:
             return distributions.CategoricalDistribution([*override.sweep_string_iterator()])
-        is_cut = isinstance(value.start, int) and re.search(r"\d\.|\.\d|\d[eE]", line)
+        is_whole = isinstance(value.start, int)
+        is_cut = is_whole and re.search(r"\d\.|\.\d|\d[eE]", line)
         if is_cut or not -math.inf < value.start <= value.end < math.inf:
             raise ValueError("no such range")
-        kind: Any = distributions.FloatDistribution
-        if isinstance(value.start, int):
-            kind = distributions.IntDistribution
+        kind: Any = distributions.IntDistribution if is_whole else distributions.FloatDistribution
         return kind(value.start, value.end, log="log" in value.tags)  # type: ignore[no-any-return]
     except ValueError as error:
         raise ConfigError(

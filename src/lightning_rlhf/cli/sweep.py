@@ -329,7 +329,8 @@ class Jobs:
             rows = [[*row, why] for row, why in zip(table.rows, failures, strict=True)]
             table = replace(table, columns=[*table.columns, "why"], rows=rows)
         title, page = " ".join([f"Sweep {self.folder}:", *self.words]), self.folder / "compare.html"
-        with suppress(*[RLHFError] * (stopped is not None)), full_disk_told():
+        ignored = () if stopped is None else (RLHFError,)
+        with suppress(*ignored), full_disk_told():
             comparison = compare_runs(begun, stage, fewest=1)
             with written_whole(page, kind="page") as beside:
                 comparison.write(beside, title, table)
