@@ -50,11 +50,7 @@ Ctrl-C stops a reply."""
 OPTIONS: Options = {
     "finals": {"nargs": "+", "metavar": "FINAL", "help": "folder of a run, a final/, or a hub id"},
     "--reward": {"metavar": "FINAL", "help": "model of the scores (that of the last stage)"},
-    "--temperature": {
-        "type": float,
-        "metavar": "T",
-        "help": "0 = most probable token (as in the run)",
-    },
+    "--temperature": {"type": float, "metavar": "T", "help": "0: most probable token (as in run)"},
     "--max-tokens": {"type": int, "metavar": "N", "help": "tokens of a reply (as in the run)"},
     "--system": {"metavar": "TEXT", "help": "system message before the first turn"},
     "--seed": {"type": int, "default": 0, "help": "seed of what is sampled (%(default)s)"},
