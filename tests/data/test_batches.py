@@ -232,7 +232,6 @@ def test_epochs_and_seeds_differ_in_order() -> None:
     # Two random orders of 50 are equal with probability 1 / 50!.
     first, second = schedule([1] * 50, 50, batches=2)
     (other,) = schedule([1] * 50, 50, batches=1, seed=1)
-    assert sorted(first) == sorted(second) == sorted(other)
     assert len({*map(tuple, (first, second, other, sorted(first)))}) == 4
 
 

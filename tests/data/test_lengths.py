@@ -132,10 +132,8 @@ def test_pairs_that_cutting_makes_identical_are_dropped(
     config = make_config(max_response_tokens=3, long_responses="cut")
     sides = (("Maybe", "Mayday"), ("Maybe", "Made"), ("Ma", "Maybe"))
     result = tokenise(rows(*(Preference(user("Hi"), *two) for two in sides)), chat, config)
-    assert [(text(chat, e.chosen), text(chat, e.rejected)) for e in result.examples] == [
-        ("May", "Mad"),
-        ("Ma<|eot|>", "May"),
-    ]
+    found = [(text(chat, e.chosen), text(chat, e.rejected)) for e in result.examples]
+    assert found == [("May", "Mad"), ("Ma<|eot|>", "May")]
     assert result.dropped == Counter({"chosen and rejected are the same tokens": 1})
     assert result.cut == Counter({"response cut": 2})  # rows, not responses
 

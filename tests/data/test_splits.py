@@ -27,8 +27,7 @@ def test_a_quarter_of_the_prompts_is_held_out_with_all_their_rows(
 ) -> None:
     config = make_config(demonstrations=Split(train=forty, val=None), val_fraction=0.25)
     split = load("demonstrations", config, seed=0)
-    # 5 of 20 prompts, two rows each.
-    assert (len(split.train), len(split.val)) == (30, 10)
+    assert (len(split.train), len(split.val)) == (30, 10)  # 5 of 20 prompts, two rows each
     assert not {r.prompt for r in split.train.rows} & {r.prompt for r in split.val.rows}
     responses = [r.response for r in (*split.train.rows, *split.val.rows)]
     assert sorted(responses) == sorted(f"r{i}" for i in range(40))

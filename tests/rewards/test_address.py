@@ -16,9 +16,7 @@ from .conftest import make_reward
         ("http://host:8000/score", "http://host:8000/score"),
         ("http://me:word@host/score?a=word&b=word#word", "http://***@host/score?***"),
         ("http://me:w/o?r#d@host/score", "http://***@host/score"),  # not escaped, as it should be
-        ("me:word@host", "***@host"),
         ("word\nword@host", "***@host"),
-        ("", ""),
     ],
 )
 def test_no_secret_is_shown(url: str, shown: str) -> None:

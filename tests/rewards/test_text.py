@@ -38,11 +38,8 @@ class Letters(TextModel):
 
 
 def reward(letters: Letters, **changes: Any) -> TextReward:
-    found = TextReward(
-        letters, mean=0, std=1, uncertainty_coef=0, max_tokens=9,
-        batch_size=MicrobatchSize("reward.batch_size", 2), name="reward.components.a",
-    )  # fmt: skip
-    return replace(found, **changes)
+    size = MicrobatchSize("reward.batch_size", 2)
+    return replace(TextReward(letters, 0, 1, 0, size, 9, "reward.components.a"), **changes)
 
 
 # "p>" is 112 + 62 = 174; "!" 33, " " 32.

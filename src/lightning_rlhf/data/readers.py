@@ -115,8 +115,8 @@ def read(
     """
     if not formats.formats_of(format, kind):
         names = dict.fromkeys(form.name for form in formats.formats_of(formats.AUTO, kind))
-        found = f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}"
-        raise DataError(f"{found}; allowed: {', '.join(names)}")
+        lacks = f"{source}: data.format={format} holds no {kind}; {formats.NEEDS[kind]}"
+        raise DataError(f"{lacks}; allowed: {', '.join(names)}")
     columns = columns or {}
     own = load_function(format, "data.format") if ":" in format else None
     unit, form, advice, raw_rows = _open(source, kind, format, columns)
