@@ -164,11 +164,11 @@ def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
     sampler, batches = module.collector.sampler, []
     sample = sampler.sample
 
-    def limited(some: Prompts, *args: Any) -> SampledResponses:
-        batches.append(len(some))
-        if len(some) > 2:
+    def limited(given: Prompts, *args: Any) -> SampledResponses:
+        batches.append(len(args[2] if rollout == "native" else given))  # rows of the batch
+        if batches[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return sample(some, *args)
+        return sample(given, *args)
 
     batch, drawn = prompts(5), [module.generator(0, 0) for _ in range(2)]
     whole = module.collector.roll_out(batch, drawn[0], samples_per_prompt=2)
