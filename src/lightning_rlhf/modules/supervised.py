@@ -35,7 +35,7 @@ class SupervisedModule(optim.StageModule):
         share, parts = self.microbatch.fitting(lambda rows: self.accumulate(batch, rows))
         shares, grad_norm = self.sum_and_clip(share[None])
         loss = shares.sum()
-        scores = self.scores_of_step(loss, parts, batch)
+        scores = self.joined(parts, batch, loss)
         is_made = self.check_finite(loss, grad_norm)
         if is_made:
             self.optimizers().step()  # type: ignore[union-attr]
@@ -73,10 +73,6 @@ class SupervisedModule(optim.StageModule):
         """Return what is measured of each row of a micro-batch, or of all its tokens in SFT."""
         raise NotImplementedError
 
-    def scores_of_step(self, loss: Tensor, parts: Sequence[Any], batch: Any) -> Any:
-        """Return the scores of a batch from its loss and those of this process's micro-batches."""
-        return self.joined(parts, batch)
-
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         """Return the scores of a batch."""
         rows = batch.select(self.replicas.rows)
@@ -89,10 +85,10 @@ class SupervisedModule(optim.StageModule):
         rows = batch.split(1)
         return torch.stack([self.loss_share(row, self.total(row))[0] for row in rows])
 
-    def joined(self, parts: Sequence[Any], batch: Any) -> Any:
+    def joined(self, parts: Sequence[Any], batch: Any, loss: Tensor | None = None) -> Any:
         """Return the scores of a batch from those of each process's rows.
 
-        parts: scores of this process's micro-batches.
+        parts: scores of this process's micro-batches. loss: loss of the batch in training, 0-d.
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
@@ -141,15 +137,13 @@ class SFTModule(SupervisedModule):
         """Return the negative log-likelihood of the target tokens, summed, nats; 0-d."""
         return -target_logprobs(self.roles, micro_batch.tokens, micro_batch.target_mask).sum()
 
-    def scores_of_step(
-        self, loss: Tensor, parts: Sequence[None], batch: records.Demonstrations
+    def joined(
+        self, parts: Sequence[Any], batch: records.Demonstrations, loss: Tensor | None = None
     ) -> results.SFTScores:
         tokens = masking.upload(self.total(batch), self.device)
-        return results.SFTScores(nll_sum=loss.float() * tokens, tokens=tokens)
-
-    def joined(self, parts: Sequence[Tensor], batch: records.Demonstrations) -> results.SFTScores:
+        if loss is not None:
+            return results.SFTScores(nll_sum=loss.float() * tokens, tokens=tokens)
         sums = torch.stack([*parts] or [torch.zeros((), device=self.device)])
-        tokens = masking.upload(self.total(batch), self.device)
         return results.SFTScores(nll_sum=self.replicas.sum(sums.sum()), tokens=tokens)
 
 
