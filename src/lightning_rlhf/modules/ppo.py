@@ -202,8 +202,12 @@ class PPOModule(optim.StageModule):
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
-        self.stopped = is_finite and self.exceeds("target_kl", "approx_kl", approx_kl)
-        skipped = is_finite and self.exceeds("max_ratio", "ratio_mean", ratio_mean)
+        self.stopped = is_finite and self.exceeds(
+            config.target_kl, approx_kl, "approx_kl", "target_kl"
+        )
+        skipped = is_finite and self.exceeds(
+            config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
+        )
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
@@ -214,12 +218,11 @@ class PPOModule(optim.StageModule):
             nonfinite=terms.loss.new_full((), not is_finite),
         )
 
-    def exceeds(self, key: str, field: str, found: Tensor) -> bool:
-        """Return whether a field of the terms, 0-d, is above the limit `key`; False without one.
+    def exceeds(self, limit: float | None, found: Tensor, field: str, key: str) -> bool:
+        """Return whether a field of the terms, 0-d, is above the limit of a key; False without one.
 
         Raises: ConfigError for NaN, a field that a subclass's `loss_terms` did not measure.
         """
-        limit = getattr(self.config, key)
         if limit is not None and found.isnan():
             raise errors.ConfigError(
                 f"{key} is {limit:g}, but {type(self).__name__}.loss_terms() measured no {field} "
