@@ -203,10 +203,10 @@ class PPOModule(optim.StageModule):
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
         self.stopped = is_finite and self.exceeds(
-            config.target_kl, approx_kl, "approx_kl", "target_kl"
+            self.config.target_kl, approx_kl, "approx_kl", "target_kl"
         )
         skipped = is_finite and self.exceeds(
-            config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
+            self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
         )
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
