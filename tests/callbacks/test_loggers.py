@@ -124,6 +124,7 @@ def test_a_row_that_finds_no_room_names_the_file(tmp_path: Path, largest_file: L
         ("step,a\n1,1.0\n2,high\n", 3),
         ("step,a\n1,1.0\n2\n", 3),
         ("step,a\n1,1.0\n1,1.0\n", 3),
+        ("step,a\n1,1.0\n\n2,high\n", 4),  # an empty line is no row, and is counted
         ("step,a\n1,2\n2," + "1" * 200_000 + "\n", 3),  # more than csv takes as a cell
     ],
 )

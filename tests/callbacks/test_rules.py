@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.diagnosis import RULES, History
+from lightning_rlhf.callbacks.diagnosis import RULES, History, rules_of
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
@@ -67,6 +67,11 @@ def found(
 def test_a_healthy_run_has_no_finding() -> None:
     rising = [i / 50 for i in range(100)]
     assert found({"reward_mean": rising}) == found() == []
+
+
+def test_a_rule_whose_function_has_another_name_is_found_at_once() -> None:
+    with pytest.raises(ValueError, match=r"ppo\.kl_warning"):
+        rules_of("kl_explodes | kl_divergence > ppo.kl_warning | cause | remedy", {})
 
 
 def test_nothing_is_concluded_from_metrics_that_are_not_there() -> None:

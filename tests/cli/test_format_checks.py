@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import SHIPPED, Outcome, Workplace, tree
@@ -91,7 +93,7 @@ def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Pa
 
 
 def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
-    judged: Workplace, tmp_path: Path
+    judged: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A doubled start stops PPO, and so does one that likes what people do not: a label of its
     other output does that."""
@@ -121,6 +123,12 @@ def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
     outcome = judged.mini(*command, "run=penalty", "reward.weight=-1").succeeded
     assert "the other way round" not in outcome.out
+
+    def torn(*_: object) -> None:
+        raise DataError("torn")
+
+    monkeypatch.setattr(evaluate_reward, "fitting_pairs", torn)  # not the reading of the pairs
+    assert judged.mini(*command, "run=torn").error == "torn"
 
 
 def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:

@@ -207,6 +207,14 @@ def test_a_state_from_which_no_run_can_resume_is_refused(own: Workplace) -> None
     assert not list(own.stage("sft").glob("checkpoints/*"))
 
 
+def test_a_monitor_that_is_not_measured_is_named_with_all_that_are(workplace: Workplace) -> None:
+    """Before EarlyStopping reads it, which would fail with a traceback."""
+    stop = "callbacks.stop._target_=lightning.pytorch.callbacks.EarlyStopping"
+    told = workplace.mini("stage=sft", stop, "callbacks.stop.monitor=eval/los").error
+    assert told.startswith("the monitor of EarlyStopping is 'eval/los'; allowed: ")
+    assert {"eval/loss,", "update/lr"} <= set(told.split())
+
+
 def test_a_profiler_a_bar_a_stopping_rule_and_a_logger_of_ones_own(
     own: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

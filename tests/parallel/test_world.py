@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from lightning_rlhf.parallel.world import IN_LAUNCHER, World, leave_run, world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, PROCESS, World, leave_run, world
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 SRUN = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8", "SLURM_LOCALID": "1", "SLURM_NTASKS": "8"}
@@ -38,7 +38,13 @@ def test_what_a_process_of_a_run_starts_is_none(
     for _ in range(2):  # nothing changes where it is called once more
         leave_run(environment)
         assert world(environment) == place
+    environment["MASTER_ADDR"] = "localhost"  # by Lightning
     monkeypatch.setattr(os, "getpid", lambda: -1)
+    again = {**environment, **variables, "TORCHELASTIC_RUN_ID": "b", "SLURM_STEP_ID": "3"}
     leave_run(environment)
     assert {*environment} - {"LOCAL_WORLD_SIZE"} == {"HOME", "SLURM_JOB_ID"}
     assert world(environment) == World()
+    leave_run(again)  # torchrun or srun, started within the run, starts processes of another
+    assert world(again) == place
+    assert again[PROCESS].startswith("-1 ")
+    assert IN_LAUNCHER not in again

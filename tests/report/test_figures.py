@@ -13,7 +13,7 @@ from matplotlib.image import imread
 from lightning_rlhf.core.metrics import FAN, GOLD, METRICS, check_names
 from lightning_rlhf.report.curves import RM_PANELS, panel_for_each, ppo_panels
 from lightning_rlhf.report.estimates import inner_range
-from lightning_rlhf.report.figures import draw, draw_curves, draw_fitness, view
+from lightning_rlhf.report.figures import draw, draw_curves, draw_fitness, mark_outside, view
 from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
 from .pairs import measure, pair, scored
@@ -126,6 +126,12 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(tmp_path: Path, drawn: dict[st
     assert [(marker, x) for marker, x, _ in marks] == [("^", 20.0), ("^", 21.0)]
     assert [y for *_, y in marks] == pytest.approx([4.2, 4.2])
     assert written(axes) == ["inf"]
+
+
+def test_the_farthest_fifty_have_a_triangle() -> None:
+    axes = Figure().subplots()
+    mark_outside(axes, np.array([(1.0, float(y)) for y in range(60)]), None, (-1.0, 0.5), "red")
+    assert (len(triangles(axes)), written(axes)) == (50, ["59"])
 
 
 def test_a_level_to_compare_with_stays_in_view(tmp_path: Path, drawn: dict[str, Figure]) -> None:

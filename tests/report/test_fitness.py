@@ -31,6 +31,10 @@ def test_accuracy_of_all_pairs_and_by_length() -> None:
     assert measure(FOUR[::3]).length["model_prefers_longer"] == 0.5
 
 
+def test_prompts_that_differ_in_a_last_zero_byte_are_two() -> None:
+    assert measure([pair(prompt="a"), pair(prompt="a\0"), pair(prompt="a")]).prompts == 2
+
+
 def test_correlations_with_length() -> None:
     length = measure(FOUR, [(float(s), t) for s, t in ((1, 9), (2, 5), (3, 1))]).length
     # Scores (1, 0, 0, 3, 0, 0, 2, 0) and tokens (4, 3, 1, 2, 2, 3, 5, 4): less their means 0.75

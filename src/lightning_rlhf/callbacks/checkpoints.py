@@ -138,8 +138,7 @@ class Checkpoints(Stateful):
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and self.replicas.is_first:
             if gone := files.go_back(self.folder, self._first):
-                what = f"later than step {self._first} or unreadable"
-                print_line(f"deleted, as {what}: {', '.join(gone)}")
+                print_line(f"deleted: {', '.join(gone)}")
             self.delete_surplus()  # a kill within `save` leaves too many
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -193,8 +192,6 @@ class Checkpoints(Stateful):
             return
         metrics = latest(trainer)
         require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
-        own = [x for x in trainer.early_stopping_callbacks if x is not None and x.strict]
-        require_metrics("the monitor of EarlyStopping", [(x.monitor, "min") for x in own], metrics)
         if trainer.sanity_checking:
             return
         step = trained(trainer)
@@ -287,7 +284,8 @@ def divergence_advice(stage: str, made: int) -> str:
     """Return what to do about numbers that are not finite after `made` optimizer steps."""
     reward = ", or a reward of enormous size," if stage == "ppo" else ""
     if made == 0:
-        return f"No update was made before them: it is the data{reward} or the model at the start"
+        told = "No update was made before them, so that no learning rate did this"
+        return f"{told}: it is the data{reward} or the model that the run starts from"
     beside = "run=NAME" if stage == "sft" else "job=NAME"  # which finds what it starts from
     return (
         f"A learning rate that is too large{reward} does this. Start over (overwrite=true or "

@@ -97,8 +97,12 @@ def rules_of(text: str, finders: Mapping[str, Any]) -> tuple[Rule, ...]:
     rules = []
     for row in re.split(r"\n(?=\w)", text.strip()):
         name, when, cause, remedy = (" ".join(cell.split()) for cell in row.split("|"))
-        streak = partial(History.streak, condition=when.removesuffix(f" {IN_A_ROW}"))
-        rules.append(Rule(name, when, cause, remedy, finders.get(name, streak)))
+        find = finders.get(name)
+        if find is None:  # a condition whose bound is no number is that of a function
+            condition = when.removesuffix(f" {IN_A_ROW}")
+            float(condition.split()[-1])
+            find = partial(History.streak, condition=condition)
+        rules.append(Rule(name, when, cause, remedy, find))
     return tuple(rules)
 
 

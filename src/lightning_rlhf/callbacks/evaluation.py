@@ -64,7 +64,7 @@ class Samples(Callback):
         if trainer.is_global_zero and path.exists():
             # A resumed run draws the samples of later iterations again; one cut off is none.
             lines = storage.json_lines(path)
-            kept = [f"{line}\n" for line, sample in lines if sample.get("iteration", 0) <= last]
+            kept = [f"{line}\n" for line, sample in lines if sample["iteration"] <= last]
             with storage.written_whole(path) as beside:
                 beside.write_bytes("".join(kept).encode())
 
@@ -406,12 +406,9 @@ class KeepLastBatch(Callback):
             bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
         except Exception as failure:  # the batch itself is still written
             print_line(f"the batch that ended the run has no loss of each row: {failure}")
-        path, found = (
-            self.run_dir / rollouts.LAST_BATCH,
-            rows_text(self.rows, numbers, positions, bad),
-        )
-        told = f"The batch of step {step + 1} is in {path}; {found}"
-        keep_batch(exception, path, columns, told)
+        path = self.run_dir / rollouts.LAST_BATCH
+        found = rows_text(self.rows, numbers, positions, bad)
+        keep_batch(exception, path, columns, f"The batch of step {step + 1} is in {path}; {found}")
 
 
 def keep_batch(error: NotFiniteError, path: Path, columns: Mapping[str, Any], told: str) -> None:

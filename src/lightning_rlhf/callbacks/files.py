@@ -149,22 +149,21 @@ def link(source: Path, target: Path) -> None:
 def go_back(folder: Path, step: int) -> list[str]:
     """Delete checkpoints later than `step`, from which the run resumes, and unfinished files.
 
-    An unreadable `best.ckpt` is deleted too. Returns: names of the deleted checkpoints.
+    An unreadable `best.ckpt` is deleted too. Returns: names of the deleted checkpoints, with why.
     """
-    best = folder / BEST
-    gone = [path for path in numbered(folder) if step_named(path) > step]
-    if best.exists():
-        try:
-            best_step = step_of(best)
-        except CheckpointError:
-            best_step = step + 1
-        if best_step > step:
-            gone.append(best)
-        elif best_step == step and not path_of(folder, step).exists():
-            link(best, path_of(folder, step))
+    best, later = folder / BEST, f"later than step {step}"
+    gone = {path: later for path in numbered(folder) if step_named(path) > step}
+    try:
+        best_step = step_of(best) if best.exists() else -1
+    except CheckpointError:
+        best_step, gone[best] = -1, "unreadable"
+    if best_step > step:
+        gone[best] = later
+    elif best_step == step and not path_of(folder, step).exists():
+        link(best, path_of(folder, step))
     for path in (*gone, *folder.glob(f"*{storage.UNFINISHED}")):
         path.unlink()
-    return [path.name for path in gone]
+    return [f"{path.name} ({why})" for path, why in gone.items()]
 
 
 def step_of(path: Path) -> int:
@@ -254,7 +253,9 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
     lines = storage.read_text(path).splitlines(keepends=True)
     names: list[str] = []
     rows: dict[int, dict[str, float]] = {}
-    for number, line in enumerate((x for x in lines if x.endswith("\n")), start=1):
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith("\n") or not line.strip():
+            continue
         try:
             step, *cells = next(csv.reader([line]))
             if number == 1:
@@ -267,11 +268,11 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
             is_valid = False
         if not is_valid:
             allowed = (
-                f"{STEP} and names in line 1, then a step larger than those before it, and as many "
-                "numbers or empty cells as there are names"
+                f"{STEP} and names in line 1, then a step larger than those before it, and as "
             )
-            reason = f"found {line.rstrip()[:60]!r}; allowed: {allowed}"
-            raise storage.damaged_line(path, number, reason)
+            allowed += "many numbers or empty cells as there are names"
+            found = f"found {line.rstrip()[:60]!r}"
+            raise storage.damaged_line(path, number, f"{found}; allowed: {allowed}")
     return rows
 
 

@@ -22,6 +22,17 @@ AVERAGE = "averaged_weights"
 """Checkpoint key of the average of each weight, by its name in `state_dict`."""
 
 
+class CheckMonitors(Callback):
+    """Checks the metric of every EarlyStopping of the user. Place it before them."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        logged = trainer.callback_metrics
+        for own in trainer.early_stopping_callbacks:
+            if own is not None and own.strict:
+                key, allowed = f"the monitor of {type(own).__name__}", ", ".join(sorted(logged))
+                require(own.monitor in logged, key, own.monitor, allowed or "none")
+
+
 @dataclass(eq=False)
 class EarlyStop(progress.Stateful):
     """Ends a run where an evaluation metric no longer gains, or where the KL is above a bound.

@@ -223,8 +223,12 @@ class RunComparison:
                 line = joined(run.curves, HELD_OUT_KL, HELD_OUT)
                 series.append(Series(label=label, color=color, points=line, dots=True))
                 names.append(f"{group.label}: {run.name}, seed {run.tree.get(SEED)}")
-        heading, axis = "Reward against KL on held-out prompts", "KL to the reference, nats a "
-        by_kl = Plot(title=heading, x_label=f"{axis}response", unit="score", series=series)
+        by_kl = Plot(
+            title="Reward against KL on held-out prompts",
+            x_label="KL to the reference, nats a response",
+            unit="score",
+            series=series,
+        )
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
@@ -260,12 +264,13 @@ def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> R
             f"folder above them{there * bool(others)}"
         )
     definition = find_stage(chosen)
-    known, unit = (Stage, "step") if definition is None else (type(definition), definition.unit)
+    known = definition or Stage
     measured = {name for run in runs for name in (*run.curves, *run.metrics)}
     first = [name for name in dict.fromkeys([*known.summary, GOLD]) if name in measured]
     plotted = [name for name in dict.fromkeys([*first, *known.headlines]) if name in measured]
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
-    return RunComparison(chosen, unit, grouped(runs), first or evaluated, plotted or evaluated)
+    unit, groups = "step" if definition is None else definition.unit, grouped(runs)
+    return RunComparison(chosen, unit, groups, first or evaluated, plotted or evaluated)
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -422,10 +422,10 @@ def repeat_conclusion(folder: Path) -> None:
 
 def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
+    allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} does not exist{nearest_path(str(folder))}; {allowed}")
     count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
-        raise CheckpointError(
-            f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo"
-            f"{nearest_path(str(folder))}; allowed: a run of stage=ppo, as "
-            f"outputs/<run>/<model>/ppo, with {FEWEST_POINTS} or more"
-        )
+        found = f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo"
+        raise CheckpointError(f"{found}; {allowed}, with {FEWEST_POINTS} or more")

@@ -64,8 +64,8 @@ class EvalPolicy(stage.Stage):
         limit = settings.data.max_val_rows
         task = policies.Task(run, "val", limit)
         if settings.data.demonstrations.train is not None:
-            rows = run.rows("demonstrations").val
-            task.references = policies.fitting_tokens(run, rows, limit)
+            demonstrations = run.rows("demonstrations").val
+            task.references = policies.fitting_tokens(run, demonstrations, limit)
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
         print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
@@ -77,7 +77,7 @@ class EvalPolicy(stage.Stage):
             chosen = comparison.best_of(found[0].samples[name], n or 1, count)
             samples = {**found[0].samples, "sampled": chosen}
             found.append(comparison.PolicySamples(name=name, samples=samples, best_of=n))
-        content, said = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
+        content, rows = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
         with leave_final(run, content["metrics"]) as (whole, loggers):
             tables = comparison.evaluation_tables(content, is_brief=True)
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
@@ -85,10 +85,10 @@ class EvalPolicy(stage.Stage):
                     get_console().print(tables[name].console())
             if (lines := verdict_lines(task.verdicts)) is not None:
                 get_console().print(lines)
-            log_evaluation(loggers, content, said)
+            log_evaluation(loggers, content, rows)
             names = ", ".join((*sources, *best))
             title = f"{folders.run_name(settings)}: {names} and the SFT model"
-            comparison.write_evaluation(whole, title, content, said, config.shown)
+            comparison.write_evaluation(whole, title, content, rows, config.shown)
         print_line(f"{settings.stage} finished: {run.folder / folders.FINAL / comparison.PAGE}")
         return run.folder / folders.FINAL
 
@@ -157,10 +157,10 @@ def log_evaluation(
     log_table(loggers, "evaluation", ("policy", "decoding", "number", "value"), numbers)
     compared = [list(one.values()) for one in content["comparisons"]]
     log_table(loggers, "comparisons", list(content["comparisons"][0]), compared)
-    texts = []
-    for row in rows:
-        said = (one["response"] for one in row["responses"].values())
-        texts.append((row["prompt"], row["decoding"], *said))
+    texts = [
+        (row["prompt"], row["decoding"], *(one["response"] for one in row["responses"].values()))
+        for row in rows
+    ]
     log_table(loggers, "side_by_side", ("prompt", "decoding", *content["policies"]), texts)
 
 
@@ -254,9 +254,9 @@ class Rank(stage.Stage):
         name, start = next(iter(sources.items()), (SFT, run.parents.get(SFT)))
         print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
         ways = {"sampled": (config.temperature, count)}
-        (answers,) = task.respond(sources, ways, {} if sources else ways)
-        said = answers.samples["sampled"]
-        samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in said]
+        (policy,) = task.respond(sources, ways, {} if sources else ways)
+        answers = policy.samples["sampled"]
+        samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in answers]
         ranked, left_out = rank_samples(samples, config)
         if not ranked["demonstrations"]:
             raise DataError(

@@ -150,10 +150,10 @@ def measure_reward(
             is_whole = len(tokens) <= longest  # a policy's responses are not longer
             texts.append(probe.response if is_whole else chat.show(tokens[: longest - 1]))
         own = [probed[probe.row] for probe in probes]
-        leads = score([prompts[i] for i in own], texts).tolist()
+        scores = score([prompts[i] for i in own], texts).tolist()
         scored_probes = [
             fitness.ScoredProbe(kind=probe.kind, response=text, score=x, pair=scored[i])
-            for probe, text, x, i in zip(probes, texts, leads, own, strict=True)
+            for probe, text, x, i in zip(probes, texts, scores, own, strict=True)
         ]
         results = fitness.measure_probes(scored_probes)
     if not run.replicas.is_first:  # which has all scores, and bootstraps alone
@@ -242,12 +242,10 @@ def check_formats(run: Run, reward: Reward) -> None:
         if not isinstance(config, LearnedConfig) or config.format_check == "off":
             continue
         assert isinstance(source, LearnedReward | TextReward)
-        try:
-            with Working(f"checking the format of reward {name}"):
-                result = check_format(run, name, replace(source, uncertainty_coef=0.0))
-        except (DataError, HubError) as error:  # PPO does not need the pairs
-            told = f"no held-out pairs to check its format with: data.preferences: {error}"
-            print_line(f"reward {name}: {told}")
+        with Working(f"checking the format of reward {name}"):
+            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+        if isinstance(result, str):
+            print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
             continue
         fits = result.fits(config.format_tolerance)
         lines = result.lines(name, config.format_tolerance, shows_text=settings.debug)
@@ -262,8 +260,8 @@ def check_formats(run: Run, reward: Reward) -> None:
 
 def check_format(
     run: Run, name: str, source: LearnedReward | TextReward
-) -> format_check.FormatResult:
-    """Return the comparison for one reward model. Raises DataError or HubError without pairs.
+) -> format_check.FormatResult | str:
+    """Return the comparison for one reward model, or why there are no pairs.
 
     source: the reward model; it gives means of heads, as the recorded scores are.
     """
@@ -272,12 +270,15 @@ def check_format(
     known = [] if final is None else format_check.read_pairs(final.path)
     pairs = [(pair.row, pair.chosen, pair.rejected) for pair in known]
     if not pairs and data.preferences.train is not None:
-        val = readers.load("preferences", data, seed).val
+        try:
+            val = readers.load("preferences", data, seed).val
+        except (DataError, HubError) as error:  # PPO does not need the pairs
+            return f"data.preferences: {error}"
         fits = fitting_pairs(readers.draw_rows(val, data.max_val_rows, seed), chat, data)
         some = fits.rows[: format_check.COUNT]
         pairs = [(prompt_row(row.prompt), row.chosen, row.rejected) for row in some]
     if not pairs:
-        raise DataError("there is none")
+        return "data.preferences has none"
     rows, chosen, rejected = (list(column) for column in zip(*pairs, strict=True))
     high, low = (
         collector.score_texts(source, name, rows, side, chat, run.device) * source.std + source.mean

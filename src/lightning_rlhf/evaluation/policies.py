@@ -96,8 +96,9 @@ def find_policy(source: str, key: str) -> Source:
     path = Path(source).expanduser().resolve()
     if path.suffix == SUFFIX:
         run, stamp = path.parent.parent, read_stamp(path)
-        allowed = f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of stage="
-        require(stamp["stage"] not in (SFT, "rm"), key, source, allowed + stamp["stage"])
+        stage = stamp["stage"]
+        allowed = f"a checkpoint of {TRAINERS}, or a final/ folder; this is one of stage={stage}"
+        require(stage not in (SFT, "rm"), key, source, allowed)
         files = (run / folders.CONFIG, run / folders.PARENTS)
         advice = "a checkpoint is read with its run"
         tree, parents = (folders.read_config(file, advice) for file in files)
@@ -166,8 +167,8 @@ def check_policies(run: Run, policies: Mapping[str, Source], key: str) -> None:
                 "chat template": (ours.chat_template, theirs.chat_template),
             }
         for what, (found, wanted) in facts.items():
-            allowed = "policies trained from the same base model; its "
-            allowed += f"{what} is {found!r:.80}, here it is {wanted!r:.80}"
+            differs = f"its {what} is {found!r:.80}, here it is {wanted!r:.80}"
+            allowed = f"policies trained from the same base model; {differs}"
             require(found == wanted, key, str(policy.path), allowed)
         then = tree.get(stage) or {}
         notes = [

@@ -91,8 +91,9 @@ def check_final(settings: Settings, steps: int | None) -> None:
     if steps is not None:
         every = config.validation_interval(steps)
         is_evaluated = step <= steps and (step % every == 0 or step == steps)
-        allowed = "last, best, or a step at which the run evaluates: a multiple of "
-        require(is_evaluated, f"{stage}.final", step, f"{allowed}{every} up to {steps}, or {steps}")
+        evaluated = f"a multiple of {every} up to {steps}, or {steps}"
+        allowed = f"last, best, or a step at which the run evaluates: {evaluated}"
+        require(is_evaluated, f"{stage}.final", step, allowed)
 
 
 def choose(

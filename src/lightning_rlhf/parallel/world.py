@@ -25,8 +25,13 @@ process that starts them, which prints the signals that it receives, and how the
 TORCHRUN = "RANK", "WORLD_SIZE", "LOCAL_RANK"
 SRUN = "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"
 """Environment variables of rank, size and local rank, set by torchrun and by Slurm's srun."""
+LAUNCH = {
+    "torchrun": ("TORCHELASTIC_RUN_ID", "MASTER_PORT"),
+    "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID"),
+}
+"""Launcher -> environment variables that differ between two runs that it starts."""
 PROCESS = "LIGHTNING_RLHF_PROCESS"
-"""Environment variable that a process of a run sets itself: its number."""
+"""Environment variable that a process of a run sets itself: its number and the values of LAUNCH."""
 JOB = ("MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 INHERITED = {*TORCHRUN, *SRUN, *JOB, PROCESS, IN_LAUNCHER}
 """Environment variables by which a process is known as one of a run, here or by Lightning."""
@@ -47,8 +52,15 @@ def leave_run(environment: MutableMapping[str, str] = os.environ) -> None:
 
     Whatever a process of a run starts, such as a command in a reward function, inherits them.
     """
-    mine = str(os.getpid())
-    if world(environment).size == 1 or environment.setdefault(PROCESS, mine) == mine:
+    if (launcher := world(environment).launcher) is None:
+        return
+    launch = " ".join(environment.get(name, "") for name in LAUNCH[launcher])
+    found, mine = environment.get(PROCESS, ""), f"{os.getpid()} {launch}"
+    if found.partition(" ")[2] != launch:  # torchrun or srun has started this process
+        if found:  # within another run
+            environment.pop(IN_LAUNCHER, None)
+        environment[PROCESS] = found = mine
+    if found == mine:
         return
     for name in [*environment]:
         if name in INHERITED or name.startswith("TORCHELASTIC_"):

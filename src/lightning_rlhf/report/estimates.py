@@ -19,9 +19,11 @@ FEWEST = 8
 """Minimum number of values for one of them to count as far outside."""
 
 Values = Float[ndarray, " N"]
+"""A number of each of N rows."""
 Places = Int[ndarray, " N"]
-"""Numbers of N rows, and the place of each row in something, as its group."""
+"""The place of each row in something, as its group."""
 Interval = tuple[float, float]
+"""Low and high end of an interval."""
 Ends = tuple[Float[ndarray, " *S"], Float[ndarray, " *S"]]
 """Low and high ends of intervals."""
 

@@ -30,6 +30,8 @@ Limits = estimates.Interval | None
 
 MARGIN = 0.05
 """Margin on either side of the displayed range, as a share of that range."""
+MOST_MARKS = 50
+"""Maximum number of triangles on one side; the farthest values have one."""
 MOST_POINTS = 400
 """Number of dots, and of places of an area, above which some are left out."""
 MOST_SCATTERED = 1500
@@ -79,7 +81,7 @@ def view(values: Sequence[float], *, is_log: bool = False) -> Limits:
 def mark_outside(
     axes: Axes, points: Float[ndarray, "N 2"], x: Limits, y: Limits, color: str
 ) -> None:
-    """Draw a triangle at the edge for each point outside the limits, and label the farthest value.
+    """Draw triangles at the edge for points outside the limits, and label the farthest value.
 
     points: columns x and y; infinite values are outside, NaN is not drawn.
     x, y: limits of the axes; None if no value is outside.
@@ -92,9 +94,9 @@ def mark_outside(
         beyond = np.flatnonzero(side * points[:, column] > side * at[:, column])
         if not len(beyond):
             continue
-        farthest = beyond[np.argmax(side * points[beyond, column])]
+        beyond = beyond[np.argsort(-side * points[beyond, column], kind="stable")][:MOST_MARKS]
         axes.plot(*at[beyond].T, marker, color=color, markersize=6, clip_on=False, zorder=4)
-        place, label = at[farthest].tolist(), f"{points[farthest, column]:.4g}"
+        place, label = at[beyond[0]].tolist(), f"{points[beyond[0], column]:.4g}"
         # The label is on the side of the triangle where the axes have room.
         is_left = marker == ">" or (marker != "<" and place[0] > sum(axes.get_xlim()) / 2)
         style["ha"], style["xytext"] = ("right", (-6, 0)) if is_left else ("left", (6, 0))
@@ -144,8 +146,7 @@ def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
 
 def head(figure: Figure, title: str) -> None:
     """Write `title` above a figure, wrapped to its width and not interpreted as math."""
-    lines = textwrap.wrap(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or [title]
-    text = "\n".join(lines)
+    text = textwrap.fill(title, int(LETTERS_AN_INCH * figure.get_figwidth())) or title
     figure.suptitle(text, x=0.01, ha="left", weight="bold", fontsize=11, parse_math=False)
 
 

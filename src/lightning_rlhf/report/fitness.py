@@ -125,7 +125,8 @@ def measure_fitness(
     scores = np.array([(p.chosen_score, p.rejected_score) for p in pairs], dtype=float).T
     tokens = np.array([(p.chosen_tokens, p.rejected_tokens) for p in pairs], dtype=float).T
     sampled, sampled_tokens = np.array(samples, dtype=float).reshape(-1, 2).T
-    _, prompt = np.unique([pair.prompt for pair in pairs], return_inverse=True)
+    number = {text: i for i, text in enumerate(sorted({pair.prompt for pair in pairs}))}
+    prompt = np.array([number[pair.prompt] for pair in pairs])
     difference, longer = scores[0] - scores[1], tokens[0] - tokens[1]
     right, one_group = (np.sign(difference) + 1) / 2, np.zeros(len(pairs), dtype=int)
 

@@ -329,7 +329,7 @@ class FitnessReport:
             "fitness": measured,
             "findings": findings,
             "probes": [{**probe, "wins": probe["lead"] > 0} for probe in self.probes],
-            "problems": problems and {**problems.counted, "length": problems.length},
+            "problems": problems and {"leaks": None, **problems.counted, "length": problems.length},
             "judgement": self.verdict,
             "title": self.title,
             "verdict": self.words[0],

@@ -101,8 +101,8 @@ def environment() -> Environment:
     found = Environment(loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined)
     found.trim_blocks = found.lstrip_blocks = True
     colors = {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE}
-    found.globals |= {"draw": figure_of, "colors": colors, "marks": MARKS, "words": WORDS}
-    found.globals |= {"kept": KEPT}
+    found.globals |= {"draw": figure_of, "colors": colors, "kept": KEPT}
+    found.globals |= {"marks": MARKS, "words": WORDS}
     found.filters |= {"cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses}
     found.filters["breakable"] = lambda name: Markup("/<wbr>").join(map(shown, name.split("/")))
     return found
@@ -216,9 +216,10 @@ def judge(one: Evaluated, is_cost: bool) -> Verdict:
     level = gain_level(one.gain, one.gain_interval, is_cost)
     if short(one.gain) == "0":
         return Verdict(level, f"{label} did not change and is {short(one.value)}")
-    rises, (low, high) = one.gain > 0, one.gain_interval or (0.0, 0.0)
-    ends = (low, high) if rises else (-high, -low)
-    by = short(abs(one.gain), one.gain_interval and ends)
+    rises, ends = one.gain > 0, one.gain_interval
+    if ends is not None and not rises:
+        ends = -ends[1], -ends[0]
+    by = short(abs(one.gain), ends)
     return Verdict(level, f"{label} {'rose' if rises else 'fell'} by {by} to {short(one.value)}")
 
 

@@ -272,7 +272,7 @@ def trainer_of(
     # The first process alone measures and writes, and shares its metrics.
     callbacks += logging if run.replicas.is_first else []
     callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
-    callbacks += [*run.callbacks, *ending, KernelsLine()]
+    callbacks += [stopping.CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
     has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
     if not has_bar and options.get("enable_progress_bar") is not False:
         callbacks.append(progress.Progress(stage.name, stage.headlines))
