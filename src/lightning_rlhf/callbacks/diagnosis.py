@@ -60,14 +60,13 @@ class History:
         found = [row[name] for row in self.rows[-count:] if name in row]
         return found if len(found) == count else []
 
-    def streak(self, condition: str) -> str | None:
-        """Return the latest value of a metric for which `condition` holds STREAK times, or None.
+    def streak(self, name: str, sign: str, bound: float) -> str | None:
+        """Return the latest value of a metric that is beyond a bound STREAK times, or None.
 
-        condition: metric, sign and bound, such as "entropy < 0.01".
+        sign: relation to the bound, a key of COMPARE.
         """
-        name, sign, bound = condition.split()
         found = self.last(name, STREAK)
-        holds = found and all(COMPARE[sign](x, float(bound)) for x in found)
+        holds = found and all(COMPARE[sign](x, bound) for x in found)
         return f"{found[-1]:.3g}" if holds else None
 
 
@@ -98,10 +97,9 @@ def rules_of(text: str, finders: Mapping[str, Any]) -> tuple[Rule, ...]:
     for row in re.split(r"\n(?=\w)", text.strip()):
         name, when, cause, remedy = (" ".join(cell.split()) for cell in row.split("|"))
         find = finders.get(name)
-        if find is None:  # a condition whose bound is no number is that of a function
-            condition = when.removesuffix(f" {IN_A_ROW}")
-            float(condition.split()[-1])
-            find = partial(History.streak, condition=condition)
+        if find is None:  # the whole condition is a metric, a sign and a bound
+            metric, sign, bound = when.removesuffix(f" {IN_A_ROW}").split()
+            find = partial(History.streak, name=metric, sign=sign, bound=float(bound))
         rules.append(Rule(name, when, cause, remedy, find))
     return tuple(rules)
 
@@ -137,7 +135,7 @@ def prompts_cut(history: History) -> str | None:
 
 
 def groups_alike(history: History) -> str | None:
-    is_alike = history.streak(f"rollout/groups_alike >= {ALIKE}")
+    is_alike = history.streak("rollout/groups_alike", ">=", ALIKE)
     return is_alike if history.config.advantage in GROUPED else None
 
 
@@ -151,8 +149,8 @@ def reward_constant(history: History) -> str | None:
 
 
 def length_extreme(history: History) -> str | None:
-    full = f"{TOKENS} >= {FULL * history.config.max_response_tokens}"
-    return history.streak(full) or history.streak(f"{TOKENS} <= {EMPTY}")
+    full = FULL * history.config.max_response_tokens
+    return history.streak(TOKENS, ">=", full) or history.streak(TOKENS, "<=", EMPTY)
 
 
 def kl_negative(history: History) -> str | None:
@@ -191,7 +189,7 @@ def clip_fraction_zero(history: History) -> str | None:
 
 def responses_identical(history: History) -> str | None:
     is_enough = history.config.prompts_per_iteration >= 4
-    return history.streak(f"rollout/most_common >= {COMMON}") if is_enough else None
+    return history.streak("rollout/most_common", ">=", COMMON) if is_enough else None
 
 
 def critic_worse(history: History) -> str | None:
@@ -347,13 +345,12 @@ class Diagnosis(Callback):
     """Entries of the file: rule, iteration, symptom, cause, remedy."""
 
     def state_dict(self) -> dict[str, Any]:
-        rows, evaluations = self.history.rows, self.history.evaluations
-        return {"rows": rows, "evaluations": evaluations, "findings": [*self.findings]}
+        kept = {"rows": self.history.rows, "evaluations": self.history.evaluations}
+        return {**kept, "findings": [*self.findings]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.history.rows = state_dict["rows"]
-        self.history.evaluations = state_dict["evaluations"]
         self.findings = state_dict["findings"]
+        self.history.rows, self.history.evaluations = state_dict["rows"], state_dict["evaluations"]
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         self.write()  # without the findings behind the checkpoint that a run goes on from

@@ -272,12 +272,10 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
     names = list(samples[0]["parts"])
     if len(names) > 1:
         metrics |= {EVAL_PART + name: fmean(s["parts"][name] for s in samples) for name in names}
-    verdicts: dict[str, list[float]] = {}
-    for sample in samples:
-        for part, value in sample["judge"].items():
-            if value is not None:
-                verdicts.setdefault(part, []).append(value)
-    return metrics | {JUDGE + part: fmean(values) for part, values in sorted(verdicts.items())}
+    for part in sorted({part for s in samples for part in s["judge"]}):
+        values = [x for s in samples if (x := s["judge"].get(part)) is not None]
+        metrics |= {JUDGE + part: fmean(values)} if values else {}
+    return metrics
 
 
 def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
@@ -356,10 +354,8 @@ class Recorder(Callback):
         numbers = (experience.score[:, None], *(getattr(experience, name) for name in BY_ROW))
         bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
         path = rollouts.file_of(self.run_dir, iteration)
-        told = (
-            f"Iteration {iteration} is in {path}, and `lightning-rlhf replay {self.run_dir} "
-            f"--iteration {iteration}` shows it"
-        )
+        command = f"lightning-rlhf replay {self.run_dir} --iteration {iteration}"
+        told = f"Iteration {iteration} is in {path}, and `{command}` shows it"
         batch = rows_text(self.rows, self.rows.numbers, experience.index.tolist(), bad)
         keep_batch(exception, path, self.columns(pl_module), f"{told}; {batch}")
 

@@ -112,9 +112,8 @@ class MetricsFile(Logger):
         self._rows.setdefault(step, {}).update(cells)
         if is_new_row and cells.keys() <= set(self._columns) and self.path.exists():
             with full_disk_told(self.path), self.path.open("a", newline="") as file:
-                csv.DictWriter(file, [files.STEP, *self._columns]).writerow(
-                    {files.STEP: step, **cells}
-                )
+                writer = csv.DictWriter(file, [files.STEP, *self._columns])
+                writer.writerow({files.STEP: step, **cells})
         else:
             self.rewind(max(self._rows))
 

@@ -18,9 +18,8 @@ from lightning_rlhf.evaluation.run_report import PROMISES, write
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report import estimates, run_page, tables
-from lightning_rlhf.report.curves import PALETTE, Area, Plot, Point, Series, joined, points
+from lightning_rlhf.report.curves import KL_AXIS, PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.folders import CONFIG, differing_keys
 from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json, read_run
 from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
@@ -38,7 +37,7 @@ def write_report(folder: Path) -> Path:
 
     Raises CheckpointError where there is no run, or one of its files is damaged.
     """
-    runs = [folder] if (folder / CONFIG).is_file() else runs_of(folder)
+    runs = [folder] if (folder / folders.CONFIG).is_file() else runs_of(folder)
     if not runs:
         raise CheckpointError(
             f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
@@ -55,7 +54,7 @@ def runs_of(folder: Path) -> list[Path]:
     with damage_named(folder / STEPS) as path:
         steps = [folder / name for name in optional_json(path) or ()]
     found = dict.fromkeys([*steps, *(folder / name for name in STAGES)])
-    return [path for path in found if (path / CONFIG).is_file()]
+    return [path for path in found if (path / folders.CONFIG).is_file()]
 
 
 def keep_recipe(
@@ -223,12 +222,8 @@ class RunComparison:
                 line = joined(run.curves, HELD_OUT_KL, HELD_OUT)
                 series.append(Series(label=label, color=color, points=line, dots=True))
                 names.append(f"{group.label}: {run.name}, seed {run.tree.get(SEED)}")
-        by_kl = Plot(
-            title="Reward against KL on held-out prompts",
-            x_label="KL to the reference, nats a response",
-            unit="score",
-            series=series,
-        )
+        heading = "Reward against KL on held-out prompts"
+        by_kl = Plot(title=heading, x_label=KL_AXIS, unit="score", series=series)
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
@@ -250,7 +245,7 @@ def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> R
     Raises ConfigError where fewer runs are found, and CheckpointError for a damaged one.
     """
     found = dict.fromkeys(path for place in places for path in runs_in(place))
-    trees = [folders.read_config(path / CONFIG, "leave it out") for path in found]
+    trees = [folders.read_config(path / folders.CONFIG, "leave it out") for path in found]
     stages = [str(tree.get("stage")) for tree in trees]
     names = sorted(set(stages))
     chosen = stage or (names[0] if len(names) == 1 else "ppo")
@@ -280,7 +275,7 @@ def runs_in(folder: Path) -> list[Path]:
     """
     found = sorted(
         path.parent  # a folder of a model has a config.json as well
-        for path in folder.rglob(CONFIG)
+        for path in folder.rglob(folders.CONFIG)
         if path.parent == folder or (path.parent / folders.METRICS).is_file()
     )
     if not found:
@@ -303,13 +298,15 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
     for run in runs:
         for group in groups:
             is_new = run.tree.get(SEED) not in [other.tree.get(SEED) for other in group]
-            if is_new and not differing_keys(run.tree, group[0].tree, ignored):
+            if is_new and not folders.differing_keys(run.tree, group[0].tree, ignored):
                 group.append(run)
                 break
         else:
             groups.append([run])
     trees = [group[0].tree for group in groups]
-    keys = sorted({key for tree in trees[1:] for key in differing_keys(tree, trees[0], ignored)})
+    keys = sorted(
+        {key for tree in trees[1:] for key in folders.differing_keys(tree, trees[0], ignored)}
+    )
     values, by_values, by_names = list[dict[str, str]](), [], []
     for group, flat in zip(groups, map(folders.flatten, trees), strict=True):
         own = {key: flat.get(key, "not there") for key in keys}

@@ -27,8 +27,7 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
-from lightning_rlhf.runs import folders, stage
-from lightning_rlhf.runs.console import note_on_few
+from lightning_rlhf.runs import console, folders, stage
 from lightning_rlhf.runs.run import Run
 
 CUT = "cut at max_response_tokens"
@@ -68,7 +67,7 @@ class EvalPolicy(stage.Stage):
             task.references = policies.fitting_tokens(run, demonstrations, limit)
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
-        print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
+        print_line(", ".join([shown, *console.note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
         found = task.respond(sources, ways, ways | best)
@@ -124,10 +123,9 @@ def evaluation_of(
     gain = comparisons[0]  # of the reward of the first policy's samples over the SFT model's
     metrics = {n: x for n, x in numbers[gain["policy"]]["sampled"].items() if x is not None}
     metrics |= {"eval/reward_gain": gain["difference"], "eval/win_rate": gain["win_rate"]}
-    intervals = {"eval/reward_gain": gain["interval"], "eval/win_rate": gain["win_interval"]}
-    for name, ends in intervals.items():
-        if ends is not None:
-            metrics[f"{name}_low"], metrics[f"{name}_high"] = ends
+    for name, interval in (("reward_gain", "interval"), ("win_rate", "win_interval")):
+        if gain[interval] is not None:
+            metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"] = gain[interval]
     return {
         "metrics": metrics,
         "prompts": prompts,

@@ -29,19 +29,15 @@ from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models import build_roles
-from lightning_rlhf.models.checkpoint import PAGE
+from lightning_rlhf.models import build_roles, checkpoint
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
-from lightning_rlhf.report import fitness
-from lightning_rlhf.report.fitness_page import FitnessReport
+from lightning_rlhf.report import fitness, fitness_page
 from lightning_rlhf.rewards import format_check
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
-from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.sampler import SamplingParams
-from lightning_rlhf.runs import folders, stage
-from lightning_rlhf.runs.console import note_on_few, print_problems
+from lightning_rlhf.rollout import collector, sampler
+from lightning_rlhf.runs import console, folders, stage
 from lightning_rlhf.runs.run import Run
 
 PROBED = 64
@@ -110,7 +106,7 @@ def measure_reward(
     *,
     logit_scale: float | None,
     **about: Any,
-) -> FitnessReport:
+) -> fitness_page.FitnessReport:
     """Score held-out pairs and probes; return what they and the samples say of a reward.
 
     Ends all processes but the first.
@@ -163,11 +159,11 @@ def measure_reward(
         sampled = list(zip(samples[0].tolist(), tokens, strict=True))
         seed = run.settings.seed
         found = fitness.measure_fitness(scored, sampled, logit_scale=logit_scale, seed=seed)
-    return FitnessReport(fitness=found, probes=results, **about)
+    return fitness_page.FitnessReport(fitness=found, probes=results, **about)
 
 
 def write_fitness(
-    report: FitnessReport, folder: Path, loggers: Sequence[Logger], step: int
+    report: fitness_page.FitnessReport, folder: Path, loggers: Sequence[Logger], step: int
 ) -> None:
     """Write the report, send its pictures to the loggers, and print the verdicts."""
     log_pictures(loggers, report.write(folder), step)
@@ -216,7 +212,7 @@ def sft_samples(
     parts = (chosen[start : start + size] for start in range(0, count, size))
     asked = ((batches.collate_prompts(part, chat.pad_token_id), 1) for part in parts)
     shards = collector.shard(asked, replicas, divides=False)
-    params = SamplingParams(
+    params = sampler.SamplingParams(
         max_response_tokens=response,
         temperature=config.temperature,
         end_token_ids=chat.end_token_ids,
@@ -318,7 +314,7 @@ class EvalReward(stage.Stage):
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
-        print_problems(problems)
+        console.print_problems(problems)
         fits = fitting_pairs(rows.val, run.chat, data)
         pairs = readers.draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
@@ -327,7 +323,7 @@ class EvalReward(stage.Stage):
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"
             )
-        few = note_on_few(len(pairs), to_validate=True)
+        few = console.note_on_few(len(pairs), to_validate=True)
         print_line(", ".join([f"{len(pairs)} held-out pairs", *few]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]
@@ -366,5 +362,5 @@ class EvalReward(stage.Stage):
         with leave_final(run, report.metrics) as (whole, loggers):
             write_fitness(report, whole, loggers, 0)
             (whole / build_rewards.FUNCTIONS).write_text(json.dumps(code) + "\n")
-        print_line(f"{self.name} finished: {run.folder / folders.FINAL / PAGE}")
+        print_line(f"{self.name} finished: {run.folder / folders.FINAL / checkpoint.PAGE}")
         return run.folder / folders.FINAL

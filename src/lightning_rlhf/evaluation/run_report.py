@@ -75,9 +75,8 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     with measured.damage_named(folder / "diagnosis.json") as path:
         findings = measured.optional_json(path)
         found = [{key: str(one[key]) for key in FINDING} for one in findings or ()]
-    evaluated, tables = policies_evaluated(folder / FINAL)
-    is_of_policies = bool(evaluated)
-    evaluated = evaluated or evaluations(run)
+    of_policies, tables = policies_evaluated(folder / FINAL)
+    evaluated = of_policies or evaluations(run)
     verdict = run_page.conclude(
         evaluated,
         (stage.goal if stage else ()) or ((HELD_OUT, "max"),),
@@ -87,10 +86,10 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         diverges=diverges,
         rewards=reward_verdicts(run),
     )
-    if evaluated and not is_of_policies:
+    if evaluated and not of_policies:
         tables = [run_page.evaluated_table(evaluated)]
     tables += fitness_tables(run)
-    tables += [] if is_of_policies else single_numbers(run, evaluated)
+    tables += [] if of_policies else single_numbers(run, evaluated)
     seconds = {PHASES[name]: sum(curves[name][1]) for name in PHASES if name in curves}
     phases = [(phase, s, s / (sum(seconds.values()) or 1.0)) for phase, s in seconds.items()]
     fan = [FAN_PANEL.measured(curves, unit)] if FAN_PANEL.metrics <= curves.keys() else []
@@ -146,13 +145,10 @@ def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> 
     stage = run.definition
     if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
         return ""
-    shown = {one.metric for one in evaluated}
-    names = [name for name in stage.summary if name in run.curves.keys() - shown]
-    return "; ".join(
-        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}"
-        for name in names
-        if not name.startswith(FITNESS)
-    )
+    told = run.curves.keys() - {one.metric for one in evaluated}
+    names = [name for name in stage.summary if name in told and not name.startswith(FITNESS)]
+    last = {name: plain_number(run.curves[name][1][-1]) for name in names}
+    return "; ".join(f"{label_of(name)} is {number}" for name, number in last.items())
 
 
 def single_numbers(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> list[Table]:
@@ -240,13 +236,10 @@ def policies_evaluated(final: Path) -> tuple[list[run_page.Evaluated], list[Tabl
         value, gain = metrics[HELD_OUT], metrics["eval/reward_gain"]
         low, high = (metrics.get(f"eval/reward_gain_{end}") for end in ("low", "high"))
         ends = None if low is None or high is None else (low, high)
-        known = [HELD_OUT_KL] if HELD_OUT_KL in metrics else []
-        return [
-            run_page.Evaluated(
-                metric=HELD_OUT, value=value, before=value - gain, gain=gain, gain_interval=ends
-            ),
-            *(run_page.Evaluated(metric=name, value=metrics[name]) for name in known),
-        ], tables
+        evaluated = [run_page.Evaluated(HELD_OUT, value, None, value - gain, gain, ends)]
+        if HELD_OUT_KL in metrics:
+            evaluated.append(run_page.Evaluated(HELD_OUT_KL, metrics[HELD_OUT_KL]))
+        return evaluated, tables
 
 
 def pairs(folder: Path) -> list[Pair]:

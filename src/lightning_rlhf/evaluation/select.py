@@ -13,8 +13,8 @@ from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, require
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
@@ -60,10 +60,10 @@ def metric_of(settings: Settings, key: str, name: str, mode: Mode | None) -> tup
     pattern = next((x for x in known if "<" in x and name.startswith(x.partition("<")[0])), name)
     # A constant is of no use; a component's direction is the user's to say.
     offered = [name for name, better in known.items() if better or name in parts]
-    require(pattern in known or is_open, f"{key}.metric", name, ", ".join(offered))
+    errors.require(pattern in known or is_open, f"{key}.metric", name, ", ".join(offered))
     direction = mode or known.get(pattern)
     if direction is None:
-        raise ConfigError(f"{key}.mode is None; allowed for {name}: min, max")
+        raise errors.ConfigError(f"{key}.mode is None; allowed for {name}: min, max")
     return name, direction
 
 
@@ -79,7 +79,7 @@ def check_final(settings: Settings, steps: int | None) -> None:
         ("stop", stop.patience is not None, f"{stage}.stop.patience is {stop.patience}"),
     ):
         if not goal_of(settings, section) and is_wanted:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"{found}, and stage={stage} names no metric of its evaluations (Stage.goal); "
                 f"allowed with a metric in {stage}.{section}.metric"
             )
@@ -87,13 +87,13 @@ def check_final(settings: Settings, steps: int | None) -> None:
         return
     if stop.patience is not None or (isinstance(stop, PPOStopConfig) and stop.max_kl is not None):
         allowed = "allowed where a rule may end the run: last, best"
-        raise ConfigError(f"{stage}.final is {step}; {allowed}")
+        raise errors.ConfigError(f"{stage}.final is {step}; {allowed}")
     if steps is not None:
         every = config.validation_interval(steps)
         is_evaluated = step <= steps and (step % every == 0 or step == steps)
         evaluated = f"a multiple of {every} up to {steps}, or {steps}"
         allowed = f"last, best, or a step at which the run evaluates: {evaluated}"
-        require(is_evaluated, f"{stage}.final", step, allowed)
+        errors.require(is_evaluated, f"{stage}.final", step, allowed)
 
 
 def choose(
@@ -120,7 +120,7 @@ def choose(
         by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
         print_line(f"a {by} ended the run after step {last} of {steps}{why}")
     allowed = f"last, best, since the run was ended after step {last}"
-    require(step <= last, f"{saver.origin.stage}.final", step, allowed)
+    errors.require(step <= last, f"{saver.origin.stage}.final", step, allowed)
     ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
     if step != last:
         path = files.path_of(saver.folder, step)
@@ -177,11 +177,13 @@ def load_weights(
         state = {name: state[prefix + name] for name in names}
     try:
         check_parameters(module, {"state_dict": state})
-    except CheckpointError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+    except errors.CheckpointError as error:
+        raise errors.CheckpointError(f"{path}: {error}") from error
     spoiled = [name for name, x in state.items() if not torch.isfinite(x).all()]
     if spoiled:
-        raise CheckpointError(f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}")
+        raise errors.CheckpointError(
+            f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}"
+        )
     module.load_state_dict(state, strict=False)
 
 
@@ -204,10 +206,13 @@ def ending_of(
 
 
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
-    """Raise TrainingError unless updates were made and the trained weights are finite."""
+    """Raise TrainingError where no update was made, DivergedError where weights are not finite."""
     if made := trainer.global_step:
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        checkpoints.require_finite_weights(stage, position(trainer, module), made, trained)
+        if bad := [name for name, parameter in trained if not parameter.isfinite().all()]:
+            told = f"{stage} has diverged: after step {position(trainer, module)}, {len(bad)} of "
+            told += f"{len(trained)} trained parameters are NaN or infinite (the first: {bad[0]})"
+            raise errors.DivergedError(f"{told}. {checkpoints.divergence_advice(stage, made)}")
         return
     rows, found = files.read_rows(folder / METRICS).values(), []
     remedy = checkpoints.divergence_advice(stage, 0)
@@ -218,7 +223,7 @@ def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.Lightn
             if key:
                 found[-1] = f"{refused} above ppo.{key}"
                 remedy = f"A larger ppo.{key}, or null, lets updates through"
-    raise TrainingError(
+    raise errors.TrainingError(
         f"{stage} has learned nothing, and writes no final/: none of its updates was made "
         f"({', '.join(found)}). {remedy}"
     )

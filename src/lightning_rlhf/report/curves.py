@@ -16,6 +16,9 @@ PALETTE = (BLUE, ORANGE, GREEN, PURPLE, "#E69F00", "#56B4E9", "#F0E442")
 SHARE = (0.0, 1.04)
 """Limits of an axis for shares: 0 to 1, with room for a line at 1."""
 
+KL_AXIS = "KL to the reference, nats a response"
+"""Name of the x-axis of a frontier."""
+
 Point = tuple[float, float]
 Mark = tuple[float, tuple[float, float], str]
 """Place on the x-axis, its interval, and its name."""
@@ -248,9 +251,8 @@ def frontier_plots(curves: Curves, diminishing: Mapping[str, Any] | None) -> lis
     knee = _mark(diminishing, GOLD, unit) or _mark(diminishing, REWARD, unit)
     plots = [Plot(title=title, x_label=x_label, unit="score", series=by_compute, mark=knee)]
     if KL in curves:
-        title, x_label = "Reward against KL", "KL to the reference, nats a response"
-        knee = _mark(diminishing, REWARD, KL)
-        plots.insert(0, Plot(title=title, x_label=x_label, unit="score", series=by_kl, mark=knee))
+        title, knee = "Reward against KL", _mark(diminishing, REWARD, KL)
+        plots.insert(0, Plot(title=title, x_label=KL_AXIS, unit="score", series=by_kl, mark=knee))
     return plots
 
 

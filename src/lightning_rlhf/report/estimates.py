@@ -183,17 +183,15 @@ def correlate(x: Values, y: Values) -> dict[str, Any]:
 
     Correlations are -1 to 1; None if x or y is constant or there are fewer than three points.
     """
-    pairs = {"pearson": (x, y), "spearman": (rankdata(x), rankdata(y))}
-    is_defined = len(x) >= 3 and np.ptp(x) > 0 and np.ptp(y) > 0
-    found = {name: _pearson(*pair) if is_defined else None for name, pair in pairs.items()}
-    return {"points": len(x), **found}
-
-
-def _pearson(x: Values, y: Values) -> float:
-    """Return Pearson's correlation of numbers that are not constant."""
-    a, b = (values - values.mean() for values in (x, y))
-    a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
-    return float(np.clip((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()), -1.0, 1.0))
+    found: dict[str, Any] = {"points": len(x), "pearson": None, "spearman": None}
+    if len(x) < 3 or not (np.ptp(x) > 0 and np.ptp(y) > 0):
+        return found
+    for name, pair in (("pearson", (x, y)), ("spearman", (rankdata(x), rankdata(y)))):
+        a, b = (values - values.mean() for values in pair)
+        a, b = a / np.abs(a).max(), b / np.abs(b).max()  # so that no square under- or overflows
+        share = (a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())
+        found[name] = float(np.clip(share, -1.0, 1.0))
+    return found
 
 
 def inner_range(values: Values) -> Interval | None:

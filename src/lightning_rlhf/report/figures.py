@@ -157,8 +157,8 @@ def tick_text(tick: float) -> str:
 
 def known(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:
     """Return the points that can be drawn: finite, and positive on a logarithmic axis."""
-    found = [(x, y) for x, y in series.points if math.isfinite(x) and math.isfinite(y)]
-    return [(x, y) for x, y in found if y > 0 or not plot.is_log]
+    lowest = 0 if plot.is_log else -math.inf
+    return [(x, y) for x, y in series.points if math.isfinite(x) and lowest < y < math.inf]
 
 
 def dots(plot: curves.Plot, series: curves.Series) -> list[curves.Point]:

@@ -39,7 +39,7 @@ GUESSING = 0.5
 """Accuracy of guessing which of two responses is preferred."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Evaluated:
     """A metric of the last evaluation, and its gain over the first one."""
 
