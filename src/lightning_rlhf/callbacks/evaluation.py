@@ -23,8 +23,7 @@ from lightning_rlhf.callbacks.metrics import perplexity, publish
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation
 from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
-from lightning_rlhf.core.metrics import EVAL_PART, JUDGE
-from lightning_rlhf.core.metrics import HELD_OUT as REWARD
+from lightning_rlhf.core.metrics import EVAL_PART, HELD_OUT, JUDGE
 from lightning_rlhf.data import batches, lengths, rollouts
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Rows
@@ -261,7 +260,7 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
     """
     tokens = sum(s["tokens"] for s in samples)
     metrics = {
-        REWARD: fmean(s["score"] for s in samples),
+        HELD_OUT: fmean(s["score"] for s in samples),
         "eval/kl": fmean(s["kl"] for s in samples),
         "eval/response_tokens": fmean(s["tokens"] for s in samples),
         "eval/ended": fmean(s["ended"] for s in samples),

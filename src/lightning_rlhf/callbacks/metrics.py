@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 import torch
@@ -29,7 +29,7 @@ QUANTILES = (5, 25, 50, 75, 95)
 """Percentages of the quantiles of the score."""
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
-STATS = tuple(field.name for field in fields(UpdateStats))
+STATS = tuple(one.name for one in fields(UpdateStats))
 MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
     f"update/{name}": name
     for name in STATS
@@ -211,6 +211,7 @@ class FileRows(Callback):
                 logger.flush()
 
 
+@dataclass(eq=False)
 class StepRows(FileRows, Stateful):
     """Rows of metrics of steps, with the totals of what the run has computed, over all resumes.
 
@@ -218,10 +219,8 @@ class StepRows(FileRows, Stateful):
     """
 
     kept: ClassVar[tuple[str, ...]] = ("compute",)
-
-    def __init__(self) -> None:
-        self.compute: dict[str, float] = {}
-        """Metric -> total so far, or the largest memory; empty before the first step."""
+    compute: dict[str, float] = field(default_factory=dict, init=False)
+    """Metric -> total so far, or the largest memory; empty before the first step."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         pl_module.logs_headline = False
@@ -275,6 +274,7 @@ class PPOMetrics(StepRows):
         publish(trainer, pl_module, metrics)
 
 
+@dataclass(eq=False)
 class StepMetrics(StepRows):
     """Metrics of SFT, reward modelling and DPO, exact over all that was summed.
 
@@ -284,15 +284,12 @@ class StepMetrics(StepRows):
     """
 
     kept = (*StepRows.kept, "training", "nonfinite", "logged_step")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training: list[dict[str, Tensor]] = []
-        """Sums of each batch that the next row covers; zeros where an update was not made."""
-        self.nonfinite = 0
-        """Updates that were not made since the last row."""
-        self.logged_step = 0
-        """Step of the last row."""
+    training: list[dict[str, Tensor]] = field(default_factory=list, init=False)
+    """Sums of each batch that the next row covers; zeros where an update was not made."""
+    nonfinite: int = field(default=0, init=False)
+    """Updates that were not made since the last row."""
+    logged_step: int = field(default=0, init=False)
+    """Step of the last row."""
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, *_: Any

@@ -304,9 +304,8 @@ def grouped(runs: Sequence[RunFiles]) -> list[SeedGroup]:
         else:
             groups.append([run])
     trees = [group[0].tree for group in groups]
-    keys = sorted(
-        {key for tree in trees[1:] for key in folders.differing_keys(tree, trees[0], ignored)}
-    )
+    differing = (folders.differing_keys(tree, trees[0], ignored) for tree in trees[1:])
+    keys = sorted({*chain(*differing)})
     values, by_values, by_names = list[dict[str, str]](), [], []
     for group, flat in zip(groups, map(folders.flatten, trees), strict=True):
         own = {key: flat.get(key, "not there") for key in keys}

@@ -28,8 +28,7 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Series, frontier_plots
 from lightning_rlhf.report.estimates import Interval, mean_interval, single
 from lightning_rlhf.report.figures import draw_plots
-from lightning_rlhf.runs.folders import METRICS
-from lightning_rlhf.runs.measured import by_prompt, damage_named, optional_json, read_metrics
+from lightning_rlhf.runs import folders, measured
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
 ITERATIONS = "iterations"
@@ -370,12 +369,13 @@ def paired_stop(folder: Path) -> GoldStop | None:
     prompts: list[int] = []
     for path in sorted((folder / SAMPLES).glob("eval_*.jsonl"), reverse=True):
         samples = [sample for _, sample in json_lines(path)]
-        with damage_named(path):
+        with measured.damage_named(path):
             found = [sample["index"] for sample in samples]
             prompts = prompts or found
             if found == prompts:
                 step = int(path.stem.removeprefix("eval_"))
-                gold[step], reward[step] = (by_prompt(samples, name) for name in (GOLD, HELD_OUT))
+                gold[step] = measured.by_prompt(samples, GOLD)
+                reward[step] = measured.by_prompt(samples, HELD_OUT)
     return find_gold_stop(gold, reward)
 
 
@@ -387,7 +387,7 @@ def print_diminishing(folder: Path, title: str) -> int:
 
     Returns the number of iterations.
     """
-    curves = read_metrics(folder)
+    curves = measured.read_metrics(folder)
     iterations = len(curves.get(REWARD, ((), ()))[0])
     if iterations < FEWEST_POINTS:
         return iterations
@@ -415,8 +415,8 @@ def repeat_conclusion(folder: Path) -> None:
 
     Raises CheckpointError where the file is damaged.
     """
-    with damage_named(folder / NUMBERS) as file:
-        if (found := optional_json(file)) is not None:
+    with measured.damage_named(folder / NUMBERS) as file:
+        if (found := measured.optional_json(file)) is not None:
             print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
 
 
@@ -427,5 +427,5 @@ def again(folder: Path) -> None:
         raise CheckpointError(f"{folder} does not exist{nearest_path(str(folder))}; {allowed}")
     count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
-        found = f"{folder / METRICS} has {counted(count, 'iteration')} of stage=ppo"
+        found = f"{folder / folders.METRICS} has {counted(count, 'iteration')} of stage=ppo"
         raise CheckpointError(f"{found}; {allowed}, with {FEWEST_POINTS} or more")

@@ -20,8 +20,7 @@ from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.metrics import BEST_JUDGE, HELD_OUT, JUDGE
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.data.rows import BadRow, counts_text
-from lightning_rlhf.evaluation import policies
-from lightning_rlhf.evaluation.evaluate_reward import leave_final
+from lightning_rlhf.evaluation import evaluate_reward, policies
 from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
@@ -77,7 +76,7 @@ class EvalPolicy(stage.Stage):
             samples = {**found[0].samples, "sampled": chosen}
             found.append(comparison.PolicySamples(name=name, samples=samples, best_of=n))
         content, rows = evaluation_of(task, sources, found), list(comparison.side_by_side(found))
-        with leave_final(run, content["metrics"]) as (whole, loggers):
+        with evaluate_reward.leave_final(run, content["metrics"]) as (whole, loggers):
             tables = comparison.evaluation_tables(content, is_brief=True)
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
                 if name in tables:
@@ -265,7 +264,7 @@ class Rank(stage.Stage):
         files = {**ranked, "samples": samples}
         if config.accept_above is None:
             del files["accepted"]
-        with leave_final(run, metrics) as (whole, _):
+        with evaluate_reward.leave_final(run, metrics) as (whole, _):
             for kind, rows in files.items():
                 lines = "".join(json_line(row) + "\n" for row in rows)
                 (whole / f"{kind}.jsonl").write_text(lines, encoding="utf-8")

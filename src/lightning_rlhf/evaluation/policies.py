@@ -16,16 +16,14 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from lightning_rlhf.callbacks.evaluation import judged_samples, load_judge
+from lightning_rlhf.callbacks import evaluation, metrics
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
-from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core import memory, records, results, validation
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
 from lightning_rlhf.data import lengths, readers
 from lightning_rlhf.data.batches import collate_prompts
 from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.evaluation import build_rewards, evaluate_reward
-from lightning_rlhf.evaluation.select import load_weights
+from lightning_rlhf.evaluation import build_rewards, evaluate_reward, select
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models import build_roles, checkpoint
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
@@ -197,7 +195,7 @@ class Task:
         """
         settings, config = run.settings, run.settings.config
         self.run = run
-        self.judge = load_judge(settings.data.judge) if settings.data.judge else None
+        self.judge = evaluation.load_judge(settings.data.judge) if settings.data.judge else None
         self.batch = memory.MicrobatchSize(f"{settings.stage}.batch_size", config.batch_size)
         """Number of responses that the models read at a time."""
         rows = getattr(run.rows("prompts"), part)
@@ -256,7 +254,7 @@ class Task:
             if isinstance(policy, Kept):
                 role = POLICY
                 roles.add_adapter(role, policy.lora, seed)
-                load_weights(roles, policy.path, policy.origin, prefix="roles.")
+                select.load_weights(roles, policy.path, policy.origin, prefix="roles.")
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         rows, response = config.batch_size, config.max_response_tokens
@@ -335,7 +333,7 @@ class Task:
                 logprobs, _ = self.batch.fitting(read)
             found.append((float(logprobs.cpu().double().sum()), int(batch.response_mask.sum())))
         sums, tokens = zip(*run.replicas.merged(starts, found), strict=True)
-        return perplexity(-sum(sums) / sum(tokens))
+        return metrics.perplexity(-sum(sums) / sum(tokens))
 
     def scored(self, roles: Roles, reward: Reward, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """Return the `judged_samples` of the responses of all processes.
@@ -356,7 +354,7 @@ class Task:
                     over_vocabulary=False,
                 ).to("cpu")
                 result = results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
-                found += judged_samples(result, names, self.judge)
+                found += evaluation.judged_samples(result, names, self.judge)
             return run.replicas.merged(numbers, found)
 
 
