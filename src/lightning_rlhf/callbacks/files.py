@@ -267,10 +267,8 @@ def read_rows(path: Path) -> dict[int, dict[str, float]]:
         except (csv.Error, ValueError):
             is_valid = False
         if not is_valid:
-            allowed = (
-                f"{STEP} and names in line 1, then a step larger than those before it, and as "
-            )
-            allowed += "many numbers or empty cells as there are names"
+            allowed = f"{STEP} and names in line 1, then a step larger than those before it, and "
+            allowed += "as many numbers or empty cells as there are names"
             found = f"found {line.rstrip()[:60]!r}"
             raise storage.damaged_line(path, number, f"{found}; allowed: {allowed}")
     return rows
