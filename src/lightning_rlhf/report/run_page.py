@@ -101,8 +101,7 @@ def environment() -> Environment:
     found = Environment(loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined)
     found.trim_blocks = found.lstrip_blocks = True
     colors = {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE}
-    found.globals |= {"draw": figure_of, "colors": colors, "kept": KEPT}
-    found.globals |= {"marks": MARKS, "words": WORDS}
+    found.globals.update(draw=figure_of, colors=colors, kept=KEPT, marks=MARKS, words=WORDS)
     found.filters |= {"cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses}
     found.filters["breakable"] = lambda name: Markup("/<wbr>").join(map(shown, name.split("/")))
     return found
