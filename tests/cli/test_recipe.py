@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -193,6 +194,20 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) 
     assert changed == {"rm", "ppo"}
     done.cook().succeeded  # noqa: B018
     assert done.ran == []
+
+
+def test_a_stage_is_outdated_by_newer_data_of_the_run(
+    done: Kitchen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, final = done.place.folder / "made.jsonl", done.folder("rm") / "final"
+    made.touch()
+    source = lambda settings, folder: made if settings.stage == "rm" else None  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.data_of_run", source)
+    done.status = dict.fromkeys(STAGES, 0)
+    for later, ran in ((-1, []), (1, ["rm"])):
+        os.utime(made, ns=(0, final.stat().st_mtime_ns + later))
+        done.cook().succeeded  # noqa: B018
+        assert done.ran == ran
 
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:

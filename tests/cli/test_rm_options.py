@@ -45,6 +45,30 @@ def test_margins_of_the_data_change_what_is_learned(finished: Workplace) -> None
 # Data with problems.
 
 
+def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> None:
+    """The first three pairs again at the end, the next two swapped, each chosen made longer."""
+    file = pairs(finished)
+    rewrite(file, lambda i, row: row | {"chosen": f"{row['chosen']}{' Yes, yes, yes.' * 2}"})
+    lines = file.read_text().splitlines(keepends=True)
+    swapped = [json.loads(line) for line in lines[3:5]]
+    swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
+    file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
+    out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
+    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
+    assert "duplicates of an earlier pair: 3 of" in said
+    assert "contradictions of an earlier pair: 2 of" in said
+    assert "taking the longer response is right in " in said
+    assert out.index(said) < out.index("preference pairs to validate on")
+
+
+def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
+    rewrite(pairs(finished), lambda i, row: row if i == 4 else row | {"margin": 1.0})
+    error = finished.mini("stage=rm", "job=margins", "rm.margin_coef=0.5").error
+    assert error.startswith("rm.margin_coef is above 0, but 1 of 32 pairs of ")
+    assert "no field 'margin' (the first is pair 5)" in error
+    assert not (finished.outputs / "default" / "mini" / "margins").exists()
+
+
 # An ensemble.
 
 

@@ -51,7 +51,7 @@ def test_other_addresses(
 ) -> None:
     """One that other machines reach is told, with a token and without; IPv6."""
     made: list[RewardServer] = []
-    monkeypatch.setattr(RewardServer, "run", made.append)
+    monkeypatch.setattr(RewardServer, "run", lambda server: made.append(server))
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
     command = ["serve-reward", "final", "--port", "0", "--host"]
     assert "it answers whoever can reach" in workplace.call(*command, "0.0.0.0").succeeded.out

@@ -141,7 +141,8 @@ def test_scoring_halves_too(make_ppo: Make) -> None:
     module = make_ppo(microbatch_size=8, minibatch_size=8)
     rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
     decoded = module.collector.decode(rollout, "train")
-    module.collector.reward = replace(module.reward, sources=(lambda decoded: torch.zeros(8),))
+    reward = module.collector.reward
+    module.collector.reward = replace(reward, sources=(lambda decoded: torch.zeros(8),))
     expected = module.collector.score(decoded).ref_logprobs
     with little_memory(4, "is 4 from now on") as asked:
         found = module.collector.score(decoded).ref_logprobs
