@@ -192,6 +192,11 @@ def read_command(command: str) -> tuple[Path, str, list[str]]:
     return own, options.config_name, [*overrides, f"hydra.searchpath=[file://{CONF}]"]
 
 
+def test_there_are_commands() -> None:
+    for words in ("recipe=bandit", "stage=ppo", "reward=http", "reward=function"):
+        assert any(words in command for command in COMMANDS), words
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command: str, folder: Path) -> None:
     """They compose, and the configuration that they give is one that a run would take."""

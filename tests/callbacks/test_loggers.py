@@ -167,6 +167,7 @@ def test_tensorboard_has_the_curves_the_samples_and_no_later_steps_after_a_rewin
     [
         ("auto", None, None, "offline"),
         ("auto", None, "netrc", "online"),
+        ("auto", None, "variable", "online"),
         ("offline", None, "variable", "offline"),
         ("online", "disabled", None, "disabled"),
         ("online", None, None, None),  # refused before anything starts

@@ -28,7 +28,7 @@ from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK
 from lightning_rlhf.runs.settings import read_settings
 
-from .conftest import PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
+from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
 
 RECIPES = console.RECIPES
 RECIPE: dict[str, Any] = {
@@ -150,6 +150,13 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     done.cook("overwrite=true", "seed=4").succeeded  # noqa: B018
     assert done.ran == ["sft", "rm", "ppo"]
     assert all(command[-1] == "overwrite=true" for command in done.commands)
+
+
+def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
+    kitchen.write(stages=["sft"], promises=[])
+    outcome = kitchen.place.call("-m", *MINI, "recipe=small", "seed=choice(1)").succeeded
+    assert kitchen.ran == ["sft"]
+    assert outcome.out.count(" done ") == 1
 
 
 def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:

@@ -132,3 +132,17 @@ def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -
     assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
     for before, after in zip(free, priced, strict=True):
         assert after["score"] < before["score"]
+
+
+def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Workplace) -> None:
+    """The format check holds what was written down, the mean of the heads, against itself."""
+    final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
+    text = ("reward=model", f"reward.name_or_path={final}", "reward.normalization=stored")
+    command = ("stage=ppo", "job=text", *text, "reward.uncertainty_coef=2", "ppo.iterations=1")
+    outcome = ensemble.mini(*command).succeeded
+    assert "differ by 0.000 of their standard deviation" in outcome.out
+    written = find(str(final), "").require_manifest("rm")
+    for sample in before_training(ensemble, "text"):
+        heads, _ = heads_of(final, sample, ended=True)
+        raw = statistics.fmean(heads) - written.reward_mean - 2 * statistics.pstdev(heads)
+        assert sample["score"] == pytest.approx(raw / written.reward_std, abs=1e-4)

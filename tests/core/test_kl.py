@@ -156,6 +156,7 @@ def test_it_tends_to_the_bound_and_stays_below(n: int) -> None:
     ("kl", "expected"),
     [
         (6.0, 0.2),  # at the target
+        (5.4, 0.19),  # a tenth below
         (6.6, 0.21),  # a tenth above: half of a tenth dearer
         (7.2, 0.22),  # a fifth above, the most that counts
         (60.0, 0.22),
