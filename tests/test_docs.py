@@ -361,6 +361,14 @@ def test_ratios_are_those_of_the_committed_tables(column: int, name: str) -> Non
     assert {work: rest.split("|")[column].strip() for work, rest in quoted} == expected
 
 
+def test_the_smallest_ratios_are_quoted() -> None:
+    page = " ".join((HOME / "docs" / "performance.md").read_text().split())
+    rows = re.findall(r"\(`[\w-]+`\) \| ([\d.]+)[^|]*\| ([\d.]+) \| ([\d.]+)", page)
+    *most, last = (min(row, key=float) for row in rows)
+    assert f"smallest ratios of the three are {', '.join(most)} and {last}." in page
+    assert all(ratio in README for ratio in (*most, last))
+
+
 # README.md
 
 
