@@ -89,7 +89,13 @@ def test_a_new_ppo_passes_every_check(
 def test_checks_change_no_weight_no_role_and_no_random_state(
     make_ppo: Callable[..., PPOModule],
 ) -> None:
+    """Of a model that draws numbers wherever it is read, as dropout does."""
+
+    def draws(*_: Any) -> None:
+        torch.rand(1), random.random()
+
     module = make_ppo(fresh=True)
+    module.roles.causal_lm.base_model.register_forward_pre_hook(draws)
     before, head = parameters(module), module.roles.heads[VALUE]
     trainer = SimpleNamespace(precision="32-true", devices=1, processes=1)
     ready: Any = SimpleNamespace(device=CPU, settings=SimpleNamespace(trainer=trainer))
