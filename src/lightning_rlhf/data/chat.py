@@ -151,7 +151,7 @@ class ChatFormat:
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
-            _, _, rest = self.render(_SENTINELS).partition(question)
+            _, asked, rest = self.render(_SENTINELS).partition(question)
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
@@ -159,9 +159,10 @@ class ChatFormat:
             ) from error
         _, found, after = rest.partition(answer)
         if not found:
+            lost = "the assistant's" if asked else "the user's"
             raise ConfigError(
-                f"the chat template of tokenizer {name!r} does not write the text of a user and an "
-                "assistant turn; give the tokenizer a template that writes every turn as it is"
+                f"the chat template of tokenizer {name!r} does not write {lost} text as it is, in "
+                "a user and an assistant turn; give the tokenizer a template that writes every turn"
             )
         marker = self._encode(after.lstrip())[:1]
         added = self.tokenizer.added_tokens_decoder

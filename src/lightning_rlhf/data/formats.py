@@ -287,16 +287,17 @@ class Format:
 _SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
 _RM: tuple[Kind, ...] = ("preferences", "prompts")
 _ALL: tuple[Kind, ...] = get_args(Kind)
-_PPO: tuple[Kind, ...] = ("prompts",)
+_PROMPTS: tuple[Kind, ...] = ("prompts",)
 _POST, _SCORES = "subreddit title post", "score_chosen score_rejected"
+# Columns of a row: those that it must have, those that are also read, and those that prompts need.
 FORMATS = tuple(
-    Format(name, function, kinds, *(tuple(names.split()) for names in columns))
-    for name, function, kinds, *columns in (
+    Format(name, function, kinds, tuple(columns.split()), tuple(also.split()), tuple(asked.split()))
+    for name, function, kinds, columns, also, asked in (
         ("native", native, _SFT, "prompt response", "", ""),
         ("native", native, _SFT, "messages", "", ""),
         ("native", native, _ALL, "chosen rejected", "margin", ""),
         ("native", native, _SFT, "chosen", "", ""),
-        ("native", native, _PPO, "prompt", "", ""),
+        ("native", native, _PROMPTS, "prompt", "", ""),
         ("alpaca", _alpaca, _SFT, "instruction output", "input", "instruction"),
         ("sharegpt", _sharegpt, _SFT, "conversations", "", ""),
         ("messages", _messages, _SFT, "messages", "", ""),

@@ -264,7 +264,7 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
         return (Message(plain, checked_text(value, field)),)
     if not isinstance(value, list) or not value:
         found = f"found {quoted(value)[:100]}"
-        raise BadRow(f"field '{field}' is neither text nor a list of messages", found)
+        raise BadRow(f"field '{field}' is neither text nor a list of one message or more", found)
     last = len(value) - 1
     return tuple(_message(turn, field, f"{field}[{i}]", i == last) for i, turn in enumerate(value))
 
@@ -272,8 +272,9 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
     if not isinstance(turn, dict) or "role" not in turn:
-        found = f"{place} is {quoted(turn)[:200]}"
-        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', found)
+        is_row = isinstance(turn, dict)
+        found = f"has the keys {quoted([*turn])}" if is_row else f"is {quoted(turn)[:200]}"
+        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"

@@ -57,8 +57,8 @@ class Classifier:
         lengths = [torch.ones(len(one["input_ids"]), dtype=torch.long) for one in features]
         inputs = {"attention_mask": pad_sequence(lengths, batch_first=True)}
         for name in features[0].keys() - {"attention_mask"}:
-            rows, fill = [torch.tensor(one[name]) for one in features], pad or 0
-            fill *= name == "input_ids"
+            rows = [torch.tensor(one[name]) for one in features]
+            fill = (pad or 0) if name == "input_ids" else 0
             inputs[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
         device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}

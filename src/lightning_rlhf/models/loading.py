@@ -180,11 +180,9 @@ def read_weights(
                 f"model.quantization is '{quantization}', but bitsandbytes cannot be imported "
                 f"({first_line(error)}); allowed: none, or install bitsandbytes"
             ) from error
-        options: dict[str, Any] = {"load_in_8bit": True}
-        if quantization == "nf4":
-            options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-            options["bnb_4bit_compute_dtype"] = dtype
-        settings = transformers.BitsAndBytesConfig(**options)
+        nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        options: dict[str, Any] = {"int8": {"load_in_8bit": True}, "nf4": nf4}
+        settings = transformers.BitsAndBytesConfig(**options[quantization])
     with checkpoint.naming(source, key):
         model, info = auto.from_pretrained(
             folder,

@@ -353,10 +353,7 @@ class Roles(nn.Module):
             self._merged = before
 
     def rewards(
-        self,
-        tokens: Int[Tensor, "B S"],
-        mask: Bool[Tensor, "B S"],
-        role: str = REWARD,
+        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
     ) -> Float[Tensor, "B H"]:
         """Return the output of each of the H heads of a reward role at each row's last real token.
 

@@ -143,11 +143,9 @@ class StageModule(L.LightningModule):
         for factor, parameters in groups:
             trained = [p for p in parameters if p.requires_grad]
             for decay, matrices in ((config.weight_decay, True), (0.0, False)):
-                chosen = [p for p in trained if (p.ndim > 1) == matrices]
-                if chosen:
-                    parameter_groups.append(
-                        {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
-                    )
+                group = {"lr": config.lr * factor, "weight_decay": decay}
+                if chosen := [p for p in trained if (p.ndim > 1) == matrices]:
+                    parameter_groups.append({"params": chosen, **group})
         optimizer = self.make_optimizer(parameter_groups)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)

@@ -23,7 +23,12 @@ class SupervisedModule(optim.StageModule):
     """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
     def __init__(
-        self, stage: str, role: str, roles: Roles, config: SupervisedConfig, replicas: Replicas
+        self,
+        stage: str,
+        role: str,
+        roles: Roles,
+        config: SupervisedConfig,
+        replicas: Replicas = ONE,
     ) -> None:
         """Make the module before its first step; role: role that is trained."""
         super().__init__(stage, config, replicas)
@@ -88,7 +93,8 @@ class SupervisedModule(optim.StageModule):
     def joined(self, parts: Sequence[Any], batch: Any, loss: Tensor | None = None) -> Any:
         """Return the scores of a batch from those of each process's rows.
 
-        parts: scores of this process's micro-batches. loss: loss of the batch in training, 0-d.
+        parts: scores of this process's micro-batches. loss: loss of the batch in training, 0-d,
+            which gives SFT its scores; the other modules read the parts alone.
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
@@ -128,7 +134,7 @@ class SFTModule(SupervisedModule):
         super().__init__("sft", roles.role, roles, config, replicas)
 
     def total(self, batch: records.Demonstrations) -> Tensor:
-        return batch.target_mask.sum()
+        return masking.upload(batch.target_mask.sum(), self.device)
 
     def loss_share(self, micro_batch: records.Demonstrations, total: Tensor) -> tuple[Tensor, None]:
         return self.scores(micro_batch) / total, None
@@ -140,7 +146,7 @@ class SFTModule(SupervisedModule):
     def joined(
         self, parts: Sequence[Any], batch: records.Demonstrations, loss: Tensor | None = None
     ) -> results.SFTScores:
-        tokens = masking.upload(self.total(batch), self.device)
+        tokens = self.total(batch)
         if loss is not None:
             return results.SFTScores(nll_sum=loss.float() * tokens, tokens=tokens)
         sums = torch.stack([*parts] or [torch.zeros((), device=self.device)])
@@ -192,7 +198,8 @@ class PTX:
         shares add up.
         """
         batch = batch.to(module.device)
-        tokens, loss = batch.target_mask.sum(), torch.zeros((), device=module.device)
+        tokens = masking.upload(batch.target_mask.sum(), module.device)
+        loss = torch.zeros((), device=module.device)
         for part in batch.select(module.replicas.rows).split(rows):
             share = -target_logprobs(module.roles, part.tokens, part.target_mask).sum() / tokens
             module.add_gradient(self.coef * share)
