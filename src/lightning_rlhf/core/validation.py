@@ -25,8 +25,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def _usable(text: str) -> str:
     """Return `text` if it can name a file, a folder or a model: one that is not empty, without
-    control characters, and no longer than file systems allow.
-    """
+    control characters, and no longer than file systems allow."""
     parts = text.encode(errors="replace").split(b"/")
     is_plain = text.strip() and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
     if not is_plain or max(map(len, parts)) > 255:
@@ -81,10 +80,9 @@ def build(cls: type[T], node: Any, key: str) -> T:
         kind: Any = kinds.get(name)
         item: Any = get_args(kind)[0] if get_origin(kind) is tuple else None
         where = f"{key}.{name}"
-        is_section, is_list = is_dataclass(kind), is_dataclass(item) and isinstance(value, list)
-        if is_section:
+        if is_dataclass(kind):
             values[name] = build(kind, value, where)
-        elif is_list:
+        elif is_dataclass(item) and isinstance(value, list):
             values[name] = [build(item, one, f"{where}[{i}]") for i, one in enumerate(value)]
     try:
         return cls(**values)

@@ -72,9 +72,8 @@ class ChatFormat:
         """Last token of every response, which is the template's end-of-turn marker, else the eos
         token; and the text of the marker, None if the template has none."""
         eos = tokenizer.eos_token_id
-        self.end_token_ids = tuple(
-            dict.fromkeys(token for token in (self.end_token_id, eos) if token is not None)
-        )
+        ends = [self.end_token_id] if eos is None else [self.end_token_id, eos]
+        self.end_token_ids = tuple(dict.fromkeys(ends))
         """Tokens that end a response in generation, `end_token_id` first."""
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_ids[-1] if pad is None else pad

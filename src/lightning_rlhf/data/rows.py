@@ -175,8 +175,7 @@ def paired(read: Rows[Scored]) -> Rows[Preference]:
 
 def prompt_row(messages: Messages) -> dict[str, Any]:
     """Return a prompt as rewards and judges read it: as text, and as its turns."""
-    turns = [message.as_dict() for message in messages]
-    return {"prompt": prompt_text(messages), "messages": turns}
+    return {"prompt": prompt_text(messages), "messages": [turn.as_dict() for turn in messages]}
 
 
 def prompt_text(messages: Messages) -> str:

@@ -263,10 +263,8 @@ def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
     roles.add_adapter(POLICY, config.lora, seed)
     for role in (REFERENCE, POLICY):
         if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
-            raise CheckpointError(
-                f"the {role} does not start as the SFT model: the policy's adapter changed its "
-                "logits. This is a fault of the adapter library's version"
-            )
+            why = "the policy's adapter changed its logits, a fault of the adapter library"
+            raise CheckpointError(f"the {role} does not start as the SFT model: {why}")
 
 
 def add_critic(

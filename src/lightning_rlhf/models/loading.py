@@ -145,10 +145,9 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
                 f"this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
             )
         torch.manual_seed(seed)
+        attention, trusts = config.attn_implementation, config.trust_remote_code
         model = transformers.AutoModelForCausalLM.from_config(
-            sizes,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
+            sizes, attn_implementation=attention, trust_remote_code=trusts
         )
         with torch.no_grad():  # an uneven number of heads per key-value head fails only here
             model.eval()(torch.zeros((1, 2), dtype=torch.long))

@@ -90,9 +90,8 @@ class StageModule(L.LightningModule):
         self.stage = stage
         self.config = config
         self.replicas = replicas
-        self.microbatch = microbatch or MicrobatchSize(
-            f"{stage}.microbatch_size", config.microbatch_size
-        )
+        key = f"{stage}.microbatch_size"
+        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_size)
         self.iteration = 0
         """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0
@@ -197,11 +196,8 @@ class StageModule(L.LightningModule):
         return trainable_state(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = {
-            "microbatch_size": self.microbatch.rows,
-            "nonfinite": self.nonfinite,
-        }
+        learner = {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+        checkpoint.update(iteration=self.iteration, learner=learner)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)

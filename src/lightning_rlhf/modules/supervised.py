@@ -23,15 +23,10 @@ class SupervisedModule(optim.StageModule):
     """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
     def __init__(
-        self,
-        stage: str,
-        role: str,
-        roles: Roles,
-        config: SupervisedConfig,
-        replicas: Replicas = ONE,
+        self, name: str, role: str, roles: Roles, config: SupervisedConfig, replicas: Replicas = ONE
     ) -> None:
-        """Make the module before its first step; role: role that is trained."""
-        super().__init__(stage, config, replicas)
+        """Make the module before its first step; name: its section; role: what is trained."""
+        super().__init__(name, config, replicas)
         self.role = role
         self.roles = roles
 
@@ -177,11 +172,11 @@ class PTX:
         # Where ppo.target_kl ends no iteration early.
         self.updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
         self.pad_id = pad_id
+        lengths = [example.length for example in examples]
+        size, batches = config.ptx_batch_size, config.iterations * self.updates
         self.schedule = Schedule(
-            lengths=[example.length for example in examples],
-            batch_size=config.ptx_batch_size, batches=config.iterations * self.updates,
-            seed=seed, pool_batches=1,
-        )  # fmt: skip
+            lengths=lengths, batch_size=size, batches=batches, seed=seed, pool_batches=1
+        )
 
     def batch(self, iteration: int, update: int) -> records.Demonstrations:
         """Return the demonstrations of an update; both numbers count from 0."""

@@ -79,14 +79,10 @@ def decode_responses(
     rollout: records.SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
 ) -> records.DecodedResponses:
     """Return the responses of a rollout as text, with the data rows of their prompts."""
-    return records.DecodedResponses(
-        rollout=rollout,
-        rows=[rows[index] for index in rollout.index.tolist()],
-        responses=[
-            chat.decode_response(tokens)
-            for tokens in masking.real_tokens(rollout.responses, rollout.response_mask)
-        ],
-    )
+    asked = [rows[index] for index in rollout.index.tolist()]
+    tokens = masking.real_tokens(rollout.responses, rollout.response_mask)
+    texts = [chat.decode_response(response) for response in tokens]
+    return records.DecodedResponses(rollout=rollout, rows=asked, responses=texts)
 
 
 def encode_responses(
@@ -246,10 +242,8 @@ class Collector:
         at_a_time = "the number of rows annotated at a time"
         self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
-        self.generation_rows = memory.MicrobatchSize(
-            f"{self.stage}.generation_batch_size",
-            config.generation_batch_size or config.rollout_batch_size,
-        )
+        key, size = f"{self.stage}.generation_batch_size", config.generation_batch_size
+        self.generation_rows = memory.MicrobatchSize(key, size or config.rollout_batch_size)
         """Number of responses that are sampled at a time."""
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,

@@ -239,8 +239,7 @@ class CheckedSampler:
         ]
         for name in ("logprobs", "values"):
             if (x := getattr(found, name)) is not None:
-                wrong = ~x.isfinite() & mask
-                rules.append((wrong, f"{name} that are not finite", "finite numbers"))
+                rules.append((~x.isfinite() & mask, f"{name} not finite", "finite numbers"))
         if found.logprobs is not None:
             wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))
