@@ -80,9 +80,10 @@ def build(cls: type[T], node: Any, key: str) -> T:
         kind: Any = kinds.get(name)
         item: Any = get_args(kind)[0] if get_origin(kind) is tuple else None
         where = f"{key}.{name}"
-        if is_dataclass(kind):
+        is_section, is_list = is_dataclass(kind), is_dataclass(item) and isinstance(value, list)
+        if is_section:
             values[name] = build(kind, value, where)
-        elif is_dataclass(item) and isinstance(value, list):
+        elif is_list:
             values[name] = [build(item, one, f"{where}[{i}]") for i, one in enumerate(value)]
     try:
         return cls(**values)

@@ -271,8 +271,7 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
     if not isinstance(turn, dict) or "role" not in turn:
-        is_row = isinstance(turn, dict)
-        found = f"has the keys {quoted([*turn])}" if is_row else f"is {quoted(turn)[:200]}"
+        found = f"has keys {quoted([*turn])}" if isinstance(turn, dict) else f"is {quoted(turn)}"
         raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):

@@ -353,6 +353,5 @@ def code_of(settings: stage.Settings) -> dict[str, str]:
 def file_of_module(name: str) -> Path | None:
     """Return the file of a module, of which no package is imported; None where there is none."""
     inside = name.replace(".", "/")
-    places = (Path(place, inside) for place in sys.path)
-    files = (file for place in places for file in (place / "__init__.py", Path(f"{place}.py")))
+    files = (Path(place, inside + end) for place in sys.path for end in ("/__init__.py", ".py"))
     return next(filter(Path.is_file, files), None)

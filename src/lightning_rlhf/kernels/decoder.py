@@ -22,9 +22,8 @@ from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.lora import is_plain_lora
 
-TRUNKS = {f"{name}Model": name for name in ("Llama", "Qwen2", "Qwen3")} | {
-    "Qwen3_5TextModel": "Qwen3_5"
-}
+_NAMES = ("Llama", "Qwen2", "Qwen3")
+TRUNKS = {f"{name}Model": name for name in _NAMES} | {"Qwen3_5TextModel": "Qwen3_5"}
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())

@@ -163,8 +163,8 @@ def check_classifier(
         require(file.is_file(), f"{key}.chat_template", template, allowed)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     is_known = tokenizer.chat_template is not None or template == PAIR
-    allowed = f"{PAIR} for tokenizer(prompt, response), or a Jinja file that writes dialogues as "
-    allowed = f"{allowed}the model was trained on, since the tokenizer of {source} has none"
+    none = f"since the tokenizer of {source} has none"
+    allowed = f"{PAIR} for tokenizer(prompt, response), or a Jinja file of the dialogues, {none}"
     require(is_known, f"{key}.chat_template", template, allowed)
     check_weights(folder)
     assert isinstance(label, int)

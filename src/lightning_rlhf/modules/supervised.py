@@ -88,8 +88,7 @@ class SupervisedModule(optim.StageModule):
     def joined(self, parts: Sequence[Any], batch: Any, loss: Tensor | None = None) -> Any:
         """Return the scores of a batch from those of each process's rows.
 
-        parts: scores of this process's micro-batches. loss: loss of the batch in training, 0-d,
-            which gives SFT its scores; the other modules read the parts alone.
+        parts: scores of its micro-batches. loss: that of the batch in training, 0-d; SFT reads it.
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
