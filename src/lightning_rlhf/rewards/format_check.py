@@ -87,8 +87,7 @@ class FormatResult:
     @property
     def gap(self) -> float:
         """Return the root mean square of the score differences, in standard deviations of the
-        scores in the own stage; 0 if those are unknown.
-        """
+        scores in the own stage; 0 if those are unknown."""
         own = [score for pair in self.known for score in (pair.chosen_score, pair.rejected_score)]
         if not own:
             return 0.0

@@ -181,11 +181,12 @@ class FunctionReward:
                 raise TypeError("responses come before prompts")
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
+            named = ", ".join(filter(self._takes, self._signature.parameters))
             raise ConfigError(
                 f"{self._called} takes {self._signature} and cannot be called: {error}; allowed: "
-                f"(prompts, responses, ...), then {self.name}.arguments "
-                f"({', '.join(self.arguments) or 'empty'}), columns of the data "
-                f"({', '.join(there) or 'none'}) and messages, the turns of the prompt"
+                "(prompts, responses, ...), then parameters that are columns of the data "
+                f"({', '.join(there) or 'none'}), messages, the turns of the prompt, or set in "
+                f"{self.name}.arguments, which may name {named or 'none'}"
             ) from None
         return replace(self, columns=tuple(taken))
 

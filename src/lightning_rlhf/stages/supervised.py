@@ -114,7 +114,9 @@ class Supervised(stage.Stage):
     def add_roles(self, run: Run, roles: Roles) -> None:
         """Add what is trained: a policy equal to the SFT model, or an adapter or all weights."""
         settings = run.settings
-        if self.role == POLICY or settings.config.finetune == "lora":
+        if self.role == POLICY:
+            build_roles.add_policy(roles, settings.model, settings.seed)
+        elif settings.config.finetune == "lora":
             roles.add_adapter(self.role, settings.model.lora, settings.seed)
         else:
             roles.assign(self.role)
