@@ -23,10 +23,15 @@ class SupervisedModule(optim.StageModule):
     """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
     def __init__(
-        self, name: str, role: str, roles: Roles, config: SupervisedConfig, replicas: Replicas = ONE
+        self,
+        stage: str,
+        role: str,
+        roles: Roles,
+        config: SupervisedConfig,
+        replicas: Replicas = ONE,
     ) -> None:
-        """Make the module before its first step; name: its section; role: what is trained."""
-        super().__init__(name, config, replicas)
+        """Make the module before its first step; stage: key of its section; role: what is trained."""
+        super().__init__(stage, config, replicas)
         self.role = role
         self.roles = roles
 
