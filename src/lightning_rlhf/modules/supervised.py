@@ -30,7 +30,7 @@ class SupervisedModule(optim.StageModule):
         config: SupervisedConfig,
         replicas: Replicas = ONE,
     ) -> None:
-        """Make the module before its first step; stage: key of its section; role: what is trained."""
+        """Make the module before its first step. stage: key of its section; role: one trained."""
         super().__init__(stage, config, replicas)
         self.role = role
         self.roles = roles
