@@ -35,6 +35,7 @@ WITHOUT_RUN = {"check": "only", "plan": "plan"}
 Options = Mapping[str, Mapping[str, Any]]
 """Argument or option of a command -> keywords of argparse's `add_argument`."""
 FLAG = {"action": "store_true"}
+"""Keywords of an option that is given without a value."""
 PLUGINS = {
     "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
     "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
@@ -165,9 +166,10 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
     for override in parse_overrides(words):
         owner, key = stage_of(override, stages), override.key_or_group
         if owner not in (None, stage):
+            own = f" (a stage of your own on it takes {key}@{stage}=NAME)" * (key in READ_BY)
             raise ConfigError(
                 f"stage={stage} does not read {without_address(key)}; leave out "
-                f"{without_address(override.input_line or key)}, or give it to stage={owner}"
+                f"{without_address(override.input_line or key)}, or give it to stage={owner}{own}"
             )
 
 
@@ -249,14 +251,18 @@ def secrets_of(*trees: Any) -> set[str]:
         if key == "url" or "://" in value:
             user, _, password = value.rpartition("@")[0].rpartition("//")[2].partition(":")
             query = re.split(r"[?#]", value, maxsplit=1)[1:]
-            secrets += [password, *query]
+            secrets += [password, unquote(password), *query, *map(unquote, query)]
             parts += [user, *re.findall(r"=([^&#]*)", "".join(query))]
             rest = rest.replace(value, "")
     for text in (os.environ.get(name, "") for name in names):
-        secrets += [text, *text.splitlines()]  # an error may show one line of a key in PEM
+        secrets += [
+            text,
+            unquote(text),
+            *text.splitlines(),
+        ]  # an error may show one line of a key in PEM
     words = {*re.findall(r"\w+", rest.lower())}
     secrets += [form for x in parts for form in (x, unquote(x)) if form.lower() not in words]
-    return {x.strip() for x in (*secrets, *map(unquote, secrets)) if len(x.strip()) >= SHORTEST}
+    return {x.strip() for x in secrets if len(x.strip()) >= SHORTEST}
 
 
 def leaves(tree: Any, section: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:

@@ -174,13 +174,14 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    asks = {key: x for key, x, _ in checkpoint.config_faults(tree) if "attn_implem" in key}
-    asks |= {
-        key: value
-        for key, value in folders.flatten(tree).items()
-        if key.rpartition(".")[2] == "trust_remote_code" and value is not False
-    }
-    for key, value in asks.items():
+    faults = checkpoint.config_faults(tree)
+    asks = [(key, value) for key, value, _ in faults if "attn_implementation" in key]
+    sections = [("", tree)]
+    for prefix, section in sections:  # which grows
+        sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
+        if section.get("trust_remote_code", False) is not False:
+            asks.append((f"{prefix}trust_remote_code", section["trust_remote_code"]))
+    for key, value in asks:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"
