@@ -95,7 +95,10 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    given, unknown = parser.parse_known_intermixed_args(words)
+    pairs = zip(words, [*words[1:], ""], strict=False)
+    # --info has an optional value, and the parser would take an override for it.
+    read = ["--info=all" if x in ("-i", "--info") and "=" in after else x for x, after in pairs]
+    given, unknown = parser.parse_known_intermixed_args(read)
     if unknown:
         refuse(f"{unknown[0]} is no option")
     return given

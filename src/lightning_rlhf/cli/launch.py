@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -24,6 +24,9 @@ from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, requ
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
@@ -157,13 +160,12 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
         sys.exit(max(statuses.values()))
 
 
-def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
     """Run `python command` in several processes.
 
     said: message to print at the first signal, with a place for its name.
 
-    Returns: rank -> the launcher's `ProcessFailure`, for the processes that failed; an exit status
-        below 0 is a signal's number.
+    Returns: rank -> failure of a process; an exit status below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended, and
         RLHFError where they do not meet.

@@ -155,7 +155,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def settings_of(
-    recipe: Recipe, given: Sequence[str], job: str | None, folder: Path | None = None
+    recipe: Recipe, given: Sequence[str], job: Any, folder: Path | None = None
 ) -> tuple[dict[str, Settings], dict[str, Sequence[str]], Path]:
     """Return settings and overrides of each step, and the folder that holds their folders.
 
@@ -165,6 +165,7 @@ def settings_of(
     folder: folder that overrides of a step may name; None = that of the run they describe.
     """
     stages, words = dict[str, Settings](), dict[str, Sequence[str]]()
+    job = None if job is None else str(job)
     sources = [word for word in own_configs() if not word.startswith("--")]
     for step in recipe.stages or ("ppo",):
         words[step] = step_overrides(recipe, step, given, job, folder)
@@ -208,8 +209,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
 
     The results are samples before and after, and the compute.
     """
-    job = None if cfg.job is None else str(cfg.job)
-    stages, words, folder = settings_of(recipe, given, job)
+    stages, words, folder = settings_of(recipe, given, cfg.job)
     nodes = max(settings.trainer.num_nodes for settings in stages.values())
     here = "1, as a recipe runs its stages on this machine alone"
     ways = f"{here}; or one stage a command on several machines (docs/scaling.md)"
@@ -239,7 +239,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
     last = words[recipe.stages[-1]][1:]
     options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *last])
-    for line in recipe.next if job is None else ():
+    for line in recipe.next if cfg.job is None else ():
         line = line.replace("python train.py", arguments.program_name())
         print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
@@ -347,8 +347,8 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
         if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
-    job = None if cfg.job is None else str(cfg.job)
-    (stages, _, _), (written, _, _) = (settings_of(recipe, x, job) for x in (given, ()))
+    stages, _, _ = settings_of(recipe, given, cfg.job)
+    written, _, _ = settings_of(recipe, (), cfg.job)
     settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, file.parent.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)

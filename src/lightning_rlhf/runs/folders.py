@@ -154,9 +154,9 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
     none = "not there"
-    trees = read_config(file, "overwrite=true starts over"), tree
-    keys = differing_keys(*trees, (*volatile(stage), *stage.unread))
-    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in trees)
+    then = read_config(file, "overwrite=true starts over")
+    keys = differing_keys(then, tree, (*volatile(stage), *stage.unread))
+    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in (then, tree))
     return [f"{key} was {old.get(key, none)}, is {new.get(key, none)}" for key in keys]
 
 
