@@ -139,10 +139,8 @@ class Speaker:
         """
         if self.role == REFERENCE:
             return None
-        roles, found = self.roles, list[float]()
-        batch = collector.as_responses([prompt], [response], self.chat.pad_token_id).to(
-            roles.device
-        )
+        roles, found, pad = self.roles, list[float](), self.chat.pad_token_id
+        batch = collector.as_responses([prompt], [response], pad).to(roles.device)
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
                 hidden = response_hidden(roles, batch)

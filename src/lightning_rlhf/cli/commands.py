@@ -42,13 +42,12 @@ from lightning_rlhf.stages.model_card import license_of, write_model
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
-# Arguments of the commands.
-
 COMPARE: Options = {
     "runs": {"nargs": "+", "metavar": "RUN", "help": "folder of a run, or one above runs"},
     "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
     "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
 }
+"""Arguments of compare, as below those of other commands."""
 REPEATED = {"action": "append", "default": []}
 """Keywords of an option that may be given several times."""
 EXPORT: Options = {

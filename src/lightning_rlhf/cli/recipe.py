@@ -37,6 +37,8 @@ from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
+Stages = Mapping[str, Settings]
+"""Settings of each step, in their order."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
 FOLDER = "{folder}"
@@ -156,7 +158,7 @@ def read_recipe(folder: Path) -> Recipe:
 
 def settings_of(
     recipe: Recipe, given: Sequence[str], job: Any, folder: Path | None = None
-) -> tuple[dict[str, Settings], dict[str, Sequence[str]], Path]:
+) -> tuple[Stages, Mapping[str, Sequence[str]], Path]:
     """Return settings and overrides of each step, and the folder that holds their folders.
 
     They are composed from the same file as the recipe's; a program has those of PPO.
@@ -269,11 +271,7 @@ def data_of_run(settings: Settings, folder: Path) -> Path | None:
 
 
 def run_steps(
-    stages: Mapping[str, Settings],
-    words: Mapping[str, Sequence[str]],
-    folder: Path,
-    *,
-    start_over: bool,
+    stages: Stages, words: Mapping[str, Sequence[str]], folder: Path, *, start_over: bool
 ) -> list[str]:
     """Run the stages that are not finished, with start_over all. Return those that were run.
 
@@ -306,12 +304,7 @@ def run_steps(
     return ran
 
 
-def check_promises(
-    title: str,
-    rows: Sequence[PromiseRow],
-    stages: Mapping[str, Settings],
-    written: Mapping[str, Settings],
-) -> None:
+def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, written: Stages) -> None:
     """Print the promises of a recipe.
 
     title: title of the recipe; stages: settings of its steps; written: the same without the

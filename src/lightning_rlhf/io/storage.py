@@ -151,8 +151,7 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
 def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]:
     """Raise StorageError in place of a system error about missing space for a file of the block.
 
-    path: the file, where the block writes a single one: the system's error often does not name it,
-        and that about a file inside of it names one that is deleted.
+    path: what the block writes, where it is a single one; the system's error may name a part of it.
     needs: text between what happened and how to continue, on the size of the file.
     """
     try:
