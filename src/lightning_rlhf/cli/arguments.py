@@ -254,16 +254,13 @@ def secrets_of(*trees: Any) -> set[str]:
         if key == "url" or "://" in value:
             user, _, password = value.rpartition("@")[0].rpartition("//")[2].partition(":")
             query = re.split(r"[?#]", value, maxsplit=1)[1:]
-            secrets += [password, unquote(password), *query, *map(unquote, query)]
+            secrets += [password, *query]
             parts += [user, *re.findall(r"=([^&#]*)", "".join(query))]
             rest = rest.replace(value, "")
     for text in (os.environ.get(name, "") for name in names):
-        secrets += [
-            text,
-            unquote(text),
-            *text.splitlines(),
-        ]  # an error may show one line of a key in PEM
+        secrets += [text, *text.splitlines()]  # an error may show one line of a key in PEM
     words = {*re.findall(r"\w+", rest.lower())}
+    secrets += list(map(unquote, secrets))
     secrets += [form for x in parts for form in (x, unquote(x)) if form.lower() not in words]
     return {x.strip() for x in secrets if len(x.strip()) >= SHORTEST}
 

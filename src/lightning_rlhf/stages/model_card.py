@@ -13,7 +13,6 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jaxtyping import Float
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from torch import Tensor
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
@@ -47,7 +46,7 @@ def hand_over(
     run: Run, roles: Roles, role: str, metrics: Mapping[str, float], head: str | None,
     reward: tuple[float | None, float | None] = (None, None),
     verdicts: Mapping[str, checkpoint.Verdict] | None = None,
-    below: Float[Tensor, " V"] | None = None, more: Path | None = None,
+    below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
 ) -> Path:  # fmt: skip
     """Write `final/`, or the folder of an export, and return its path.
 
@@ -96,7 +95,7 @@ def hand_over(
 def write_model(
     folder: Path, roles: Roles, role: str, chat: ChatFormat, manifest: checkpoint.Manifest,
     title: str, kind: str, license: Mapping[str, Any], run: Path | None, head: str | None,
-    below: Float[Tensor, " V"] | None = None, more: Path | None = None,
+    below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
     dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Write a model as `write_final` does, with a README.md of that title.
