@@ -248,10 +248,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     # They are made for the recipe's own model and data.
     written, _, _ = settings_of(recipe, (), None, folder)
-    is_made = all(
-        (found.model.name, found.data) == (written[step].model.name, written[step].data)
-        for step, found in stages.items()
-    )
+    used = [(settings.model.name, settings.data) for settings in stages.values()]
+    is_made = used == [(settings.model.name, settings.data) for settings in written.values()]
     results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
     compare.keep_recipe(folder, [*places.values()], rows if is_made else None)
