@@ -243,11 +243,8 @@ def distinct(texts: Iterable[str], n: int) -> float:
     Source: Li et al. 2016, https://arxiv.org/abs/1510.03055, section 5.1
     Departs: an n-gram is of words, which white space separates. 0 where no text has n words.
     """
-    grams = [
-        tuple(words[i : i + n])
-        for words in (text.split() for text in texts)
-        for i in range(len(words) - n + 1)
-    ]
+    split = (text.split() for text in texts)
+    grams = [tuple(words[i : i + n]) for words in split for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 

@@ -62,9 +62,7 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
-        raise ConfigError(
-            f"{key}={outputs}: {there}{link} is not a folder that can be written into"
-        )
+        raise ConfigError(f"{key}={outputs}: {there}{link} is no folder that can be written into")
 
 
 def is_marked(folder: Path) -> bool:
