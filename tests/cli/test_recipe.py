@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK
 from lightning_rlhf.runs.settings import read_settings
 
-from .conftest import PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
+from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
 
 RECIPES = console.RECIPES
 RECIPE: dict[str, Any] = {
@@ -151,6 +152,13 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert all(command[-1] == "overwrite=true" for command in done.commands)
 
 
+def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
+    kitchen.write(stages=["sft"], promises=[])
+    outcome = kitchen.place.call("-m", *MINI, "recipe=small", "seed=choice(1)").succeeded
+    assert kitchen.ran == ["sft"]
+    assert outcome.out.count(" done ") == 1
+
+
 def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:
     done.write(
         stages=[*STAGES, "eval_policy"],
@@ -193,6 +201,20 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) 
     assert changed == {"rm", "ppo"}
     done.cook().succeeded  # noqa: B018
     assert done.ran == []
+
+
+def test_a_stage_is_outdated_by_newer_data_of_the_run(
+    done: Kitchen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, final = done.place.folder / "made.jsonl", done.folder("rm") / "final"
+    made.touch()
+    source = lambda settings, folder: made if settings.stage == "rm" else None  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.data_of_run", source)
+    done.status = dict.fromkeys(STAGES, 0)
+    for later, ran in ((-1, []), (1, ["rm"])):
+        os.utime(made, ns=(0, final.stat().st_mtime_ns + later))
+        done.cook().succeeded  # noqa: B018
+        assert done.ran == ran
 
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:

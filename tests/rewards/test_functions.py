@@ -44,6 +44,7 @@ def test_an_answer_is_matched() -> None:
     assert exact_match([], responses, ["Paris"] * 4, ignore_case=True) == [1, 1, 0, 0]
     assert exact_match([], responses, ["Paris"] * 4, strip=False) == [0, 0, 0, 0]
     assert exact_match([], ["STRASSE"], ["Straße "], ignore_case=True) == [1]
+    assert exact_match([], ["", "4"], [None, "4"]) == [None, 1]  # without an answer, no score
 
 
 def test_an_answer_is_extracted() -> None:
