@@ -208,6 +208,16 @@ def test_a_full_disk_is_told_of_any_file() -> None:
         raise FileNotFoundError(errno.ENOENT, "x")
 
 
+def test_a_full_disk_names_the_folder_and_no_file_that_is_deleted_with_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=f"^{tmp_path}/final was not written: No space"),
+        written_whole(tmp_path / "final", kind="folder") as beside,
+        written_whole(beside / "figure.png"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:
     """As by --out of an export; where a file stands above it, nothing is written."""
     with written_whole(tmp_path / "a" / "b", kind="folder") as beside:

@@ -20,15 +20,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from lightning_rlhf.callbacks import files
-from lightning_rlhf.callbacks.progress import (
-    Stateful,
-    is_evaluation,
-    latest,
-    metric_text,
-    position,
-    trained,
-)
+from lightning_rlhf.callbacks import files, progress
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
@@ -79,7 +71,7 @@ def check_loadable(parts: Mapping[str, Any]) -> None:
 
 
 @dataclass(eq=False)
-class Checkpoints(Stateful):
+class Checkpoints(progress.Stateful):
     """Callback that writes `<folder>/<step>.ckpt`, and keeps the newest ones and `best.ckpt`.
 
     A step is a batch: an iteration of PPO, an optimizer step in the other stages. Lightning's
@@ -118,7 +110,7 @@ class Checkpoints(Stateful):
     _saved: tuple[int, int | None] | None = field(default=None, init=False)
     """Step and latest evaluation of the newest checkpoint."""
     _finished: tuple[int, int, int] | None = field(default=None, init=False)
-    """Value of `progress` at the end of the last step."""
+    """Value of `counters` at the end of the last step."""
     _since: float = field(default=0.0, init=False)
     """Time of the newest checkpoint, or of the first step, in seconds of the monotonic clock."""
     _first: int = field(default=0, init=False)
@@ -128,7 +120,7 @@ class Checkpoints(Stateful):
         states = {f"{name}.state_dict()": x for name, x in checkpoint["callbacks"].items()}
         others = {f"checkpoint[{n!r}]": x for n, x in checkpoint.items() if n != "callbacks"}
         check_loadable(states | others)
-        checkpoint[files.RUN] = asdict(self.origin) | {"step": trained(trainer)}
+        checkpoint[files.RUN] = asdict(self.origin) | {"step": progress.trained(trainer)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         self._first = checkpoint[files.RUN]["step"]
@@ -150,8 +142,8 @@ class Checkpoints(Stateful):
                 continue
             check_loadable({f"{type(callback).__name__}.state_dict()": state})
         self.on_validation_start(trainer, pl_module)
-        step, self._since = trained(trainer), monotonic()
-        self._finished = progress(trainer, pl_module)
+        step, self._since = progress.trained(trainer), monotonic()
+        self._finished = counters(trainer, pl_module)
         if trainer.ckpt_path is None:
             return
         self._saved = step, self.evaluated
@@ -166,8 +158,8 @@ class Checkpoints(Stateful):
             trainer.training = True
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        self._finished = progress(trainer, pl_module)
-        step, config = trained(trainer), self.config
+        self._finished = counters(trainer, pl_module)
+        step, config = progress.trained(trainer), self.config
         minutes = (monotonic() - self._since) / 60
         if (
             step % config.checkpoint_every == 0
@@ -189,15 +181,15 @@ class Checkpoints(Stateful):
         self.stop.obey(self.replicas)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not is_evaluation(trainer):
+        if not progress.is_evaluation(trainer):
             return
-        metrics = latest(trainer)
+        metrics = progress.latest(trainer)
         require_metrics(f"{self.origin.stage}.best.metric", self.goal, metrics)
         own = [x for x in trainer.early_stopping_callbacks if x is not None and x.strict]
         require_metrics("the monitor of EarlyStopping", [(x.monitor, "min") for x in own], metrics)
         if trainer.sanity_checking:
             return
-        step = trained(trainer)
+        step = progress.trained(trainer)
         names = [n for n in metrics if n.startswith("eval/") and not n.startswith(JUDGE)]
         bad = [f"{name} is {metrics[name]:g}" for name in names if not math.isfinite(metrics[name])]
         if bad:  # before the evaluation counts as done, so that a resumed run raises it again
@@ -219,14 +211,14 @@ class Checkpoints(Stateful):
         """Return a description of the `goal` metrics at the best evaluation."""
         assert self.best is not None
         return ", then ".join(
-            f"{name} {metric_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
+            f"{name} {progress.metric_text(x)} ({'higher' if mode == 'max' else 'lower'} is better)"
             for (name, mode), x in zip(self.goal, self.best, strict=True)
         )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
         is_training = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        is_whole = self._finished == progress(trainer, pl_module)
-        is_new = self._saved != (trained(trainer), self.evaluated)
+        is_whole = self._finished == counters(trainer, pl_module)
+        is_new = self._saved != (progress.trained(trainer), self.evaluated)
         if is_training and is_whole and is_new and not isinstance(exception, StorageError):
             # Lightning would count an unfinished batch as finished in a resumed run: that would
             # evaluate after it, or take it for the last batch.
@@ -236,11 +228,11 @@ class Checkpoints(Stateful):
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
-                print_line(f"no checkpoint of step {trained(trainer)}: {failure}")
+                print_line(f"no checkpoint of step {progress.trained(trainer)}: {failure}")
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
-        started, step = monotonic(), trained(trainer)
+        started, step = monotonic(), progress.trained(trainer)
         if self.replicas.is_first:
             path = files.path_of(self.folder, step)
             trainer.save_checkpoint(path)
@@ -257,14 +249,14 @@ class Checkpoints(Stateful):
                 path.unlink()
 
 
-def progress(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
+def counters(trainer: Trainer, pl_module: Any) -> tuple[int, int, int]:
     """Return the numbers of finished batches, of the module's finished steps, and of started
     optimizer steps.
 
     The value changes whenever the weights or the module's counters change.
     """
     optimizer = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
-    return trained(trainer), position(trainer, pl_module), optimizer.total.ready
+    return progress.trained(trainer), progress.position(trainer, pl_module), optimizer.total.ready
 
 
 def require_finite_weights(

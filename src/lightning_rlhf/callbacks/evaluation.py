@@ -136,12 +136,9 @@ def console_table(samples: Sequence[files.Sample], characters: int) -> Table:
     for sample in samples:
         whole = (sample["prompt"], sample["response"])
         texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]
-        table.add_row(
-            *(Text(visible(text)) for text in texts),
-            f"{sample['score']:z.2f}",
-            f"{sample['kl']:z.2f}",
-            "yes" if sample["ended"] else "no",
-        )
+        cells = [f"{sample[key]:z.2f}" for key in ("score", "kl")]
+        cells.append("yes" if sample["ended"] else "no")
+        table.add_row(*(Text(visible(text)) for text in texts), *cells)
     return table
 
 
@@ -246,11 +243,8 @@ def distinct(texts: Iterable[str], n: int) -> float:
     Source: Li et al. 2016, https://arxiv.org/abs/1510.03055, section 5.1
     Departs: an n-gram is of words, which white space separates. 0 where no text has n words.
     """
-    grams = [
-        tuple(words[i : i + n])
-        for words in (text.split() for text in texts)
-        for i in range(len(words) - n + 1)
-    ]
+    split = (text.split() for text in texts)
+    grams = [tuple(words[i : i + n]) for words in split for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -296,10 +290,8 @@ def load_judge(source: str) -> Judge:
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
-            return {
-                visible_line(str(part)): x if x is None else user_number(x)
-                for part, x in verdict.items()
-            }
+            parts = {visible_line(str(part)): x for part, x in verdict.items()}
+            return {part: x if x is None else user_number(x) for part, x in parts.items()}
         except FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
@@ -336,13 +328,11 @@ class Recorder(Callback):
     def columns(self, module: Any) -> dict[str, Any]:
         """Return the columns of the module's current or latest iteration."""
         experience, rows = module.experience, module.collector.prompts["train"]
+        responses = masking.real_tokens(experience.responses, experience.response_mask)
         return rollouts.recorded_columns(
             experience,
             [rows[index]["prompt"] for index in experience.index.tolist()],
-            [
-                module.chat.decode_response(tokens)
-                for tokens in masking.real_tokens(experience.responses, experience.response_mask)
-            ],
+            list(map(module.chat.decode_response, responses)),
             components=[term.name for term in module.collector.reward.terms],
             show=module.chat.show,
             has_critic=module.critic is not None,
@@ -356,10 +346,8 @@ class Recorder(Callback):
         numbers = (experience.score[:, None], *(getattr(experience, name) for name in BY_ROW))
         bad = experience.index[~torch.cat(numbers, dim=1).isfinite().all(dim=1)].tolist()
         path = rollouts.file_of(self.run_dir, iteration)
-        told = (
-            f"Iteration {iteration} is in {path}, and `lightning-rlhf replay {self.run_dir} "
-            f"--iteration {iteration}` shows it"
-        )
+        command = f"lightning-rlhf replay {self.run_dir} --iteration {iteration}"
+        told = f"Iteration {iteration} is in {path}, and `{command}` shows it"
         batch = rows_text(self.rows, self.rows.numbers, experience.index.tolist(), bad)
         keep_batch(exception, path, self.columns(pl_module), f"{told}; {batch}")
 
@@ -406,10 +394,8 @@ class KeepLastBatch(Callback):
             bad = [i for i, x in zip(positions, losses.isfinite(), strict=True) if not x]
         except Exception as failure:  # the batch itself is still written
             print_line(f"the batch that ended the run has no loss of each row: {failure}")
-        path, found = (
-            self.run_dir / rollouts.LAST_BATCH,
-            rows_text(self.rows, numbers, positions, bad),
-        )
+        path = self.run_dir / rollouts.LAST_BATCH
+        found = rows_text(self.rows, numbers, positions, bad)
         told = f"The batch of step {step + 1} is in {path}; {found}"
         keep_batch(exception, path, columns, told)
 

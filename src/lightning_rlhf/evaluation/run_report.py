@@ -146,13 +146,10 @@ def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> 
     stage = run.definition
     if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
         return ""
-    shown = {one.metric for one in evaluated}
-    names = [name for name in stage.summary if name in run.curves.keys() - shown]
-    return "; ".join(
-        f"{label_of(name)} is {plain_number(run.curves[name][1][-1])}"
-        for name in names
-        if not name.startswith(FITNESS)
-    )
+    left = run.curves.keys() - {one.metric for one in evaluated}
+    names = [name for name in stage.summary if name in left and not name.startswith(FITNESS)]
+    last = {name: plain_number(run.curves[name][1][-1]) for name in names}
+    return "; ".join(f"{label_of(name)} is {number}" for name, number in last.items())
 
 
 def single_numbers(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> list[Table]:
@@ -242,10 +239,8 @@ def policies_evaluated(final: Path) -> tuple[list[run_page.Evaluated], list[Tabl
         ends = None if low is None or high is None else (low, high)
         known = [HELD_OUT_KL] if HELD_OUT_KL in metrics else []
         return [
-            run_page.Evaluated(
-                metric=HELD_OUT, value=value, before=value - gain, gain=gain, gain_interval=ends
-            ),
-            *(run_page.Evaluated(metric=name, value=metrics[name]) for name in known),
+            run_page.Evaluated(HELD_OUT, value, None, value - gain, gain, gain_interval=ends),
+            *(run_page.Evaluated(name, metrics[name]) for name in known),
         ], tables
 
 

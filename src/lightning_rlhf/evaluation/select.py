@@ -178,8 +178,7 @@ def load_weights(
         check_parameters(module, {"state_dict": state})
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    spoiled = [name for name, x in state.items() if not torch.isfinite(x).all()]
-    if spoiled:
+    if spoiled := [name for name, x in state.items() if not torch.isfinite(x).all()]:
         raise CheckpointError(f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}")
     module.load_state_dict(state, strict=False)
 

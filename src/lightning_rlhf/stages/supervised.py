@@ -242,9 +242,10 @@ class RM(Supervised):
         print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
         verdict = None if report is None else fitness_page.read_judgement(report)
-        parts: dict[str, Any] = {"head": REWARD, "below": self.below, "more": report}
-        parts |= {"reward": (mean, std), "verdicts": {"rm": verdict} if verdict else None}
-        return hand_over(run, module.roles, REWARD, metrics, **parts)
+        verdicts = {"rm": verdict} if verdict else None
+        return hand_over(
+            run, module.roles, REWARD, metrics, REWARD, (mean, std), verdicts, self.below, report
+        )
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
