@@ -149,9 +149,8 @@ class StageData(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the schedule to start after the batches that were trained on.
 
-        Raises:
-            CheckpointError: the data or the order of the batches differ from those of the
-                interrupted run.
+        Raises CheckpointError: the data or the order of the batches differ from those of the
+        interrupted run.
         """
         before = state_dict["digests"]
         if changed := [key for key, value in self._facts.items() if before.get(key) != value]:

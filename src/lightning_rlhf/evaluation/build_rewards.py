@@ -152,8 +152,7 @@ def text_reward(
 ) -> Callable[..., weighted.TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
-    final: folder of the model.
-    Raises an RLHFError where the section does not fit the model.
+    final: folder of the model. Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
     moments, base = (0.0, 1.0), None
@@ -286,8 +285,7 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, che
     """Return the verdicts of fitness reports on the reward, by component, and print them.
 
     They are those of stage=rm on its models and, where there is none on the whole reward, that of
-    stage=eval_reward of the run.
-    A component of weight 0 is never refused: it is not paid.
+    stage=eval_reward of the run. A component of weight 0 is never refused: it is not paid.
 
     Raises ConfigError where a model is unfit and its key `unfit` is refuse; never unless `refuses`.
     """

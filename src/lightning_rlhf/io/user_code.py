@@ -79,8 +79,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         what: kind of the object, one of FORMS, for the error.
         is_one: function that returns whether an object is of that kind.
 
-    Raises:
-        ConfigError: where `source` does not lead to such an object.
+    Raises ConfigError where `source` does not lead to such an object.
     """
     source = permitted(source, key)
     where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")

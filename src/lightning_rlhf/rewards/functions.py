@@ -169,9 +169,8 @@ class FunctionReward:
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
 
-        Raises:
-            ConfigError: the function does not take prompts and responses or one of the arguments,
-                or requires a parameter that is neither a column nor an argument.
+        Raises ConfigError: the function does not take prompts and responses or one of the
+        arguments, or requires a parameter that is neither a column nor an argument.
         """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:

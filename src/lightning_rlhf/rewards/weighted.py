@@ -47,8 +47,7 @@ class Reward:
     def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:
         """Return the number of each component for each response, before weights.
 
-        Raises:
-            RewardError: a number is missing or not finite; names component, prompt and response.
+        Raises RewardError: a number is missing or not finite; names component, prompt and response.
         """
         columns = [
             checked(source(decoded), decoded, term.name)

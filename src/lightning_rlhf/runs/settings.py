@@ -98,8 +98,7 @@ def read_settings(cfg: DictConfig) -> Settings:
 def read_tree(tree: dict[str, Any]) -> Settings:
     """Check a configuration of plain types, as a run writes it.
 
-    Sections of stages that it does not choose are ignored.
-    Raises ConfigError naming the key.
+    Sections of stages that it does not choose are ignored. Raises ConfigError naming the key.
     """
     stage, config_class, find = stages.chosen_stage(tree)
     others = {*stages.stage_names(tree)} - {stage}
