@@ -192,6 +192,11 @@ def read_command(command: str) -> tuple[Path, str, list[str]]:
     return own, options.config_name, [*overrides, f"hydra.searchpath=[file://{CONF}]"]
 
 
+def test_there_are_commands() -> None:
+    for words in ("recipe=bandit", "stage=ppo", "reward=http", "reward=function"):
+        assert any(words in command for command in COMMANDS), words
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command: str, folder: Path) -> None:
     """They compose, and the configuration that they give is one that a run would take."""
@@ -354,6 +359,14 @@ def test_ratios_are_those_of_the_committed_tables(column: int, name: str) -> Non
     section = (HOME / "docs" / "performance.md").read_text().split("## Measurements")[1]
     quoted = re.findall(r"^\|[^|]*\(`([\w-]+)`\) \|(.*)\|$", section, re.MULTILINE)
     assert {work: rest.split("|")[column].strip() for work, rest in quoted} == expected
+
+
+def test_the_smallest_ratios_are_quoted() -> None:
+    page = " ".join((HOME / "docs" / "performance.md").read_text().split())
+    rows = re.findall(r"\(`[\w-]+`\) \| ([\d.]+)[^|]*\| ([\d.]+) \| ([\d.]+)", page)
+    *most, last = (min(row, key=float) for row in rows)
+    assert f"smallest ratios of the three are {', '.join(most)} and {last}." in page
+    assert all(ratio in README for ratio in (*most, last))
 
 
 # README.md

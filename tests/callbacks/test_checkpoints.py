@@ -304,6 +304,17 @@ def test_a_best_one_that_is_gone_is_no_measure(run: Run) -> None:
     assert files.step_of(run.checkpoints / "best.ckpt") == 4
 
 
+def test_the_best_one_can_be_gone_on_from(run: Run) -> None:
+    """The first of the two highest; it gets its number back, and stays the best."""
+    saver = run.train(module=Judged(), val_every=1)
+    for resumed, steps in ((False, [5, 6]), (True, [2, 3, 4, 5, 6])):
+        if resumed:
+            saver = run.train(module=Judged(), val_every=1, resume="best", checkpoints_kept=9)
+        assert (saver.best, saver.best_step) == ((5.0,), 2)
+        assert run.steps == steps
+        assert files.step_of(run.checkpoints / "best.ckpt") == 2
+
+
 class Fails(FakePPO):
     """In its third iteration, before or after the optimizer's first step."""
 
@@ -341,6 +352,20 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
     assert run.steps == [2, 4, 6]
     assert saver.evaluated == 6
     assert written.read_text() == "not again\n"
+
+
+def test_a_full_disk_leaves_the_checkpoint_before(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with monkeypatch.context() as patched:
+        full = throw(OSError(28, "No space left on device"))
+        spoil = lambda: patched.setattr(files, "outline_of", lambda _: full())  # noqa: E731
+        with pytest.raises(errors.StorageError, match=r"000003.ckpt was not written: No space"):
+            run.train(At("on_train_batch_start", 3, spoil), checkpoint_every=1)
+    assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
+    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
+    run.train(resume="000002", checkpoint_every=1)
+    assert run.steps == [5, 6]
 
 
 # Signals.
@@ -418,8 +443,13 @@ def test_a_bit_that_fell_over_in_a_tensor_is_seen(tmp_path: Path) -> None:
 
 
 def test_another_runs_checkpoint_and_one_of_another_name_are_foreign(whole: Path) -> None:
-    with pytest.raises(errors.CheckpointError, match=r"000006.ckpt is foreign: of run a, not b"):
-        files.check_checkpoint(whole, replace(ORIGIN, run="b"))
+    for change, said in (
+        ({"stage": "sft"}, "of stage ppo, not sft"),
+        ({"version": "2"}, "of lightning-rlhf 1, not 2"),
+        ({"run": "b"}, "of run a, not b"),
+    ):
+        with pytest.raises(errors.CheckpointError, match=f"000006.ckpt is foreign: {said}"):
+            files.check_checkpoint(whole, replace(ORIGIN, **change))
     other = whole.rename(whole.with_stem("000009"))
     with pytest.raises(errors.CheckpointError, match=r"000009.ckpt is foreign: of step 6, not 9"):
         files.check_checkpoint(other, ORIGIN)

@@ -6,11 +6,11 @@ from wandb_workspaces.reports.v2 import (
     WeavePanelSummaryTable,
 )
 
-from lightning_rlhf.cli.commands import SECTIONS, build_workspace, dashboard
+from lightning_rlhf.cli.commands import SECTIONS, SWEPT, build_workspace, dashboard
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import HEADLINES, METRICS
 
-WORKSPACE = build_workspace("team", "project", "name")
+WORKSPACE = build_workspace("team", "project", "name", SWEPT)
 PANELS = {section.name: section.panels for section in WORKSPACE.sections}
 
 

@@ -168,6 +168,7 @@ def test_tensorboard_has_the_curves_the_samples_and_no_later_steps_after_a_rewin
     [
         ("auto", None, None, "offline"),
         ("auto", None, "netrc", "online"),
+        ("auto", None, "variable", "online"),
         ("offline", None, "variable", "offline"),
         ("online", "disabled", None, "disabled"),
         ("online", None, None, None),  # refused before anything starts
@@ -311,26 +312,31 @@ def kill_wandb() -> int:
 
 
 class KillsWandb(Callback):
-    """Ends W&B's process after the second batch."""
+    """Ends W&B's process after a batch."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        if pl_module.iteration == 2:
+        if pl_module.iteration == self.after:
             assert kill_wandb() == 1
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
+@pytest.mark.parametrize("killed_after", [2, 4], ids=["in the middle", "before it is closed"])
 def test_a_run_goes_on_where_wandb_dies(
-    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], killed_after: int
 ) -> None:
     """Curves, tables and the end of the run go to a process that is no more."""
     config = configured("wandb", mode="offline")
     loggers = build_loggers(config, tmp_path, ABOUT)
     capsys.readouterr()
     samples = Samples(tmp_path, 1, 1, 50)
-    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb()], loggers, batches=4)
+    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb(killed_after)], loggers, batches=4)
     picture = tmp_path / "picture.png"
     imsave(picture, [[0.0, 1.0]])
-    log_pictures(loggers, {"picture": picture}, 4)
+    if killed_after == 2:
+        log_pictures(loggers, {"picture": picture}, 4)
     close_loggers(loggers, exit_code=0)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "W&B" in x]
     assert line == (

@@ -198,8 +198,8 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _pictures_are_empty() -> Iterator[None]:
+@contextlib.contextmanager
+def empty_pictures() -> Iterator[None]:
     """Curves and plots, a third of the time of a short run; tests/report looks at real ones."""
 
     def savefig(self: Figure, file: Path, **options: Any) -> None:
@@ -216,6 +216,12 @@ def _pictures_are_empty() -> Iterator[None]:
         patch.multiple(figures, svg=svg, draw_plots=draw_plots),
         patch.object(Hydra, "get_mode", lambda *_, **__: None),  # which composes all once more
     ):
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_are_empty() -> Iterator[None]:
+    with empty_pictures():
         yield
 
 
@@ -257,8 +263,9 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Workplace]:
     after would count files which are not theirs, or not, by the order in which they run.
     """
     place = make_workplace(tmp_path_factory.mktemp("pipeline") / "work")
-    for stage in STAGES:
-        place.mini(f"stage={stage}").succeeded  # noqa: B018
+    with empty_pictures():  # made before the fixtures of a module
+        for stage in STAGES:
+            place.mini(f"stage={stage}").succeeded  # noqa: B018
     before = tree(place.outputs / "default")
     yield place
     assert tree(place.outputs / "default") == before

@@ -101,6 +101,11 @@ def snippet(folder: Path, name: Path) -> str:
     return with_name(code, str(name))
 
 
+def test_the_code_in_a_policys_card_runs(place: Workplace, capsys: Any) -> None:
+    exec(snippet(place.stage("ppo") / "final", place.stage("ppo") / "final"), {})
+    assert capsys.readouterr().out.strip()
+
+
 # Moved.
 
 

@@ -90,10 +90,12 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (weights(folder), rows(folder), samples(folder)) == before
 
 
-def test_a_reward_model_is_averaged_too(place: Workplace) -> None:
-    policy = f"policy.checkpoint={place.stage('sft') / 'final'}"
-    place.mini("stage=rm", "run=ema", "rm.ema_decay=0.5", policy).succeeded  # noqa: B018
-    folder = place.stage("rm", "ema")
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_other_stages_average_too(place: Workplace, stage: str) -> None:
+    """Of SFT all weights, of a reward model its adapter."""
+    words = [] if stage == "sft" else [f"policy.checkpoint={place.stage('sft') / 'final'}"]
+    place.mini(f"stage={stage}", "run=ema", f"{stage}.ema_decay=0.5", *words).succeeded  # noqa: B018
+    folder = place.stage(stage, "ema")
     last = max((folder / "checkpoints").glob("0*.ckpt"))
     trained = [name for name in load_checkpoint(last)["state_dict"] if "heads" not in name]
-    check_average(folder / "final" / "roles", last, len(trained))
+    check_average(folder / "final" / ("roles" if stage == "rm" else ""), last, len(trained))

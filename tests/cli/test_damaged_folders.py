@@ -53,7 +53,8 @@ def weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
 CHECKPOINT = "checkpoints/000002.ckpt"
 RESUMED: list[tuple[str, Edit]] = [
     ("config.json", halve), ("parents.json", says(b"[1]")), ("metrics.csv", adds(b"\xff")),
-    ("samples/train.jsonl", adds(b"[]")), ("run_id.txt", Path.unlink),
+    ("samples/train.jsonl", adds(b"[]")), ("samples/train.jsonl", adds(b"{}")),
+    ("run_id.txt", Path.unlink),
     (CHECKPOINT, says(b"\0" * 64)), (CHECKPOINT, saved("optimizer_states", to=...)),
     (CHECKPOINT, saved("iteration", to=7)), (CHECKPOINT, saved("kl_coef", to=float("nan"))),
     (CHECKPOINT, weight(lambda x: x * torch.nan)), (CHECKPOINT, weight(lambda x: x[None])),

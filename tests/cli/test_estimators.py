@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.core.records import Experience, Rollout
+from lightning_rlhf.modules.ppo import PPOModule
+
 from .conftest import Workplace, given, rows, weights
 
 VARIANTS = {
@@ -95,3 +98,34 @@ def test_critics_that_do_not_fit_are_refused(finished: Workplace) -> None:
     assert "ppo.critic is 'adapter'" in error
     assert "ppo.critic=model" in error
     assert not finished.stage("ppo", "next").exists()
+
+
+@pytest.mark.parametrize(("advantage", "samples"), [("grpo", 8), ("reinforce++", 1)])
+def test_an_iteration_is_of_as_many_responses_as_it_says(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, advantage: str, samples: int
+) -> None:
+    seen, make = [], PPOModule.make_experience
+
+    def spy(self: PPOModule, rollout: Rollout) -> Experience:
+        seen.append(rollout.index.view(-1, samples))
+        return make(self, rollout)
+
+    monkeypatch.setattr(PPOModule, "make_experience", spy)
+    command = ["stage=ppo", f"advantage={advantage}", "ppo.iterations=1", "run=next"]
+    finished.mini(*command, *given(finished)).succeeded  # noqa: B018
+    (groups,) = seen
+    assert groups.shape == (8 // samples, samples)
+    assert (groups == groups[:, :1]).all()
+    assert len({*groups[:, 0].tolist()}) == 8 // samples
+
+
+def test_texts_end_responses(finished: Workplace) -> None:
+    """A text that any model of English letters says soon; the rest of its token may follow."""
+    command = ["stage=ppo", "ppo.stop_strings=[e]", "ppo.iterations=1", "run=next"]
+    finished.mini(*command, "ppo.max_response_tokens=48", *given(finished)).succeeded  # noqa: B018
+    with (finished.stage("ppo", "next") / "samples" / "eval_000000.jsonl").open() as file:
+        stopped = [sample for sample in map(json.loads, file) if "e" in sample["response"]]
+    assert stopped
+    for sample in stopped:
+        assert sample["ended"]
+        assert len(sample["response"]) - sample["response"].index("e") < 20

@@ -17,6 +17,10 @@ def length(prompts, responses):
 
 def threes(prompts, responses):
     return [3.0] * len(responses)
+
+
+def broken(prompts, responses):
+    return [float("nan")] * len(responses)
 """
 
 
@@ -58,6 +62,13 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
     assert all((place.stage("eval_reward", "head") / "final" / name).is_file() for name in pictures)
+
+
+def test_what_is_no_number_stops_it(place: Workplace) -> None:
+    command = ["stage=eval_reward", "run=broken", given(place)[0], "reward=function"]
+    error = place.mini(*command, "reward.path=rules.py:broken").error
+    assert " gave nan for the response '" in error
+    assert not (place.stage("eval_reward", "broken") / "final").exists()
 
 
 def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:

@@ -105,7 +105,7 @@ def test_a_link_that_leads_to_no_folder(
     told = f", a symbolic link to {os.readlink(place)}," if place.is_symlink() else ""
     name = place.relative_to(workplace.folder)
     assert error.startswith("outputs=outputs: ")
-    assert error.endswith(f"{name}{told} is not a folder that can be written into")
+    assert error.endswith(f"{name}{told} is no folder that can be written into")
     assert os.path.lexists(place)
 
 

@@ -151,6 +151,13 @@ def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace)
     assert decoded(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]
 
 
+def test_the_policys_adapter_generates_with_what_its_sft_model_says(pipeline: Workplace) -> None:
+    model = AutoModelForCausalLM.from_pretrained(final(pipeline, "ppo"))
+    tokenizer = AutoTokenizer.from_pretrained(TOKENIZER)
+    end, pad = tokenizer.convert_tokens_to_ids(["<|end|>", "<|pad|>"])
+    assert decoded(model, end, 5) == [[end, pad, pad, pad], [5] * 4]
+
+
 @torch.no_grad()
 def test_the_policy_is_the_same_one_to_everybody_and_to_us(pipeline: Workplace) -> None:
     """One line of transformers, and our adapters on our base, after a prompt of the val data."""

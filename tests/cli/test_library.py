@@ -144,6 +144,23 @@ def test_mistakes_in_a_configuration_are_named(workplace: Workplace) -> None:
     assert not workplace.outputs.exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "error", "told"),
+    [
+        (["ppo"], CheckpointError, "Run stage=sft first"),
+        (["sft", "resume=true"], ConfigError, "resume is True; allowed: false"),
+    ],
+)
+def test_what_cannot_be_built_is_told_before_a_model_loads(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, words: list[str],
+    error: type[Exception], told: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", pytest.fail)
+    with contextlib.chdir(workplace.folder), pytest.raises(error, match=told):
+        lightning_rlhf.build(lightning_rlhf.configuration(*words, *MINI))
+    assert not workplace.outputs.exists()
+
+
 def test_a_program_that_uses_hydra_keeps_its_own_configurations(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("a: 1\n")
     with initialize_config_dir(str(tmp_path), version_base="1.3"):

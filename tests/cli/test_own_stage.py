@@ -38,7 +38,8 @@ class SLiCModule(L.LightningModule):
         self.roles, self.config = roles, config
     def logprob(self, tokens, mask):  # the prompt's is the same on both sides
         logprobs = self.roles.head(self.roles.hidden(tokens[:, :-1])).log_softmax(-1)
-        return (logprobs.gather(-1, tokens[:, 1:, None])[..., 0] * mask[:, 1:]).sum(-1)
+        mask = mask[:, 1:].to(logprobs.device)
+        return (logprobs.gather(-1, tokens[:, 1:, None])[..., 0] * mask).sum(-1)
     def margin(self, batch):
         chosen, rejected = (batch.chosen, batch.chosen_mask), (batch.rejected, batch.rejected_mask)
         with torch.no_grad(), self.roles.use_role(REFERENCE):

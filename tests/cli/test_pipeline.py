@@ -157,7 +157,13 @@ def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
 
 
 def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
+    """Another value of anything else is refused by its key."""
     shutil.rmtree(finished.stage("sft") / "final")
+    for word in ("sft.lr=0.5", "+data.chat_template_kwargs.x=1"):
+        error = finished.mini("stage=sft", "resume=true", word).error
+        key = word.lstrip("+").split("=")[0].removesuffix(".x")
+        assert f"cannot be resumed: {key}" in error
+        assert "config.json" in error
     changed = ("logger=tensorboard", "sft.checkpoints_kept=1")
     finished.mini("stage=sft", "resume=5", *changed).succeeded  # noqa: B018
 

@@ -253,7 +253,9 @@ def test_a_stage_that_does_not_train_computes_in_one_process() -> None:
         stage="own", config=None, trainer=SimpleNamespace(processes=2, devices=2, num_nodes=1),
         definition=SimpleNamespace(trains=False, divides=False),
     )  # fmt: skip
-    check_processes(settings, World())
+    for nodes in (2, 1):
+        settings.trainer.num_nodes = nodes
+        check_processes(settings, World())
     with pytest.raises(ConfigError, match="stage=own computes in one; allowed: one process"):
         check_processes(settings, World(size=2, launcher="torchrun"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from lightning_rlhf.runs import console
 from lightning_rlhf.runs.folders import LOCK
 from lightning_rlhf.runs.settings import read_settings
 
-from .conftest import PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
+from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
 
 RECIPES = console.RECIPES
 RECIPE: dict[str, Any] = {
@@ -151,6 +152,13 @@ def test_the_second_call_runs_nothing_and_says_so(done: Kitchen) -> None:
     assert all(command[-1] == "overwrite=true" for command in done.commands)
 
 
+def test_a_recipe_can_be_swept(kitchen: Kitchen) -> None:
+    kitchen.write(stages=["sft"], promises=[])
+    outcome = kitchen.place.call("-m", *MINI, "recipe=small", "seed=choice(1)").succeeded
+    assert kitchen.ran == ["sft"]
+    assert outcome.out.count(" done ") == 1
+
+
 def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen) -> None:
     done.write(
         stages=[*STAGES, "eval_policy"],
@@ -193,6 +201,20 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) 
     assert changed == {"rm", "ppo"}
     done.cook().succeeded  # noqa: B018
     assert done.ran == []
+
+
+def test_a_stage_is_outdated_by_newer_data_of_the_run(
+    done: Kitchen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, final = done.place.folder / "made.jsonl", done.folder("rm") / "final"
+    made.touch()
+    source = lambda settings, folder: made if settings.stage == "rm" else None  # noqa: E731
+    monkeypatch.setattr("lightning_rlhf.cli.recipe.data_of_run", source)
+    done.status = dict.fromkeys(STAGES, 0)
+    for later, ran in ((-1, []), (1, ["rm"])):
+        os.utime(made, ns=(0, final.stat().st_mtime_ns + later))
+        done.cook().succeeded  # noqa: B018
+        assert done.ran == ran
 
 
 def test_a_recipe_is_run_by_one_process_at_a_time(done: Kitchen) -> None:
@@ -249,9 +271,11 @@ def test_a_stage_that_ends_well_but_leaves_nothing_stops_the_rest(kitchen: Kitch
 
 
 def test_a_broken_promise_is_told_with_its_numbers(done: Kitchen) -> None:
+    """Words that change no result do not release the recipe from it."""
     name = "eval/reward_mean"
     done.write(promises=[*RECIPE["promises"], {"stage": "ppo", "metric": name, "gain": 99.0}])
-    outcome = done.cook()
+    same = ("trainer=cpu", "model=mini", "data=small", "reward.unfit=warn", "ppo.iterations=3")
+    outcome = done.cook(*same)
     assert done.ran == []
     metrics = json.loads((done.folder("ppo") / "final/manifest.json").read_text())["metrics"]
     gain = metrics[name] - metrics[f"start/{name}"]
@@ -347,6 +371,7 @@ def test_the_reward_of_the_recipe_of_dpo_is_what_the_judge_calls_gold() -> None:
 
 def test_a_mistake_in_a_recipe_is_named(kitchen: Kitchen) -> None:
     for changes, named in (
+        ({"steps": {"sft": ["x={folder}/a"]}}, "recipe.steps.sft is 'x={folder}/a'; allowed: no"),
         ({"steps": {"dpo@three": []}}, "recipe.steps is 'dpo@three'; allowed: sft, rm, ppo"),
         ({"overrides": ["sft.lrr=1"]}, "recipe.yaml: sft.lrr is not a known key"),
     ):

@@ -59,11 +59,6 @@ def test_five_responses_to_held_out_prompts_after_sft(
         assert one["demonstration"] in page.text
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _pictures_are_rendered_once() -> None:
-    """Pages are compared with their plots, as the runs drew them."""
-
-
 def test_the_same_page_again_and_one_of_all_stages(finished: Workplace) -> None:
     page = finished.stage("ppo") / "report.html"
     before = page.read_text()

@@ -45,6 +45,30 @@ def test_margins_of_the_data_change_what_is_learned(finished: Workplace) -> None
 # Data with problems.
 
 
+def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> None:
+    """The first three pairs again at the end, the next two swapped, each chosen made longer."""
+    file = pairs(finished)
+    rewrite(file, lambda i, row: row | {"chosen": f"{row['chosen']}{' Yes, yes, yes.' * 2}"})
+    lines = file.read_text().splitlines(keepends=True)
+    swapped = [json.loads(line) for line in lines[3:5]]
+    swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
+    file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
+    out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
+    (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
+    assert "duplicates of an earlier pair: 3 of" in said
+    assert "contradictions of an earlier pair: 2 of" in said
+    assert "taking the longer response is right in " in said
+    assert out.index(said) < out.index("preference pairs to validate on")
+
+
+def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
+    rewrite(pairs(finished), lambda i, row: row if i == 4 else row | {"margin": 1.0})
+    error = finished.mini("stage=rm", "job=margins", "rm.margin_coef=0.5").error
+    assert error.startswith("rm.margin_coef is above 0, but 1 of 32 pairs of ")
+    assert "no field 'margin' (the first is pair 5)" in error
+    assert not (finished.outputs / "default" / "mini" / "margins").exists()
+
+
 # An ensemble.
 
 
@@ -108,3 +132,17 @@ def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -
     assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
     for before, after in zip(free, priced, strict=True):
         assert after["score"] < before["score"]
+
+
+def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Workplace) -> None:
+    """The format check holds what was written down, the mean of the heads, against itself."""
+    final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
+    text = ("reward=model", f"reward.name_or_path={final}", "reward.normalization=stored")
+    command = ("stage=ppo", "job=text", *text, "reward.uncertainty_coef=2", "ppo.iterations=1")
+    outcome = ensemble.mini(*command).succeeded
+    assert "differ by 0.000 of their standard deviation" in outcome.out
+    written = find(str(final), "").require_manifest("rm")
+    for sample in before_training(ensemble, "text"):
+        heads, _ = heads_of(final, sample, ended=True)
+        raw = statistics.fmean(heads) - written.reward_mean - 2 * statistics.pstdev(heads)
+        assert sample["score"] == pytest.approx(raw / written.reward_std, abs=1e-4)

@@ -120,11 +120,12 @@ def test_what_is_too_short_is_hidden_in_addresses_alone() -> None:
 def test_words_of_the_configuration_stay_readable() -> None:
     """Even if an address has them for its user or in its query."""
     tree = {
-        "reward": {"url": "http://bob1:pass1@h/?model=reward&strict=true&key=abcdef"},
+        "reward": {"url": "http://bob1:pass1@h/?model=rew%61rd&strict=true&key=abcdef"},
         "outputs": "/home/bob1/outputs",
     }
     secrets = arguments.secrets_of(tree)
-    assert secrets == {"pass1", "abcdef", "model=reward&strict=true&key=abcdef"}
+    whole = {f"model={name}&strict=true&key=abcdef" for name in ("reward", "rew%61rd")}
+    assert secrets == {"pass1", "abcdef", "rew%61rd", *whole}
     said = "/home/bob1/outputs: give resume=true, not reward.url, with abcdef"
     found = arguments.without_secrets(said, secrets=list(secrets))
     assert found == "/home/bob1/outputs: give resume=true, not reward.url, with ***"
@@ -136,6 +137,7 @@ def test_words_of_the_configuration_stay_readable() -> None:
         (["--cfg", "job"], True),
         (["--cfg", "job", "--resolve"], False),
         (["--info", "all"], True),
+        (["-i"], True),
     ],
 )
 def test_a_configuration_that_is_printed(

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.rewards.server import RewardServer
+from lightning_rlhf.rewards.config import parsed
+from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
 from .conftest import Workplace
 
@@ -47,8 +49,9 @@ def test_it_serves_until_it_is_stopped(
 def test_other_addresses(
     workplace: Workplace, loaded: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that other machines reach is told, with a token and without."""
-    monkeypatch.setattr(RewardServer, "run", lambda server: None)
+    """One that other machines reach is told, with a token and without; IPv6."""
+    made: list[RewardServer] = []
+    monkeypatch.setattr(RewardServer, "run", lambda server: made.append(server))
     monkeypatch.setenv("JUDGE_TOKEN", "s3cret")
     command = ["serve-reward", "final", "--port", "0", "--host"]
     assert "it answers whoever can reach" in workplace.call(*command, "0.0.0.0").succeeded.out
@@ -56,6 +59,13 @@ def test_other_addresses(
     assert " reward.token_env=JUDGE_TOKEN; Ctrl-C" in out
     assert "it answers whoever has the token" in out
     assert "s3cret" not in out
+    try:
+        listening_socket("::1", 0).close()
+    except ConfigError:
+        return  # this machine has no IPv6
+    out = workplace.call(*command, "::1").succeeded.out
+    assert f"reward=http 'reward.url=\"http://[::1]:{made[-1].port}/score\"'; " in out
+    assert parsed(made[-1].url, "reward.url").port == made[-1].port
 
 
 def test_without_its_libraries_it_says_how_to_install_them(

@@ -251,6 +251,9 @@ def test_what_the_trainer_refuses_costs_no_finished_run(own: Workplace) -> None:
     (own.stage("sft") / "config.json").write_text('{"stage": "sft"}')
     refused = own.mini("stage=sft", "overwrite=true", "callbacks.x._target_=nosuch.Longest")
     assert refused.error.startswith("callbacks.x: Error loading 'nosuch.Longest': No module named")
+    assert own.mini("stage=sft", "overwrite=true", "trainer.max_time=a").error.startswith(
+        "trainer: "
+    )
     assert (final / "kept").exists()
 
 

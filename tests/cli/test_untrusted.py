@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import lightning_rlhf
+from lightning_rlhf.cli.commands import refuse_code
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.rewards.http import HTTPReward
 
 from .conftest import Workplace, run, tree
@@ -148,6 +150,9 @@ def test_a_run_that_is_exported(
     assert f"{recorded / 'config.json'} asks for code that a model brings" in error
     assert "model.trust_remote_code is True" in error
     assert "--trust-remote-code" in error
+    for value in ({}, {"a": True}):
+        with pytest.raises(ConfigError, match=r"model\.trust_remote_code is \{"):
+            refuse_code({"model": {"trust_remote_code": value}}, file)
     assert not marker.exists()
     models.call("export", str(recorded), "--step", "1", "--trust-remote-code")
     assert marker.exists()

@@ -69,6 +69,22 @@ def test_it_is_the_discounted_sum_of_one_step_errors(
 
 
 @drawn
+@given(ragged(), unit, unit)
+def test_gradients(batch: Ragged, gamma: float, gae_lambda: float) -> None:
+    weight, grads = batch.normal(2).nan_to_num(), []
+    for function in (
+        lambda r, v: gae(r, v, batch.mask, gamma=gamma, gae_lambda=gae_lambda),
+        lambda r, v: slow_gae(r, v, batch.lengths, gamma, gae_lambda),
+    ):
+        rewards, values = batch.normal(0).requires_grad_(), batch.normal(1).requires_grad_()
+        advantages, returns = function(rewards, values)
+        (advantages * weight + returns * weight**2).sum().backward()
+        grads.append((rewards.grad, values.grad))
+    for ours, theirs in zip(*grads, strict=True):
+        close(ours[batch.mask], theirs[batch.mask])
+
+
+@drawn
 @given(ragged(), unit)
 def test_lambda_1_is_monte_carlo_minus_value(batch: Ragged, gamma: float) -> None:
     rewards, values, mask = batch.normal(0), batch.normal(1), batch.mask

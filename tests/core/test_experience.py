@@ -77,6 +77,15 @@ def test_by_hand_without_whitening() -> None:
     assert experience.index is rollout.index
 
 
+def test_by_hand_with_whitening() -> None:
+    # Advantages 5/2, 5/2, -4: mean 1/3, deviations 13/6, 13/6, -13/3,
+    # population variance 13^2 (1/36 + 1/36 + 4/36) / 3 = 169/18, deviation 13 / sqrt(18).
+    # Whitened: sqrt(18) (1/6, 1/6, -1/3) = (1/sqrt 2, 1/sqrt 2, -sqrt 2). Returns stay.
+    found = by_rules(whiten_advantages="batch", missing_eos="subtract", missing_eos_penalty=2.0)
+    close(found.advantages, doubles([1 / ROOT2] * 2, [-ROOT2, 0]), rtol=1e-8)
+    assert found.returns.tolist() == [[3, 3.5], [-2, 0]]
+
+
 @drawn
 @given(ragged(), st.integers(1, 3), st.sampled_from([NAN, float("inf"), 5.0]), drawn_rules())
 def test_padding_changes_nothing(

@@ -156,6 +156,7 @@ def test_it_tends_to_the_bound_and_stays_below(n: int) -> None:
     ("kl", "expected"),
     [
         (6.0, 0.2),  # at the target
+        (5.4, 0.19),  # a tenth below
         (6.6, 0.21),  # a tenth above: half of a tenth dearer
         (7.2, 0.22),  # a fifth above, the most that counts
         (60.0, 0.22),
@@ -188,3 +189,8 @@ def test_linear_by_hand(start: float, end: float, expected: list[float]) -> None
     config = ppo_config(kl_coef=start, kl_control="linear", kl_coef_end=end, iterations=4)
     found = [next_kl_coef(start, torch.zeros(1, 1), config, iteration=i) for i in range(3)]
     assert [start, *found] == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_run_of_one_iteration_divides_by_no_step() -> None:
+    config = ppo_config(kl_coef=0.4, kl_control="linear", kl_coef_end=0.1, iterations=1)
+    assert next_kl_coef(0.4, torch.zeros(1, 1), config, iteration=0) == pytest.approx(0.1)

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from lightning_rlhf.core.metrics import METRICS, metric_rows
+import pytest
+
+from lightning_rlhf.core.metrics import METRICS, check_names, metric_rows
 from lightning_rlhf.core.records import UpdateStats
 
 
@@ -13,6 +15,12 @@ def test_every_fact_of_an_update_has_a_row() -> None:
         metric = METRICS[named.get(field.name, f"update/{field.name}")]
         assert (metric.phase, "ppo" in metric.stages) == ("update", True)
     assert "ppo" in METRICS["update/steps"].stages
+
+
+def test_a_name_without_a_row_is_refused_by_name() -> None:
+    check_names(["reward_mean", "eval/judge/anything"])
+    with pytest.raises(ValueError, match="rollout/rewardmean"):
+        check_names(["reward_mean", "rollout/rewardmean"])
 
 
 def test_a_row_is_read_with_its_parts_and_without_those_that_it_lacks() -> None:

@@ -205,6 +205,18 @@ def test_weights_by_hand(reduction: Reduction, expected: list[list[float]]) -> N
 
 
 @drawn
+@given(ragged())
+def test_what_the_weights_sum_to(batch: Ragged) -> None:
+    """1 in all, or the share of the room that is filled; each response's mean counts the same."""
+    one, count = torch.tensor(1.0), len(batch.lengths)
+    close(weights(batch.mask, "token_mean").sum(), one, **FP32)
+    share = sum(batch.lengths) / (count * ROOM)
+    close(weights(batch.mask, "constant").sum(), share * one, **FP32)
+    rows = weights(batch.mask, "sequence_mean").sum(dim=1)
+    close(rows, torch.full_like(rows, 1 / count), **FP32)
+
+
+@drawn
 @given(ragged(), reductions, st.integers(1, 3))
 def test_micro_batches_add_up_to_the_loss_of_the_minibatch(
     batch: Ragged, reduction: Reduction, size: int

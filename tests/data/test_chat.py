@@ -76,10 +76,10 @@ def test_without_marker_and_eos_nothing_could_end(make_tokenizer: Make) -> None:
 
 def test_a_template_that_loses_text_is_refused(make_tokenizer: Make) -> None:
     template = "{{ messages[0].content }}{{ messages[1].content[:5] }}"
-    with pytest.raises(
-        ConfigError, match="does not write the text of a user and an assistant turn"
-    ):
+    with pytest.raises(ConfigError, match="does not write the assistant's text"):
         ChatFormat(make_tokenizer(template, eos_token="<|eos|>"), {})
+    with pytest.raises(ConfigError, match="does not write the user's text"):
+        ChatFormat(make_tokenizer("{{ messages[1].content }}", eos_token="<|eos|>"), {})
 
 
 def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(

@@ -190,7 +190,7 @@ BAD: list[tuple[str, str, Any, str]] = [
     (SFT, "native", {"prompt": "a", "response": "\ud83d"}, "holds half a surrogate pair"),
     (SFT, "native", {"prompt": "a", "response": "é" * 1_000_001}, "is longer than 1,000,000 chara"),
     (SFT, "native", {"messages": [*chat("a"), {"from": "gpt"}]},
-     'a turn of \'messages\' is not {"role", "content"} (messages[1] is {\'from\''),
+     'a turn of \'messages\' is not {"role", "content"} (messages[1] has keys [\'from\''),
     (SFT, "native", {"messages": chat("a", " ")}, "empty or blank (messages[1].content)"),
     (SFT, "native", {"messages": [*chat("a"), TOOLS[0], *chat("b", "c")]}, "a system turn"),
     (SFT, "alpaca", {"instruction": "a", "output": None},

@@ -63,7 +63,10 @@ def test_json_lines(name: str, start: bytes, end: bytes, tmp_path: Path) -> None
 
 JSON_LINES = [
     (BOM + b"\n \r\n", "holds no row that can be used, it is empty"),
-    (GOOD.decode().encode("utf-16"), "line 1: not UTF-8 (allowed: UTF-8, not UTF-16"),
+    (
+        GOOD.decode().encode("utf-16"),
+        "line 1: not UTF-8 (at byte 1 of the line; allowed: UTF-8",
+    ),
     (b'{\n"prompt": "a"\n}', "column 2; allowed: one JSON object a line)"),
     (b'{"prompt": "a", "prompt": "b"}', "line 1: broken JSON (the field 'prompt' stands twice"),
 ]
@@ -179,7 +182,9 @@ def test_a_source_of_another_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "rows.arrow").write_text("x")
     monkeypatch.chdir(tmp_path)
-    for source in ("data/rows.arrow", str(tmp_path / "data"), "rows", "elsewhere/rows.tsv"):
+    (tmp_path / "data" / "folder").mkdir()
+    here = ("data/rows.arrow", str(tmp_path / "data"), "data/folder:train")
+    for source in (*here, "rows", "elsewhere/rows.tsv"):
         assert "allowed: a file ending in .jsonl" in error(source)
     assert "nowhere.jsonl does not exist" in error("nowhere.jsonl")
     Path("x.jsonl").mkdir()

@@ -160,6 +160,16 @@ def test_what_fails_leaves_the_one_before(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_nothing_beside_a_file_is_deleted(tmp_path: Path) -> None:
+    """Temporary names are our own."""
+    (tmp_path / "mine.tmp").mkdir()
+    (tmp_path / "mine.tmp" / "file").touch()
+    with written_whole(tmp_path / "mine") as beside:
+        beside.write_text("new")
+    names = [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.rglob("*"))]
+    assert names == ["mine", "mine.tmp", "mine.tmp/file"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="tells the name of an open file")
 def test_everything_is_on_the_disk_before_it_gets_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -196,6 +206,16 @@ def test_a_full_disk_is_told_of_any_file() -> None:
         raise OSError(errno.EDQUOT, "Disk quota exceeded", "a.png")
     with pytest.raises(FileNotFoundError), full_disk_told():
         raise FileNotFoundError(errno.ENOENT, "x")
+
+
+def test_a_full_disk_names_the_folder_and_no_file_that_is_deleted_with_it(tmp_path: Path) -> None:
+    with (
+        pytest.raises(StorageError, match=f"^{tmp_path}/final was not written: No space"),
+        written_whole(tmp_path / "final", kind="folder") as beside,
+        written_whole(beside / "figure.png"),
+    ):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_is_made_with_those_above_it(tmp_path: Path) -> None:

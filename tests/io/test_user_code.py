@@ -14,6 +14,7 @@ RULES = """\
 from pathlib import Path
 LIMIT = 3
 class Scorer: ...
+upper = str.upper
 def _hidden(): ...
 def score(): return LIMIT
 """

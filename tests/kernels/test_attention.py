@@ -89,12 +89,16 @@ def test_in_bf16_short_rows_keep_what_is_looked_at_while_it_fits(
         assert off(ours, truth) < 1.5 * off(theirs, truth) < 0.01
 
 
-@pytest.mark.parametrize(("options", "asked"), [({"scaling": 0.3}, 1), ({"is_causal": False}, 0)])
+@pytest.mark.parametrize(
+    ("options", "first", "asked"),  # from which query on
+    [({"scaling": 0.3}, 0, 1), ({"is_causal": False}, 0, 0), ({"is_causal": False}, 4, 0)],
+)
 def test_what_short_rows_do_not_know_is_computed_in_fp32(
-    options: dict[str, Any], asked: int
+    options: dict[str, Any], first: int, asked: int
 ) -> None:
     """The library in fp32 says what ours is near to."""
     narrow = states(torch.bfloat16)
+    narrow[0] = narrow[0][:, :, first:]
     learning = [x.clone().requires_grad_() for x in narrow]
     with patch.object(_CausalAttention, "apply", wraps=_CausalAttention.apply) as spy:
         found, _ = fast_sdpa(Heads(), *learning, None, **options)

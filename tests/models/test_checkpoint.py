@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.models.build_roles import (
+    add_policy,
     attach_reward,
     check_fingerprint,
     load_head,
@@ -24,7 +25,7 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.checkpoint import Final, find
-from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
+from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
@@ -268,3 +269,19 @@ def test_a_reward_model_is_no_policy(
         with pytest.raises(CheckpointError, match=r"a reward model.*stage=sft, ppo or dpo") as e:
             start_from(adapters.config, final, trainable=False, seed=0)
         assert str(final.path) in str(e.value)
+
+
+def test_the_policy_must_start_at_the_reference(
+    adapters: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were an adapter library to start an adapter elsewhere, PPO would not run."""
+    roles, add_adapter = reference(adapters), Roles.add_adapter
+
+    def elsewhere(self: Roles, role: str, settings: Any, seed: int) -> None:
+        add_adapter(self, role, settings, seed)
+        self._stacks[role] = (role,)  # without the SFT adapter below it
+        self.set_role(BASE)
+
+    monkeypatch.setattr(Roles, "add_adapter", elsewhere)
+    with pytest.raises(CheckpointError, match="policy does not start as the SFT model"):
+        add_policy(roles, adapters.config, 0)

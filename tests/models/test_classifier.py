@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import bitsandbytes as bnb
 import pytest
 import torch
 from torch import Tensor
@@ -75,6 +76,23 @@ def test_a_score_is_the_same_whatever_is_read_beside_it(
     assert wanted.std() > 0.1  # or any two would be alike
     for size in (1, 5):
         torch.testing.assert_close(scores(load(folder), size), wanted, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_nf4_is_the_model_of_rounded_weights(checkpoint: Callable[..., str]) -> None:
+    """Unpacked one by one into transformers' model, they give the same scores.
+
+    Also of 80 channels, which are no multiple of what nf4's packing for CPUs takes.
+    """
+    folder = checkpoint(intermediate_size=80)
+    classifier = load(folder, quantization="nf4")
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    for name, module in classifier.model.named_modules():
+        if isinstance(module, bnb.nn.Linear4bit):
+            weight = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            plain.get_submodule(name).weight.copy_(weight)
+    plain.save_pretrained(folder)
+    torch.testing.assert_close(scores(classifier), expected(folder, TEXTS), atol=1e-4, rtol=0)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, check_adapter, find
+from lightning_rlhf.models.checkpoint import ADAPTER, MANIFEST, check_weights, find
 
 from .conftest import Lineage
 
@@ -64,7 +64,7 @@ def test_a_value_is_refused(folder: Path, key: str, value: Any, allowed: str) ->
     file = folder / ADAPTER
     file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
     with pytest.raises(CheckpointError) as error:
-        check_adapter(folder)
+        check_weights(folder)
     caught = str(error.value)
     assert caught.startswith(f"{folder} cannot be loaded: {ADAPTER}: {key} is ")
     assert caught.endswith(f"; allowed: {allowed}")

@@ -192,6 +192,18 @@ def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
         torch.testing.assert_close(behind, alone, atol=1e-5, rtol=0)
 
 
+@torch.no_grad()
+def test_padding_may_differ_by_row(tokens: Tensor) -> None:
+    roles = Roles(build_model("qwen3_5_text"))
+    random_reward(roles, REWARD, torch.Generator().manual_seed(0))
+    mask = torch.arange(9) < torch.tensor([9, 4, 6])[:, None]
+    rows = [row[real][None] for row, real in zip(tokens, mask, strict=True)]
+    alone = torch.cat([roles.reward(row, torch.ones_like(row).bool()) for row in rows])
+    left = torch.stack([row.roll(9 - int(n)) for row, n in zip(tokens, mask.sum(1), strict=True)])
+    for padded, real in ((tokens, mask), (left, mask.flip(1))):
+        torch.testing.assert_close(roles.reward(padded, real), alone, atol=1e-5, rtol=0)
+
+
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
     Roles(build_model("granite", logits_scaling=1.0))
     with pytest.raises(CheckpointError, match="granite"):
@@ -210,7 +222,8 @@ def test_more_tokens_than_the_model_has_positions(model_type: str, refused: bool
     """A table of positions ends; computed ones go on, though nothing was trained there."""
     roles = Roles(build_model(model_type))
     check_positions(roles, 128, "a prompt")
-    said = "a prompt has 129 tokens, but the model has positions for 128"
+    said = "a prompt has 129 tokens, more than the 128 that the model "
+    said += "has positions for" if refused else r"was made for .*beyond which .*; lower data\."
     with pytest.raises(ConfigError, match=said) if refused else pytest.warns(match=said):
         check_positions(roles, 129, "a prompt")
     with pytest.raises(ConfigError, match=said) if refused else nullcontext():

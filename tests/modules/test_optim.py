@@ -64,6 +64,12 @@ def test_weight_decay_is_for_matrices_and_frozen_weights_are_left_out() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.9)}
     assert {group["eps"] for group in optimizer.param_groups} == {1e-4}
+    # Of a gradient of 0 a step leaves (1 - lr * decay) of a matrix, 0.85, and all of a bias.
+    weight, bias = head.weight.detach().clone(), head.bias.detach().clone()
+    head(torch.zeros(1, 2)).mul(0).sum().backward()
+    optimizer.step()
+    torch.testing.assert_close(head.weight.detach(), 0.85 * weight)
+    assert torch.equal(head.bias.detach(), bias)
 
 
 def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:

@@ -25,7 +25,7 @@ from .conftest import (
     shake,
     within_fit,
 )
-from .experiences import ADAPTER, HEAD, Make, named, update
+from .experiences import ADAPTER, HEAD, Make, named, on_policy, update
 
 
 def three_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:
@@ -170,6 +170,16 @@ def test_responses_to_one_prompt_stand_in_a_row(make_ppo: Make) -> None:
     said = {tuple(row[real].tolist()) for row, real in
             zip(experience.responses, experience.response_mask, strict=True)}  # fmt: skip
     assert len(said) > 4  # each is drawn by itself
+
+
+def test_a_response_is_compared_with_the_others_to_its_prompt(make_ppo: Make) -> None:
+    module = make_ppo(advantage="rloo", samples_per_prompt=4, whiten_advantages="none", kl_coef=0.2)
+    experience = on_policy(module, rows=8)  # rows 0 to 3 and 4 to 7 are the groups
+    paid = experience.rewards.sum(1)  # gamma 1: the whole return
+    assert experience.kl.abs().max() > 1e-3
+    for i, real in enumerate(experience.response_mask):
+        group = [paid[j] for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
+        close(experience.advantages[i], torch.where(real, paid[i] - sum(group) / 3, 0.0))
 
 
 # Learning

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,10 +24,13 @@ from lightning_rlhf.modules.preferences import RewardModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import score
-from lightning_rlhf.stages.preflight import at_most, of_models, relative, trainable
+from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
 
 from .conftest import (
     VOCABULARY,
+    changed,
+    parameters,
+    ppo_config,
     rm_config,
     rm_roles,
     sft_config,
@@ -80,6 +84,30 @@ def test_a_new_ppo_passes_every_check(
     trained = {f"trainable: {role}" for role in ("base", POLICY, REWARD, "critic")}
     own = {"padding: critic"} if critic == "model" else set()
     assert found.keys() == OF_PPO | own | trained
+
+
+def test_checks_change_no_weight_no_role_and_no_random_state(
+    make_ppo: Callable[..., PPOModule],
+) -> None:
+    """Of a model that draws numbers wherever it is read, as dropout does."""
+
+    def draws(*_: Any) -> None:
+        torch.rand(1), random.random()
+
+    module = make_ppo(fresh=True)
+    module.roles.causal_lm.base_model.register_forward_pre_hook(draws)
+    before, head = parameters(module), module.roles.heads[VALUE]
+    trainer = SimpleNamespace(precision="32-true", devices=1, processes=1)
+    ready: Any = SimpleNamespace(device=CPU, settings=SimpleNamespace(trainer=trainer))
+    state, drawn = torch.get_rng_state(), random.getstate()
+    checks, _ = examine(ready, module, data("prompts"), resumed=False)
+    assert {check.name for check in checks} > OF_PPO
+    assert torch.equal(torch.get_rng_state(), state)
+    assert random.getstate() == drawn
+    assert not changed(before, parameters(module))
+    assert module.roles.heads[VALUE] is head
+    assert (module.roles.role, module.iteration) == (POLICY, 0)
+    assert module.collector.sampler.params.max_response_tokens == ppo_config().max_response_tokens
 
 
 def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:

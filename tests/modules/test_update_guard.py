@@ -137,6 +137,19 @@ def test_annotation_halves_once_in_a_run_and_a_checkpoint_keeps_it(make_ppo: Mak
     assert resumed.collector.annotation_rows.rows == 4
 
 
+def test_scoring_halves_too(make_ppo: Make) -> None:
+    module = make_ppo(microbatch_size=8, minibatch_size=8)
+    rollout = module.collector.roll_out(prompts(8), module.generator(0, 0))
+    decoded = module.collector.decode(rollout, "train")
+    reward = module.collector.reward
+    module.collector.reward = replace(reward, sources=(lambda decoded: torch.zeros(8),))
+    expected = module.collector.score(decoded).ref_logprobs
+    with little_memory(4, "is 4 from now on") as asked:
+        found = module.collector.score(decoded).ref_logprobs
+    assert asked == [8, 4, 4]
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
 def saved(module: Any) -> dict[str, Any]:
     checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
     module.on_save_checkpoint(checkpoint)
@@ -183,6 +196,16 @@ def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
         assert found.tokens[found.mask].tolist() == whole.tokens[whole.mask].tolist()
         torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
         assert drawn[0].get_state().equal(drawn[1].get_state())
+
+
+def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:
+    module, full = make_ppo(), torch.OutOfMemoryError("CUDA out of memory.")
+    with (
+        patch.object(module.collector.sampler, "sample", side_effect=full),
+        pytest.warns(UserWarning, match="generation_batch_size is 1 from now on"),
+        pytest.raises(TrainingError, match=r"one row at a time \(ppo.generation_batch_size\)"),
+    ):
+        module.collector.roll_out(prompts(4), module.generator(0, 0))
 
 
 @pytest.mark.parametrize(("iteration", "nonfinite", "expected"), [

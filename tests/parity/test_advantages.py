@@ -57,6 +57,12 @@ def paid_later(trl: Iteration) -> torch.Tensor:
     return torch.where(trl.mask & trl.ended_early[:, None], at_last * both**tokens_left, 0)
 
 
+def test_with_k3_too() -> None:
+    trl = trl_iteration(gamma=1.0, lam=1.0, kl_estimator="k3")
+    ours = experience_of(trl, whiten_advantages="none")
+    close(ours.advantages, torch.where(trl.mask, trl.advantages, 0))
+
+
 @every_discount
 def test_advantages_differ_by_where_the_score_is_paid(settings: dict[str, Any]) -> None:
     trl = trl_iteration(**settings)

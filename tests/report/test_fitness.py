@@ -78,6 +78,19 @@ def test_a_calibrated_model_has_the_error_of_chance() -> None:
     assert mean == pytest.approx(chance[0]["ece_of_calibrated"], rel=0.2)
 
 
+def test_pairs_of_a_prompt_are_drawn_together() -> None:
+    # 100 prompts with a pair each, then 10 prompts with ten pairs alike: that is 10 draws.
+    alone = [pair(prompt=str(i), chosen_score=float(i % 4)) for i in range(100)]
+    tens = [pair(prompt=str(i % 10), chosen_score=float(i % 10 != 0)) for i in range(100)]
+    # Outcomes 1/2 (a tie) and 1, so that their variance is p (1 - p) / 4, with p = 1/4 and 1/10.
+    for pairs, variance, rel in (
+        (alone, 0.25 * 0.75 / 4 / 100, 0.15),
+        (tens, 0.1 * 0.9 / 4 / 10, 0.25),
+    ):
+        low, high = measure(pairs).accuracy.interval
+        assert high - low == pytest.approx(3.92 * math.sqrt(variance), rel=rel)
+
+
 def test_accuracy_by_difference_and_by_given_margin() -> None:
     found = measure(FOUR)
     by_difference = [(g.label, g.accuracy) for g in found.by_difference]

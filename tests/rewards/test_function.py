@@ -64,7 +64,8 @@ def test_a_function_that_cannot_be_called_is_named_before_it_is() -> None:
     told = str(found.value)
     assert told.startswith(f"{NAME}: the function takes_answer takes (prompts: ")
     assert "cannot be called: missing a required argument: 'answer'; allowed: " in told
-    assert f"{NAME}.arguments (scale), columns of the data (label) and messages" in told
+    assert "columns of the data (label), messages, the turns of the prompt, or set in" in told
+    assert told.endswith(f"{NAME}.arguments, which may name answer, scale")
     with pytest.raises(ConfigError, match="missing a required argument: 'answer'"):
         source(make_replies(("p", "r"), label=[1]))
     assert source.for_columns(["answer"])(REPLIES) == [2, 2]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.evaluation.build_rewards import file_of_module
 from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.functions import (
     exact_match,
@@ -44,6 +46,7 @@ def test_an_answer_is_matched() -> None:
     assert exact_match([], responses, ["Paris"] * 4, ignore_case=True) == [1, 1, 0, 0]
     assert exact_match([], responses, ["Paris"] * 4, strip=False) == [0, 0, 0, 0]
     assert exact_match([], ["STRASSE"], ["Straße "], ignore_case=True) == [1]
+    assert exact_match([], ["", "4"], [None, "4"]) == [None, 1]  # without an answer, no score
 
 
 def test_an_answer_is_extracted() -> None:
@@ -88,3 +91,16 @@ def test_json_is_valid_or_not() -> None:
 def test_a_bad_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         getattr(functions, name)(["p"], ["r"], **arguments)
+
+
+def test_the_file_of_a_module_is_found_without_importing_its_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "evil_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit('it was imported')")
+    (package / "inner.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert file_of_module("evil_package.inner") == package / "inner.py"
+    assert file_of_module("evil_package") == package / "__init__.py"
+    assert file_of_module("evil_package.missing.deep") is None

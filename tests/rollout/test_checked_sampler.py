@@ -111,8 +111,9 @@ def test_what_does_not_fit_is_one_line(answer: Any, found: str, allowed: str) ->
 
 
 def test_an_exception_in_a_sampler_is_named() -> None:
-    with pytest.raises(LogitsError):  # which has a meaning of its own
-        sample(LogitsError())
+    for known in (LogitsError(), torch.OutOfMemoryError()):  # which have a meaning of their own
+        with pytest.raises(type(known)):
+            sample(known)
     error = ConnectionError("http://gpu:8000 refused\nthe connection")
     shown = "ConnectionError: http://gpu:8000 refused the connection"
     with pytest.raises(SamplerError) as caught:

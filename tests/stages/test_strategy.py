@@ -18,6 +18,7 @@ from ..processes import replicated
 @pytest.mark.parametrize("operation", ["reduce", "broadcast", "all_gather"])
 def test_a_process_that_ends_ends_the_others(operation: str, tmp_path: Path) -> None:
     def work(replicas: Replicas) -> Any:
+        torch.distributed.barrier()  # all have met
         if replicas.rank == 0:
             raise ValueError
         return getattr(ReplicaStrategy(), operation)(torch.ones(3))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_rlhf.library import configuration
+from lightning_rlhf.models.loading import empty_model
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.stages.memory_plan import Bytes, plan_run
 
 SHAPE = {
@@ -50,3 +54,22 @@ def test_ppo_of_two_processes_on_gpus(tmp_path: Path, quantization: str, linear:
     # Four responses of a process: 32 tokens with keys and values in bf16, and what is sampled.
     assert plan.rollout.cache == 4 * 32 * (2 * 2 * 2 * 16 + 25)
     assert plan.rollout.weights == 0  # plain layers, which are the default on a GPU
+
+
+@pytest.mark.parametrize(("targets", "numbers"), [
+    ("all-linear", ADAPTER // 4), (r"model\..*\.(k_proj|up_proj)", 16 * (32 + 32 + 32 + 64)),
+])  # fmt: skip
+def test_the_adapters_of_a_plan_are_those_that_peft_makes(
+    tmp_path: Path, targets: str, numbers: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    settings = configuration(
+        "sft", "model=hub", "model.name=small", f"model.name_or_path={tmp_path}", "data=files",
+    )  # fmt: skip
+    lora = replace(settings.model.lora, target_modules=targets)
+    settings = replace(settings, model=replace(settings.model, lora=lora))
+    assert plan_run(settings).roles["sft"].weights == 4 * numbers
+    roles = Roles(empty_model(settings.model), "plain")
+    with torch.device("meta"):
+        roles.add_adapter("sft", lora)
+    assert sum(p.numel() for p in roles.trained_by("sft")) == numbers

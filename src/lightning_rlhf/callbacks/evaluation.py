@@ -135,12 +135,9 @@ def console_table(samples: Sequence[files.Sample], characters: int) -> Table:
     for sample in samples:
         whole = (sample["prompt"], sample["response"])
         texts = [x if len(x) <= characters else x[: characters - 1] + "…" for x in whole]
-        table.add_row(
-            *(Text(visible(text)) for text in texts),
-            f"{sample['score']:z.2f}",
-            f"{sample['kl']:z.2f}",
-            "yes" if sample["ended"] else "no",
-        )
+        cells = [f"{sample[key]:z.2f}" for key in ("score", "kl")]
+        cells.append("yes" if sample["ended"] else "no")
+        table.add_row(*(Text(visible(text)) for text in texts), *cells)
     return table
 
 
@@ -245,11 +242,8 @@ def distinct(texts: Iterable[str], n: int) -> float:
     Source: Li et al. 2016, https://arxiv.org/abs/1510.03055, section 5.1
     Departs: an n-gram is of words, which white space separates. 0 where no text has n words.
     """
-    grams = [
-        tuple(words[i : i + n])
-        for words in (text.split() for text in texts)
-        for i in range(len(words) - n + 1)
-    ]
+    split = (text.split() for text in texts)
+    grams = [tuple(words[i : i + n]) for words in split for i in range(len(words) - n + 1)]
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
@@ -293,10 +287,8 @@ def load_judge(source: str) -> Judge:
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
-            return {
-                visible_line(str(part)): x if x is None else user_number(x)
-                for part, x in verdict.items()
-            }
+            parts = {visible_line(str(part)): x for part, x in verdict.items()}
+            return {part: x if x is None else user_number(x) for part, x in parts.items()}
         except FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
@@ -333,13 +325,11 @@ class Recorder(Callback):
     def columns(self, module: Any) -> dict[str, Any]:
         """Return the columns of the module's current or latest iteration."""
         experience, rows = module.experience, module.collector.prompts["train"]
+        responses = masking.real_tokens(experience.responses, experience.response_mask)
         return rollouts.recorded_columns(
             experience,
             [rows[index]["prompt"] for index in experience.index.tolist()],
-            [
-                module.chat.decode_response(tokens)
-                for tokens in masking.real_tokens(experience.responses, experience.response_mask)
-            ],
+            list(map(module.chat.decode_response, responses)),
             components=[term.name for term in module.collector.reward.terms],
             show=module.chat.show,
             has_critic=module.critic is not None,

@@ -35,6 +35,7 @@ WITHOUT_RUN = {"check": "only", "plan": "plan"}
 Options = Mapping[str, Mapping[str, Any]]
 """Argument or option of a command -> keywords of argparse's `add_argument`."""
 FLAG = {"action": "store_true"}
+"""Keywords of an option that is given without a value."""
 PLUGINS = {
     "hydra/launcher=joblib": "hydra_plugins.hydra_joblib_launcher",
     "hydra/launcher=submitit_local": "hydra_plugins.hydra_submitit_launcher",
@@ -94,7 +95,10 @@ def parse_arguments(words: Sequence[str]) -> Namespace:
 
     parser = get_args_parser()
     parser.error = refuse  # type: ignore[method-assign]
-    given, unknown = parser.parse_known_intermixed_args(words)
+    pairs = zip(words, [*words[1:], ""], strict=False)
+    # --info has an optional value, and the parser would take an override for it.
+    read = ["--info=all" if x in ("-i", "--info") and "=" in after else x for x, after in pairs]
+    given, unknown = parser.parse_known_intermixed_args(read)
     if unknown:
         refuse(f"{unknown[0]} is no option")
     return given
@@ -165,9 +169,10 @@ def refuse_other_stages(stage: str, words: Sequence[str], stages: Collection[str
     for override in parse_overrides(words):
         owner, key = stage_of(override, stages), override.key_or_group
         if owner not in (None, stage):
+            own = f" (a stage of your own on it takes {key}@{stage}=NAME)" * (key in READ_BY)
             raise ConfigError(
                 f"stage={stage} does not read {without_address(key)}; leave out "
-                f"{without_address(override.input_line or key)}, or give it to stage={owner}"
+                f"{without_address(override.input_line or key)}, or give it to stage={owner}{own}"
             )
 
 
@@ -255,8 +260,9 @@ def secrets_of(*trees: Any) -> set[str]:
     for text in (os.environ.get(name, "") for name in names):
         secrets += [text, *text.splitlines()]  # an error may show one line of a key in PEM
     words = {*re.findall(r"\w+", rest.lower())}
+    secrets += list(map(unquote, secrets))
     secrets += [form for x in parts for form in (x, unquote(x)) if form.lower() not in words]
-    return {x.strip() for x in (*secrets, *map(unquote, secrets)) if len(x.strip()) >= SHORTEST}
+    return {x.strip() for x in secrets if len(x.strip()) >= SHORTEST}
 
 
 def leaves(tree: Any, section: str = "", key: str = "") -> Iterator[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,9 +48,16 @@ HELP = """/temperature NUMBER   0 takes the most probable token
 /help                 this list
 Ctrl-C stops a reply."""
 OPTIONS: Options = {
-    "finals": {"nargs": "+", "metavar": "FINAL", "help": "folder of a run, a final/, or a hub id"},
+    "finals": {
+        "nargs": "+",
+        "metavar": "FINAL",
+        "help": "run or final/ of sft or later, or hub id",
+    },
     "--reward": {"metavar": "FINAL", "help": "model of the scores (that of the last stage)"},
-    "--temperature": {"type": float, "metavar": "T", "help": "0: most probable token (as in run)"},
+    "--temperature": {
+        "type": float,
+        "help": "divisor of logits; 0: likeliest token (as in run)",
+    },
     "--max-tokens": {"type": int, "metavar": "N", "help": "tokens of a reply (as in the run)"},
     "--system": {"metavar": "TEXT", "help": "system message before the first turn"},
     "--seed": {"type": int, "default": 0, "help": "seed of what is sampled (%(default)s)"},
@@ -132,10 +139,8 @@ class Speaker:
         """
         if self.role == REFERENCE:
             return None
-        roles, found = self.roles, list[float]()
-        batch = collector.as_responses([prompt], [response], self.chat.pad_token_id).to(
-            roles.device
-        )
+        roles, found, pad = self.roles, list[float](), self.chat.pad_token_id
+        batch = collector.as_responses([prompt], [response], pad).to(roles.device)
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
                 hidden = response_hidden(roles, batch)
@@ -186,7 +191,7 @@ class Conversation:
     """The same questions to each model, which sees its own replies alone."""
 
     speakers: Sequence[Speaker]
-    score: Callable[..., Sequence[float]] | None
+    score: Callable[[list[Any], list[str], Mapping[str, Any]], Sequence[float]] | None
     """Function of the reward that scores replies; None without one."""
     temperature: float
     """Divisor of the logits; 0 takes the most probable token."""

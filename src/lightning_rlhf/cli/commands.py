@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import torch
 from pydantic import Field
@@ -39,12 +39,17 @@ from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage
 from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.model_card import license_of, write_model
 
+if TYPE_CHECKING:
+    from wandb_workspaces.workspaces import Workspace
+
 COMPARE: Options = {
     "runs": {"nargs": "+", "metavar": "RUN", "help": "folder of a run, or one above runs"},
     "--stage": {"help": "which runs to take, where there are several stages (ppo)"},
     "--out": {"default": "compare.html", "help": "the page (%(default)s)"},
 }
+"""Arguments of compare, as below those of other commands."""
 REPEATED = {"action": "append", "default": []}
+"""Keywords of an option that may be given several times."""
 EXPORT: Options = {
     "run": {"metavar": "FOLDER", "help": "of a run, with --step; a final/ or hub id, with --merge"},
     "--step": {"type": int, "metavar": "N", "help": "an iteration of PPO or an optimizer step"},
@@ -64,6 +69,7 @@ SERVE: Options = {
 PROTOCOL = """POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]}
 and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The
 traffic is not encrypted."""
+"""What the help of serve-reward says about its protocol."""
 SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 """Configuration keys on the axes of the parallel coordinates, unless others are given."""
 DASHBOARD: Options = {
@@ -174,13 +180,14 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
 
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
-    asks = {key: x for key, x, _ in checkpoint.config_faults(tree) if "attn_implem" in key}
-    asks |= {
-        key: value
-        for key, value in folders.flatten(tree).items()
-        if key.rpartition(".")[2] == "trust_remote_code" and value is not False
-    }
-    for key, value in asks.items():
+    faults = checkpoint.config_faults(tree)
+    asks = [(key, value) for key, value, _ in faults if "attn_implementation" in key]
+    sections = [("", tree)]
+    for prefix, section in sections:  # which grows
+        sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
+        if section.get("trust_remote_code", False) is not False:
+            asks.append((f"{prefix}trust_remote_code", section["trust_remote_code"]))
+    for key, value in asks:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"
@@ -252,12 +259,21 @@ def merge_final(source: str, out: Path | None, dtype: DType, trusted: bool) -> N
     if out.resolve().parent != here.parent:
         parents = {name: str((here / path).resolve()) for name, path in manifest.parents.items()}
         manifest = replace(manifest, parents=parents)
-    stage, below = find_stage(manifest.stage), build_roles.fingerprint(final, "below")
-    kind, title = "prompts" if stage is None else stage.data, f"{manifest.stage}, merged"
-    run = here.parent if here.name == folders.FINAL else None
-    chat, license = ChatFormat(tokenizer, template_kwargs), license_of(final.path)
-    where = out, roles, head or POLICY, chat
-    write_model(*where, manifest, title, kind, license, run, head=head, below=below, dtype=stored)
+    stage = find_stage(manifest.stage)
+    write_model(
+        folder=out,
+        roles=roles,
+        role=head or POLICY,
+        chat=ChatFormat(tokenizer, template_kwargs),
+        manifest=manifest,
+        title=f"{manifest.stage}, merged",
+        kind="prompts" if stage is None else stage.data,
+        license=license_of(final.path),
+        run=here.parent if here.name == folders.FINAL else None,
+        head=head,
+        below=build_roles.fingerprint(final, "below"),
+        dtype=stored,
+    )
     print_line(f"merged, {dtype}: {out}")
 
 
@@ -348,7 +364,7 @@ def dashboard(arguments: Sequence[str]) -> None:
         raise ConfigError(f"W&B did not save the workspace in {given.project}: {error}") from error
 
 
-def build_workspace(entity: str, project: str, name: str, swept: Sequence[str] = SWEPT) -> Any:
+def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) -> Workspace:
     """Return the `Workspace`, not saved yet; nothing is asked of a server.
 
     Raises ModuleNotFoundError where wandb-workspaces is not installed.

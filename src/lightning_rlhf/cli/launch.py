@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -24,6 +24,9 @@ from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, requ
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
@@ -72,12 +75,13 @@ def run_command(
     Raises Stopped afterwards if a signal came.
     """
     received: list[int] = []
+    early: list[int] = []  # that came before there was a process
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
         received.append(signum)
-        if process is not None:
-            process.send_signal(signal.SIGTERM if signum == signal.SIGUSR2 else signum)
+        passed = signal.SIGTERM if signum == signal.SIGUSR2 else signum
+        early.append(passed) if process is None else process.send_signal(passed)
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)
@@ -87,8 +91,8 @@ def run_command(
     options |= {"process_group": 0, "preexec_fn": partial(end_with, os.getpid())}
     try:
         process = subprocess.Popen(command, env={**os.environ, **environment}, **options)
-        if received:  # before there was a process
-            process.terminate()
+        for signum in early:
+            process.send_signal(signum)
         is_told = False
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -122,11 +126,12 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     Raises: Stopped where a signal ended it, RLHFError where a process was killed, PrintedError
         where one failed with a message, and SystemExit where one failed otherwise.
     """
+    trainer, trains = settings.trainer, settings.definition.trains
+    here = "1, as this command starts processes on this machine alone"
+    ways = f"{here}; or torchrun or srun on each machine (docs/scaling.md)"
+    require(trainer.num_nodes == 1, "trainer.num_nodes", trainer.num_nodes, ways)
     from lightning_rlhf.runs.accelerator import check_devices  # which imports torch
 
-    trainer, trains = settings.trainer, settings.definition.trains
-    ways = "torchrun or srun on each machine (docs/scaling.md); this command starts 1 alone"
-    require(trainer.num_nodes == 1, "trainer.num_nodes", trainer.num_nodes, ways)
     check_devices(settings, trainer.devices)
     decided = {
         "resume": str(settings.resume).lower(),
@@ -155,13 +160,12 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
         sys.exit(max(statuses.values()))
 
 
-def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
     """Run `python command` in several processes.
 
     said: message to print at the first signal, with a place for its name.
 
-    Returns: rank -> the launcher's `ProcessFailure`, for the processes that failed; an exit status
-        below 0 is a signal's number.
+    Returns: rank -> failure of a process; an exit status below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended, and
         RLHFError where they do not meet.

@@ -5,6 +5,7 @@ import io
 import logging
 import os
 import pkgutil
+import re
 import shlex
 import signal
 import sys
@@ -57,8 +58,8 @@ def main() -> None:
     try:
         if first in arguments.COMMANDS:
             module, name = arguments.COMMANDS[first], first.replace("-", "_")
-            # A shell leaves ~ as it is in --out=~/page.html.
-            rest = ["=".join(map(os.path.expanduser, word.split("=", 1))) for word in rest]
+            home = os.path.expanduser("~")  # a shell leaves ~ as it is in --out=~/page.html
+            rest = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: x[0][:-1] + home, w) for w in rest]
             # What the folders that it reads name is not run.
             with code_of_command(), full_disk_told():
                 pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
@@ -152,12 +153,10 @@ def compose(cfg: DictConfig) -> str | None:
     except Exception as error:
         is_ours = isinstance(error, errors.RLHFError)
         text = str(error) if is_ours else f"{type(error).__name__}: {error}"
-        message, trace = (
-            visible(arguments.without_secrets(x, secrets=secrets))
-            for x in (text, traceback.format_exc())
-        )
+        message = visible(arguments.without_secrets(text, secrets=secrets))
         if not is_ours or cfg.get("debug") is True:
             # Printed here, since Hydra would also print the overrides, with passwords in them.
+            trace = visible(arguments.without_secrets(traceback.format_exc(), secrets=secrets))
             print(trace, file=sys.stderr, end="")
         if is_ours and not is_apart and not isinstance(error, errors.PrintedError):
             is_cut_off = isinstance(error, errors.RewardError | errors.StorageError)

@@ -9,7 +9,6 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,6 +37,8 @@ from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
 
 Words = Annotated[tuple[str, ...], Field(strict=False), described("a list of texts")]
+Stages = Mapping[str, Settings]
+"""Settings of each step, in their order."""
 OWN = ("recipe", "resume", "overwrite")
 """Keys that the recipe reads itself and does not pass to its stages."""
 FOLDER = "{folder}"
@@ -71,16 +72,16 @@ class Promise:
         value, interval = (None, None) if found is None else (found.value, found.interval)
         if found is not None and self.gain is not None:
             value, interval = found.gain, found.gain_interval
-        row = partial(
-            PromiseRow, stage=self.stage, metric=self.metric, promised=f"{words} {bound:g}"
-        )
-        if value is None:
-            return row(measured="not measured", verdict="broken")
-        compare = operator.ge if self.at_most is None else operator.le
-        is_within = any(compare(x, bound) for x in interval or ())
-        verdict: Kept = "within noise" if is_within else "broken"
-        measured = f"{value:.3f}{interval_text(interval)}"
-        return row(measured=measured, verdict="kept" if compare(value, bound) else verdict)
+        measured = "not measured"
+        verdict: Kept = "broken"
+        if value is not None:
+            measured = f"{value:.3f}{interval_text(interval)}"
+            holds = operator.ge if self.at_most is None else operator.le
+            if holds(value, bound):
+                verdict = "kept"
+            elif any(holds(x, bound) for x in interval or ()):
+                verdict = "within noise"
+        return PromiseRow(self.stage, self.metric, f"{words} {bound:g}", measured, verdict)
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -111,6 +112,9 @@ class Recipe:
         for key, steps in (("steps", self.steps), ("promises", [x.stage for x in self.promises])):
             for step in steps:
                 rule(step in self.stages, key, step, ", ".join(self.stages))
+        for first in self.stages[:1]:
+            for word in self.steps.get(first, ()):
+                rule(FOLDER not in word, f"steps.{first}", word, f"no {FOLDER} in the first step")
 
 
 def run(name: str, cfg: DictConfig, given: Sequence[str]) -> None:
@@ -153,15 +157,17 @@ def read_recipe(folder: Path) -> Recipe:
 
 
 def settings_of(
-    recipe: Recipe, given: Sequence[str], job: str | None
-) -> tuple[dict[str, Settings], dict[str, Sequence[str]], Path]:
+    recipe: Recipe, given: Sequence[str], job: Any, folder: Path | None = None
+) -> tuple[Stages, Mapping[str, Sequence[str]], Path]:
     """Return settings and overrides of each step, and the folder that holds their folders.
 
     They are composed from the same file as the recipe's; a program has those of PPO.
 
     given: overrides of the user; job: job of a sweep that the run is, None for none.
+    folder: folder that overrides of a step may name; None = that of the run they describe.
     """
-    stages, words, folder = dict[str, Settings](), dict[str, Sequence[str]](), None
+    stages, words = dict[str, Settings](), dict[str, Sequence[str]]()
+    job = None if job is None else str(job)
     sources = [word for word in own_configs() if not word.startswith("--")]
     for step in recipe.stages or ("ppo",):
         words[step] = step_overrides(recipe, step, given, job, folder)
@@ -205,10 +211,10 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
 
     The results are samples before and after, and the compute.
     """
-    job = None if cfg.job is None else str(cfg.job)
-    stages, words, folder = settings_of(recipe, given, job)
+    stages, words, folder = settings_of(recipe, given, cfg.job)
     nodes = max(settings.trainer.num_nodes for settings in stages.values())
-    ways = "1 for a recipe; one stage a command runs on several machines (docs/scaling.md)"
+    here = "1, as a recipe runs its stages on this machine alone"
+    ways = f"{here}; or one stage a command on several machines (docs/scaling.md)"
     require(nodes == 1, "trainer.num_nodes", nodes, ways)
     with Working("looking through the data"):  # so that its errors show before any training
         for settings in stages.values():
@@ -235,19 +241,21 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
     last = words[recipe.stages[-1]][1:]
     options = "".join(f" {shlex.quote(word)}" for word in [*own_configs(), *last])
-    for line in recipe.next if job is None else ():
+    for line in recipe.next if cfg.job is None else ():
         line = line.replace("python train.py", arguments.program_name())
         print_line(line.replace(FOLDER, str(folder)).replace("{given}", options))
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     # They are made for the recipe's own model and data.
-    is_made = not {"model", "data"} & {key_of(word).partition(".")[0] for word in given}
+    written, _, _ = settings_of(recipe, (), None, folder)
+    used = [(settings.model.name, settings.data) for settings in stages.values()]
+    is_made = used == [(settings.model.name, settings.data) for settings in written.values()]
     results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
     rows = [one.row(results[one.stage].get(one.metric)) for one in recipe.promises if is_made]
     compare.keep_recipe(folder, [*places.values()], rows if is_made else None)
     print_line(f"report: {compare.write_report(folder)}")
     if is_made:
-        check_promises(recipe.title, rows, stages, given)
+        check_promises(recipe.title, rows, stages, written)
 
 
 def data_of_run(settings: Settings, folder: Path) -> Path | None:
@@ -261,11 +269,7 @@ def data_of_run(settings: Settings, folder: Path) -> Path | None:
 
 
 def run_steps(
-    stages: Mapping[str, Settings],
-    words: Mapping[str, Sequence[str]],
-    folder: Path,
-    *,
-    start_over: bool,
+    stages: Stages, words: Mapping[str, Sequence[str]], folder: Path, *, start_over: bool
 ) -> list[str]:
     """Run the stages that are not finished, with start_over all. Return those that were run.
 
@@ -298,12 +302,11 @@ def run_steps(
     return ran
 
 
-def check_promises(
-    title: str, rows: Sequence[PromiseRow], stages: Mapping[str, Settings], given: Sequence[str]
-) -> None:
+def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, written: Stages) -> None:
     """Print the promises of a recipe.
 
-    title: title of the recipe; stages: settings of its steps; given: overrides of the user.
+    title: title of the recipe; stages: settings of its steps; written: the same without the
+        overrides of the user.
 
     Raises RLHFError where a promise is broken and the recipe was run unchanged.
     """
@@ -311,10 +314,10 @@ def check_promises(
     columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
     table = Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
-    free = ("seed", *(key for x in stages.values() for key in folders.volatile(x.definition)))
-    prefixes = tuple(f"{key}." for key in free)
-    changed = [word for word in own_configs() if word.startswith("--config-name")]
-    changed += [key for key in map(key_of, given) if not f"{key}.".startswith(prefixes)]
+    changed = dict[str, None]()
+    for step, found in stages.items():
+        free = "seed", *folders.volatile(found.definition)
+        changed |= dict.fromkeys(folders.differing_keys(found.tree, written[step].tree, free))
     broken = [row for row in rows if row.verdict == "broken"]
     if broken and not changed:
         told = "; ".join(f"{x.metric} is {x.measured}, promised: {x.promised}" for x in broken)
@@ -335,22 +338,17 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
         if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
-    stages, _, _ = settings_of(recipe, given, None if cfg.job is None else str(cfg.job))
+    stages, _, _ = settings_of(recipe, given, cfg.job)
+    written, _, _ = settings_of(recipe, (), cfg.job)
     settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, file.parent.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)
     torch.set_num_threads(1)
-    rows = []
+    rows, name = [], program.__name__
     for claim in program.main(settings.config, settings.seed, out):
         promised = f"{claim.at_least:g} to {claim.at_most:.3g}"
-        row = PromiseRow(
-            stage=program.__name__,
-            metric=claim.text,
-            promised=promised,
-            measured=f"{claim.measured:.3f}",
-            verdict="kept" if claim.holds else "broken",
-        )
-        rows.append(row)
-    for line in (f"picture: {out / program.__name__}.png", *recipe.next):
+        verdict: Kept = "kept" if claim.holds else "broken"
+        rows.append(PromiseRow(name, claim.text, promised, f"{claim.measured:.3f}", verdict))
+    for line in (f"picture: {out / name}.png", *recipe.next):
         print_line(line)
-    check_promises(recipe.title, rows, stages, given)
+    check_promises(recipe.title, rows, stages, written)

@@ -64,7 +64,7 @@ def replay(arguments: Sequence[str]) -> None:
         row = rows[number]
         score, end = with_sign(row["score"]), "ended" if row["ended"] else "cut off"
         parts = [f"{name} {with_sign(x)}" for name, x in row["parts"].items()]
-        told = [f"response {number}: score {score}", *parts * (len(parts) > 1)]
+        told = [f"response {number}: score {score}", *(parts if len(parts) > 1 else ())]
         told += [counted(len(row["token_texts"]), "token"), end]
         told += [f"KL {with_sign(sum(row['kl']))} nats"]
         names = [name for name in COLUMNS if name in row]

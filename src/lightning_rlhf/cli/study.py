@@ -170,12 +170,11 @@ class Trials:
         now += [f"{KEY}.{key}={getattr(config, key)}" for key in ("metric", "direction")]
         was = self.study.user_attrs[FIXED] if self.study.trials else now
         if was != now:
-            old, new = (
-                [x for x in one if x not in other] for one, other in ((was, now), (now, was))
-            )
+            old = " ".join(word for word in was if word not in now) or "defaults"
+            new = " ".join(word for word in now if word not in was) or "defaults"
             raise ConfigError(
-                f"the study {self.name} has trials of {' '.join(old) or 'defaults'}, not of "
-                f"{' '.join(new) or 'defaults'}; allowed: the same values and choices, or "
+                f"the study {self.name} has trials of {old}, not of {new}; allowed: the same "
+                "values and choices, or "
                 f"{KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)

@@ -300,10 +300,10 @@ class Jobs:
         """Show table, failed jobs, and the page that compares the runs; return the exit status."""
         if not self.results:
             return 0
+        names = [Path(job.folder).name for job in self.results if job.folder]
         if self.goal is not None:
             self.results.sort(key=partial(merit, self.goal), reverse=True)
         places = [Path(job.folder) for job in self.results if job.folder]
-        names = [place.name for place in places]
         stage = "ppo" if "ppo" in names or not names else names[0]
         known = find_stage(stage)
         goal = self.goal or next(iter(() if known is None else known.goal), None)

@@ -182,10 +182,11 @@ def unknown_key(key: str, known: Collection[str], prefix: str, node: Mapping[Any
     known: keys of the section `node`.
     prefix: name of the section and a dot; empty for the whole configuration.
     """
-    parts = {name: part for name, part in node.items() if name in known}
-    sections = [name for name, part in parts.items() if isinstance(part, Mapping) and key in part]
-    own = [name for name in sections if name == node.get("stage")]  # as sft.lr for lr
-    meant = [f"{name}.{key}" for name in own or sections]
+    parts = {n: part for n, part in node.items() if n in known and isinstance(part, Mapping)}
+    stage = str(node.get("stage"))  # as sft.lr for lr, or ppo.rollout_batch_size for batch_size
+    own = [inner for inner in parts.get(stage, ()) if f"_{inner}".endswith(f"_{key}")]
+    meant = [f"{stage}.{inner}" for inner in ([key] if key in own else own)]
+    meant = meant or [f"{name}.{key}" for name, part in parts.items() if key in part]
     meant = meant or difflib.get_close_matches(key, known, n=1)
     names = " or ".join(prefix + name for name in meant)
     hint = f"did you mean {names}?" if meant else f"allowed: {', '.join(sorted(known))}"

@@ -98,8 +98,7 @@ def masked_rescale(x: Float[Tensor, "*n"], mask: Bool[Tensor, "*n"]) -> Float[Te
 
         (x - mean) / sqrt(var + 1e-8) + mean
 
-    Returns 0 on padding. Source: Huang et al. 2024, detail 24,
-    https://arxiv.org/abs/2403.17031
+    Returns 0 on padding. Source: Huang et al. 2024, detail 24, https://arxiv.org/abs/2403.17031
     """
     mean, _ = masked_moments(x, mask)
     return torch.where(mask, masked_whiten(x, mask) + mean, 0)

@@ -91,10 +91,10 @@ class Demonstrations(Record):
     tokens: Int[Tensor, "B S"]
     """Prompt then response; any id on padding."""
     mask: Bool[Tensor, "B S"]
-    """True on prompt and response."""
+    """True on prompt and response; on the CPU."""
     target_mask: Bool[Tensor, "B S"]
     """True on the tokens to be predicted: the response with its end token, and with
-    data.train_on=all what the assistant wrote in the prompt."""
+    data.train_on=all what the assistant wrote in the prompt; on the CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,11 +106,13 @@ class Preferences(Record):
     chosen: Int[Tensor, "B S"]
     """Prompt then preferred response, right-padded."""
     chosen_mask: Bool[Tensor, "B S"]
+    """True on prompt and response; on the CPU."""
     rejected: Int[Tensor, "B R"]
     """Prompt then the other response, right-padded."""
     rejected_mask: Bool[Tensor, "B R"]
+    """True on prompt and response; on the CPU."""
     prompt_tokens: Int[Tensor, " B"]
-    """Number of tokens of the prompt, with which both sides begin."""
+    """Number of tokens of the prompt, with which both sides begin; on the CPU."""
     margin: Float[Tensor, " B"]
     """Margin of the preferred response in the data; 0 where the data have none."""
     draws: Float[Tensor, "B H"] | None = None

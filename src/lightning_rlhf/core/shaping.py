@@ -64,9 +64,8 @@ class ScoreMoments:
     def including(self, scores: Scores | Experience) -> ScoreMoments:
         """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
-        return ScoreMoments(
-            self.whole.including(scores.score), tuple(seen.including(part) for seen, part in parts)
-        )
+        components = tuple(moments.including(part) for moments, part in parts)
+        return ScoreMoments(self.whole.including(scores.score), components)
 
 
 AS_IT_IS = (Term(name="reward", weight=1.0, normalization="none", clip=None),)

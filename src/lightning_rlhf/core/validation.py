@@ -25,8 +25,7 @@ _SIGNS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 
 def _usable(text: str) -> str:
     """Return `text` if it can name a file, a folder or a model: one that is not empty, without
-    control characters, and no longer than file systems allow.
-    """
+    control characters, and no longer than file systems allow."""
     parts = text.encode(errors="replace").split(b"/")
     is_plain = text.strip() and not re.search(r"[\x00-\x1f\x7f\ud800-\udfff]", text)
     if not is_plain or max(map(len, parts)) > 255:

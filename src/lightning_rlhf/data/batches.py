@@ -9,7 +9,7 @@ import marshal
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from functools import cached_property
+from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any, Literal
 
@@ -149,9 +149,8 @@ class StageData(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the schedule to start after the batches that were trained on.
 
-        Raises:
-            CheckpointError: the data or the order of the batches differ from those of the
-                interrupted run.
+        Raises CheckpointError: the data or the order of the batches differ from those of the
+        interrupted run.
         """
         before = state_dict["digests"]
         if changed := [key for key, value in self._facts.items() if before.get(key) != value]:
@@ -242,7 +241,5 @@ def pad(
     """Return the rows padded to the longest, and the mask that is True on real tokens."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]
-    return (
-        pad_sequence(tokens, batch_first=True, padding_value=pad_id, padding_side=side),
-        pad_sequence(real, batch_first=True, padding_value=False, padding_side=side),
-    )
+    padded = partial(pad_sequence, batch_first=True, padding_side=side)
+    return padded(tokens, padding_value=pad_id), padded(real, padding_value=False)

@@ -56,9 +56,8 @@ class ChatFormat:
                 it.
             template_kwargs: extra variables for the chat template.
 
-        Raises:
-            ConfigError: the template fails, or drops or rewrites the text of a turn, or no token
-                can end a response, or `template_kwargs` has a name that the template never sees.
+        Raises ConfigError: the template fails, or drops or rewrites the text of a turn, or no token
+        can end a response, or `template_kwargs` has a name that the template never sees.
         """
         taken = {*signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
         names = ", ".join(sorted(taken & template_kwargs.keys()))
@@ -72,9 +71,8 @@ class ChatFormat:
         """Last token of every response, which is the template's end-of-turn marker, else the eos
         token; and the text of the marker, None if the template has none."""
         eos = tokenizer.eos_token_id
-        self.end_token_ids = tuple(
-            dict.fromkeys(token for token in (self.end_token_id, eos) if token is not None)
-        )
+        ends = [self.end_token_id] if eos is None else [self.end_token_id, eos]
+        self.end_token_ids = tuple(dict.fromkeys(ends))
         """Tokens that end a response in generation, `end_token_id` first."""
         pad = tokenizer.pad_token_id
         self.pad_token_id: int = self.end_token_ids[-1] if pad is None else pad
@@ -86,8 +84,7 @@ class ChatFormat:
         A string is treated as one user message. Without a message, it is the token with which a
         text starts: bos, else the eos of the text before it.
 
-        Raises:
-            DataError: the chat template rejects these messages, or leaves out calls of tools.
+        Raises DataError: the chat template rejects these messages, or leaves out calls of tools.
         """
         if not prompt:
             bos = self.tokenizer.bos_token_id
@@ -151,7 +148,7 @@ class ChatFormat:
         name = self.tokenizer.name_or_path
         question, answer = (message.content for message in _SENTINELS)
         try:
-            _, _, rest = self.render(_SENTINELS).partition(question)
+            _, asked, rest = self.render(_SENTINELS).partition(question)
         except Exception as error:
             raise ConfigError(
                 f"the chat template of tokenizer {name!r} fails on a user and an assistant turn: "
@@ -159,9 +156,10 @@ class ChatFormat:
             ) from error
         _, found, after = rest.partition(answer)
         if not found:
+            lost = "the assistant's" if asked else "the user's"
             raise ConfigError(
-                f"the chat template of tokenizer {name!r} does not write the text of a user and an "
-                "assistant turn; give the tokenizer a template that writes every turn as it is"
+                f"the chat template of tokenizer {name!r} does not write {lost} text as it is, in "
+                "a user and an assistant turn; give the tokenizer a template that writes every turn"
             )
         marker = self._encode(after.lstrip())[:1]
         added = self.tokenizer.added_tokens_decoder

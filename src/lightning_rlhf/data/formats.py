@@ -65,8 +65,7 @@ def flag_in(row: rows.Row, field: str) -> bool:
 
 def native(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt"}, with "response" or with "chosen" and "rejected", whole dialogues {"chosen",
-    "rejected"}, or {"messages"}.
-    """
+    "rejected"}, or {"messages"}."""
     order = _ORDER[kind]
     fields = [field for field in order if field in row]
     if not fields or (kind == "preferences" and len(fields) < 2):
@@ -107,8 +106,7 @@ def _alpaca(row: rows.Row, kind: Kind) -> Found:
 
 def _sharegpt(row: rows.Row, kind: Kind) -> Found:
     """Read {"conversations": [{"from", "value"}, ...]} from the first turn of the user on, and for
-    demonstrations to the last of the assistant.
-    """
+    demonstrations to the last of the assistant."""
 
     def renamed(turn: Any) -> Any:
         if not isinstance(turn, dict) or not {"from", "value"} <= turn.keys():
@@ -132,8 +130,7 @@ def _sharegpt(row: rows.Row, kind: Kind) -> Found:
 
 def _ultrafeedback(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "chosen", "rejected", "score_chosen", "score_rejected"}; the margin is the
-    difference of the scores.
-    """
+    difference of the scores."""
     if kind == "prompts":
         return native(row, kind)
     if all(isinstance(row[side], list) and len(row[side]) > 1 for side in ("chosen", "rejected")):
@@ -150,8 +147,7 @@ def _ultrafeedback(row: rows.Row, kind: Kind) -> Found:
 
 def _shp(row: rows.Row, kind: Kind) -> Found:
     """Read {"history", "human_ref_A", "human_ref_B", "labels", "score_ratio"}; labels 1: A is
-    preferred; the margin is the logarithm of the ratio of the scores.
-    """
+    preferred; the margin is the logarithm of the ratio of the scores."""
     prompt = (rows.Message("user", rows.text_in(row, "history")),)
     if kind == "prompts":
         return prompt
@@ -188,8 +184,7 @@ def _tldr(row: rows.Row, kind: Kind) -> Found:
 
 def _helpsteer(row: rows.Row, kind: Kind) -> Found:
     """Read {"prompt", "response", "helpfulness"}, or two responses and a preference, below 0 where
-    the first is better.
-    """
+    the first is better."""
     if "response1" in row:
         prompt = rows.turns_in(row["context"], "context")
         sides, strength = ("response1", "response2"), "overall_preference"
@@ -287,16 +282,17 @@ class Format:
 _SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
 _RM: tuple[Kind, ...] = ("preferences", "prompts")
 _ALL: tuple[Kind, ...] = get_args(Kind)
-_PPO: tuple[Kind, ...] = ("prompts",)
+_PROMPTS: tuple[Kind, ...] = ("prompts",)
 _POST, _SCORES = "subreddit title post", "score_chosen score_rejected"
+# Columns of a row: those that it must have, those that are also read, and those that prompts need.
 FORMATS = tuple(
-    Format(name, function, kinds, *(tuple(names.split()) for names in columns))
-    for name, function, kinds, *columns in (
+    Format(name, function, kinds, tuple(columns.split()), tuple(also.split()), tuple(asked.split()))
+    for name, function, kinds, columns, also, asked in (
         ("native", native, _SFT, "prompt response", "", ""),
         ("native", native, _SFT, "messages", "", ""),
         ("native", native, _ALL, "chosen rejected", "margin", ""),
         ("native", native, _SFT, "chosen", "", ""),
-        ("native", native, _PPO, "prompt", "", ""),
+        ("native", native, _PROMPTS, "prompt", "", ""),
         ("alpaca", _alpaca, _SFT, "instruction output", "input", "instruction"),
         ("sharegpt", _sharegpt, _SFT, "conversations", "", ""),
         ("messages", _messages, _SFT, "messages", "", ""),

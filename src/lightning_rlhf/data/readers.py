@@ -62,9 +62,8 @@ def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     split, key = getattr(config, kind), f"data.{kind}"
     if split.train is None:
         raise ConfigError(f"{key}.train is not set; {formats.NEEDS[kind]}: {key}.train=path.jsonl")
-    for part in ("train", "val"):  # before rows are read
-        if (source := getattr(split, part)) is not None:
-            _path_of(source, f"{key}.{part}")
+    for part in ("train",) if split.val is None else ("train", "val"):  # before rows are read
+        _path_of(getattr(split, part), f"{key}.{part}")
     options = (config.on_bad_row, config.format, config.columns)
     whole = read(kind, split.train, *options)
     if split.val is not None:
@@ -200,8 +199,8 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
             what = "is no file" if path.exists() else "does not exist"
             raise DataError(f"{name}: {source} {what}")
         return path
-    is_file = path.exists() or path.suffix in (".tsv", ".gz", ".arrow", ".zip")
-    if is_file or not _HUB_ID.fullmatch(source.partition(":")[0]):
+    hub_id, is_file = source.partition(":")[0], path.suffix in (".tsv", ".gz", ".arrow", ".zip")
+    if is_file or path.exists() or Path(hub_id).exists() or not _HUB_ID.fullmatch(hub_id):
         allowed = f"a file ending in {', '.join(ENDINGS)}, or a hub data set org/name[:split]"
         raise DataError(f"{name} is {source!r}; allowed: {allowed}")
     return None
@@ -272,8 +271,10 @@ def _lines(path: Path, *, blank: bool = False) -> Iterator[tuple[int, str]]:
 
 def _text_row(line: str) -> rows.Row | rows.BadRow:
     """Return the row {"text"} of a line; a BadRow if it is not UTF-8."""
-    if not line.isascii() and _NO_UTF8.search(line):
-        return rows.BadRow("not UTF-8", "allowed: UTF-8, not UTF-16 or such")
+    if not line.isascii() and (found := _NO_UTF8.search(line)):
+        byte = len(line[: found.start()].encode()) + 1
+        where = f"at byte {byte} of the line; allowed: UTF-8, not UTF-16 or such"
+        return rows.BadRow("not UTF-8", where)
     return {"text": line.rstrip("\r\n")}
 
 

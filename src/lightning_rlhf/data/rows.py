@@ -175,8 +175,7 @@ def paired(read: Rows[Scored]) -> Rows[Preference]:
 
 def prompt_row(messages: Messages) -> dict[str, Any]:
     """Return a prompt as rewards and judges read it: as text, and as its turns."""
-    turns = [message.as_dict() for message in messages]
-    return {"prompt": prompt_text(messages), "messages": turns}
+    return {"prompt": prompt_text(messages), "messages": [turn.as_dict() for turn in messages]}
 
 
 def prompt_text(messages: Messages) -> str:
@@ -264,7 +263,7 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
         return (Message(plain, checked_text(value, field)),)
     if not isinstance(value, list) or not value:
         found = f"found {quoted(value)[:100]}"
-        raise BadRow(f"field '{field}' is neither text nor a list of messages", found)
+        raise BadRow(f"field '{field}' is neither text nor a list of one message or more", found)
     last = len(value) - 1
     return tuple(_message(turn, field, f"{field}[{i}]", i == last) for i, turn in enumerate(value))
 
@@ -272,8 +271,8 @@ def turns_in(value: Any, field: str, plain: Role | None = None) -> Messages:
 def _message(turn: Any, field: str, place: str, is_last: bool) -> Message:
     """Return a turn; only before the last may calls of tools stand for the text."""
     if not isinstance(turn, dict) or "role" not in turn:
-        found = f"{place} is {quoted(turn)[:200]}"
-        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', found)
+        found = f"has keys {quoted([*turn])}" if isinstance(turn, dict) else f"is {quoted(turn)}"
+        raise BadRow(f'a turn of \'{field}\' is not {{"role", "content"}}', f"{place} {found}")
     role, content = turn["role"], turn.get("content")
     if role not in get_args(Role):
         known = f"known are {', '.join(get_args(Role))}"

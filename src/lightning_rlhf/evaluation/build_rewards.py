@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,8 +152,7 @@ def text_reward(
 ) -> Callable[..., weighted.TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
-    final: folder of the model.
-    Raises an RLHFError where the section does not fit the model.
+    final: folder of the model. Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
     moments, base = (0.0, 1.0), None
@@ -224,8 +224,8 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     overrides: `reward.KEY=VALUE`, keys of conf/reward/model.yaml that set how the model reads text.
     """
     final = checkpoint.find(source, "final")
-    allowed = "reward.KEY=VALUE, of the keys that a server reads; the others, as "
-    allowed += f"{', '.join(NOT_SERVED[2:])}, belong to the run that asks"
+    others = f"the others, as {', '.join(NOT_SERVED[2:])}, belong to the run that asks"
+    allowed = f"reward.KEY=VALUE, of the keys that a server reads; {others}"
     for word in overrides:
         key = re.match(r"reward\.(\w+)=", word)
         require(key is not None and key[1] not in NOT_SERVED, "an option", word, allowed)
@@ -260,8 +260,8 @@ def critic_start(settings: stage.Settings) -> tuple[str, kinds.HeadConfig]:
     """
     heads = [(n, part) for n, part in settings.reward.items() if isinstance(part, kinds.HeadConfig)]
     fits = [head.normalization != "running" and head.weight != 0 for _, head in heads]
-    allowed = "zero, or a reward with one component of kind head, whose normalization is none or "
-    allowed += f"stored and whose weight is not 0; there are {len(heads)} of that kind"
+    words = "one component of kind head, with normalization none or stored and a weight not 0"
+    allowed = f"zero, or a reward with {words}; there are {len(heads)} of that kind"
     require(fits == [True], "ppo.critic_init", "reward", allowed)
     return heads[0]
 
@@ -285,8 +285,7 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, che
     """Return the verdicts of fitness reports on the reward, by component, and print them.
 
     They are those of stage=rm on its models and, where there is none on the whole reward, that of
-    stage=eval_reward of the run.
-    A component of weight 0 is never refused: it is not paid.
+    stage=eval_reward of the run. A component of weight 0 is never refused: it is not paid.
 
     Raises ConfigError where a model is unfit and its key `unfit` is refuse; never unless `refuses`.
     """
@@ -338,14 +337,19 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
 
 
 def code_of(settings: stage.Settings) -> dict[str, str]:
-    """Return the hash of the code of each function of the reward that is in a file, by component.
-
-    That of a package is not read: its modules are not imported before the reward is.
-    """
+    """Return the hash of the file of each function of the reward, by component."""
     found = {}
     for name, config in settings.reward.items():
         if isinstance(config, kinds.FunctionConfig):
-            file = Path(os.path.expanduser(config.path.rpartition(":")[0]))
-            code = file.read_bytes() if file.is_file() else b""
+            where = os.path.expanduser(config.path.rpartition(":")[0])
+            file = Path(where) if where.endswith(".py") else file_of_module(where)
+            code = file.read_bytes() if file is not None and file.is_file() else b""
             found[name] = hashlib.sha256(code).hexdigest()
     return found
+
+
+def file_of_module(name: str) -> Path | None:
+    """Return the file of a module, of which no package is imported; None where there is none."""
+    inside = name.replace(".", "/")
+    files = (Path(place, inside + end) for place in sys.path for end in ("/__init__.py", ".py"))
+    return next(filter(Path.is_file, files), None)

@@ -336,9 +336,7 @@ class EvalReward(stage.Stage):
         texts = [prompt_row(pair.prompt) for pair in pairs]
         with Working("scoring SFT samples", config.samples) as working:
             shown = working.track(rollouts, lambda one: len(one.tokens))
-            decoded = (
-                collector.decode_responses(one.to(run.device), texts, run.chat) for one in shown
-            )
+            decoded = (collector.decode_responses(x.to(run.device), texts, run.chat) for x in shown)
             parts = torch.cat([divided(reward, some, run.replicas) for some in decoded])
         moments = [shaping.NO_SCORES.including(part) for part in parts.unbind(dim=1)]
 

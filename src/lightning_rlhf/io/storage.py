@@ -151,13 +151,14 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
 def full_disk_told(path: Path | None = None, needs: str = ";") -> Iterator[None]:
     """Raise StorageError in place of a system error about missing space for a file of the block.
 
-    path: the file, where the block writes a single one; the system's error often does not name it.
+    path: what the block writes, where it is a single one; the system's error may name a part of it.
     needs: text between what happened and how to continue, on the size of the file.
     """
     try:
         yield
     except Exception as error:
-        if isinstance(error, StorageError) or (number := full_disk(error)) is None:
+        is_told = path is None and isinstance(error, StorageError)
+        if is_told or (number := full_disk(error)) is None:
             raise
         file = path or getattr(error, "filename", None)
         room, limit = "make room", resource.getrlimit(resource.RLIMIT_FSIZE)[0]

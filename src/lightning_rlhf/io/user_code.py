@@ -79,8 +79,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         what: kind of the object, one of FORMS, for the error.
         is_one: function that returns whether an object is of that kind.
 
-    Raises:
-        ConfigError: where `source` does not lead to such an object.
+    Raises ConfigError where `source` does not lead to such an object.
     """
     source = permitted(source, key)
     where, _, name = source.rpartition(":") if isinstance(source, str) else ("", "", "")
@@ -99,8 +98,9 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     found = {n: x for n, x in vars(module).items() if is_one(x)}
     if name in found:
         return found[name]
-    imported = {n for n, x in found.items() if callable(x) and x.__module__ != module.__name__}
-    there = sorted(n for n in found.keys() - imported if n[0] != "_")
+    own = module.__name__
+    others = {n for n, x in found.items() if callable(x) and getattr(x, "__module__", None) != own}
+    there = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
     raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
 

@@ -22,12 +22,13 @@ from lightning_rlhf.core.masking import upload
 from lightning_rlhf.kernels import layers
 from lightning_rlhf.kernels.lora import is_plain_lora
 
-TRUNKS = {"LlamaModel": "Llama", "Qwen2Model": "Qwen2", "Qwen3Model": "Qwen3"}
-TRUNKS["Qwen3_5TextModel"] = "Qwen3_5"
+_NAMES = ("Llama", "Qwen2", "Qwen3")
+TRUNKS = {f"{name}Model": name for name in _NAMES} | {"Qwen3_5TextModel": "Qwen3_5"}
 """Class of a trunk -> family. Such a trunk only calls its layers one after another and passes a
 packing on to them. A class derived from one of these may compute something else."""
 ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
-"""Names of the known attention classes; the last one also has a gate."""
+"""Names of the known attention classes: projections, norms of queries and keys, rotary embeddings,
+and a gate in the last."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
 COLUMNS = 16  # multiple to which rows are lengthened with few_shapes

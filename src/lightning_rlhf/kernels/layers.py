@@ -21,7 +21,8 @@ GATED = "Qwen3_5Attention"
 """Name of the attention class that also projects a gate for each query."""
 ROWS = 64  # multiple of the rows of activations; half of it makes twice as many shapes
 WORTH, FEWEST = 2**23, 4
-"""Fewest multiplications, rows and columns for which what oneDNN keeps of each shape pays."""
+"""Fewest multiplications, and fewest rows and columns of a matrix, of a product for oneDNN: smaller
+ones save too little for what it keeps of each shape."""
 
 
 @cache
@@ -160,8 +161,10 @@ class OneDNNLinear(FastLayer, nn.Linear):
 LINEAR = nn.Linear, OneDNNLinear
 """Classes that compute W x + b and nothing else."""
 NORMS = ("LlamaRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "Qwen3_5RMSNorm")
-MIXINS: dict[str, type[FastLayer]] = dict.fromkeys(NORMS, FusedRMSNorm)
-MIXINS["Qwen3_5GatedDeltaNet"] = ChunkedDeltaNet
+MIXINS: dict[str, type[FastLayer]] = {
+    **dict.fromkeys(NORMS, FusedRMSNorm),
+    "Qwen3_5GatedDeltaNet": ChunkedDeltaNet,
+}
 """Name of a class of transformers -> class before it in the bases of its fast class."""
 
 

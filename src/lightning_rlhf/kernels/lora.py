@@ -82,13 +82,16 @@ class _LoRA(torch.autograd.Function):
         *matrices: Tensor,
     ) -> Float[Tensor, "*n o"]:
         rows, inner = x.reshape(-1, x.shape[-1]), []
-        pairs = list(zip(matrices[::2], matrices[1::2], scales, strict=True))
-        for a, b, scale in pairs if merges else ():
-            weight = torch.addmm(weight, b, a, alpha=scale)
-        y = linear(rows, weight, bias)
-        for a, b, scale in () if merges else pairs:
-            inner.append(rows @ a.T)
-            y.addmm_(inner[-1], b.T, alpha=scale)
+        pairs = zip(matrices[::2], matrices[1::2], scales, strict=True)
+        if merges:
+            for a, b, scale in pairs:
+                weight = torch.addmm(weight, b, a, alpha=scale)
+            y = linear(rows, weight, bias)
+        else:
+            y = linear(rows, weight, bias)
+            for a, b, scale in pairs:
+                inner.append(rows @ a.T)
+                y.addmm_(inner[-1], b.T, alpha=scale)
         ctx.merges, ctx.scales, ctx.shape = merges, scales, x.shape
         ctx.save_for_backward(rows, weight, *matrices, *inner)
         return y.view(*x.shape[:-1], y.shape[-1])

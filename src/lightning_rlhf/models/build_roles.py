@@ -207,16 +207,15 @@ def check_positions(
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is None or longest <= limit:
         return
-    said = (
-        f"{what} has {longest} tokens, but the model has positions for {limit} "
-        f"(max_position_embeddings); {lower.format(limit=limit)}"
-    )
+    has = f"{what} has {longest} tokens, more than the {limit} that the model"
+    advice = lower.format(limit=limit)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
-        raise ConfigError(said)
+        raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
     if warns and limit not in WARNED:
         WARNED.add(limit)
-        warnings.warn(f"{said}. Its answers and scores may be meaningless beyond", stacklevel=2)
+        told = f"{has} was made for (max_position_embeddings), beyond which its answers and scores "
+        warnings.warn(f"{told}may be meaningless; {advice}", stacklevel=2)
 
 
 def check_room(
@@ -256,6 +255,16 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
             f"model.tokenizer {tokenizer.name_or_path!r} has {len(tokenizer)} tokens, but the "
             f"model only {roles.vocab_size}; use the tokenizer that belongs to the model"
         )
+
+
+def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
+    """Add a new policy adapter. Raises CheckpointError unless it starts as the SFT model."""
+    before = roles.probe(REFERENCE)
+    roles.add_adapter(POLICY, config.lora, seed)
+    for role in (REFERENCE, POLICY):
+        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
+            why = "the policy's adapter changed its logits, a fault of the adapter library"
+            raise CheckpointError(f"the {role} does not start as the SFT model: {why}")
 
 
 def add_critic(

@@ -132,7 +132,7 @@ def json_object(file: Path) -> dict[str, Any]:
 def check_weights(folder: Path) -> None:
     """Raise CheckpointError unless the folder holds its weights as safetensors.
 
-    They are those of an adapter where the folder has adapter_config.json, else a whole model's.
+    They are those of a LoRA adapter where it has adapter_config.json, else a whole model's.
     """
     is_adapter = (folder / ADAPTER).is_file()
     names = (OF_ADAPTER,) if is_adapter else (WHOLE, INDEX)
@@ -146,7 +146,9 @@ def check_weights(folder: Path) -> None:
     files = shards.values() if isinstance(shards, dict) else [None]
     if any(not str(name).endswith(".safetensors") for name in files):
         raise CheckpointError(f"{folder / INDEX} does not name shards that end in .safetensors")
-    if not is_adapter:
+    if is_adapter:
+        check_adapter(folder)
+    else:
         check_references(folder / "config.json")
 
 
@@ -222,8 +224,8 @@ class Verdict:
 
 Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
 Verdicts = dict[str, Annotated[Verdict, nested(Verdict)]]
-Finite = Field(allow_inf_nan=False, description="a finite number")
-Positive = Field(gt=0, allow_inf_nan=False, description="a finite number above 0")
+Finite = Field(ge=-3.4e38, le=3.4e38, allow_inf_nan=False, description="a float32 number")
+Positive = Field(gt=0, le=3.4e38, allow_inf_nan=False, description="a float32 number above 0")
 
 
 @validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})
@@ -372,9 +374,8 @@ def find(source: str, key: str) -> Final:
     key: configuration key that names the source, for error messages.
     """
     path = local_folder(source, key)
-    for folder in (path, path / ROLES):
-        if (folder / ADAPTER).is_file():
-            check_adapter(folder)
+    if (path / ADAPTER).is_file():
+        check_adapter(path)
     file = path / MANIFEST
     if os.path.lexists(file):
         return Final(path, read_manifest(file))

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.config import PAIR, ClassifierConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError, require
+from lightning_rlhf.core.errors import CheckpointError, RewardError, require
 from lightning_rlhf.models.checkpoint import check_references, check_weights, local_folder, naming
 from lightning_rlhf.models.loading import read_weights
 
@@ -57,8 +57,8 @@ class Classifier:
         lengths = [torch.ones(len(one["input_ids"]), dtype=torch.long) for one in features]
         inputs = {"attention_mask": pad_sequence(lengths, batch_first=True)}
         for name in features[0].keys() - {"attention_mask"}:
-            rows, fill = [torch.tensor(one[name]) for one in features], pad or 0
-            fill *= name == "input_ids"
+            rows = [torch.tensor(one[name]) for one in features]
+            fill = (pad or 0) if name == "input_ids" else 0
             inputs[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
         device = self.model.device
         inputs = {name: tensor.to(device) for name, tensor in inputs.items()}
@@ -162,12 +162,10 @@ def check_classifier(
         allowed = f"a Jinja file that exists, {PAIR}, null for the tokenizer's own"
         require(file.is_file(), f"{key}.chat_template", template, allowed)
         tokenizer.chat_template = file.read_text(encoding="utf-8")
-    if tokenizer.chat_template is None and template != PAIR:
-        raise ConfigError(
-            f"{key}.chat_template is null, but the tokenizer of {source} has none; allowed: a "
-            f"Jinja file that writes dialogues as the model was trained on, or {PAIR} for "
-            "tokenizer(prompt, response)"
-        )
+    is_known = tokenizer.chat_template is not None or template == PAIR
+    none = f"since the tokenizer of {source} has none"
+    allowed = f"{PAIR} for tokenizer(prompt, response), or a Jinja file of the dialogues, {none}"
+    require(is_known, f"{key}.chat_template", template, allowed)
     check_weights(folder)
     assert isinstance(label, int)
     return own, label, tokenizer

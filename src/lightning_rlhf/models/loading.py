@@ -145,10 +145,9 @@ def random_model(config: ModelConfig, seed: int) -> PreTrainedModel:
                 f"this machine has {there / 2**30:.3g} GiB; allowed: smaller sizes"
             )
         torch.manual_seed(seed)
+        attention, trusts = config.attn_implementation, config.trust_remote_code
         model = transformers.AutoModelForCausalLM.from_config(
-            sizes,
-            attn_implementation=config.attn_implementation,
-            trust_remote_code=config.trust_remote_code,
+            sizes, attn_implementation=attention, trust_remote_code=trusts
         )
         with torch.no_grad():  # an uneven number of heads per key-value head fails only here
             model.eval()(torch.zeros((1, 2), dtype=torch.long))
@@ -180,11 +179,9 @@ def read_weights(
                 f"model.quantization is '{quantization}', but bitsandbytes cannot be imported "
                 f"({first_line(error)}); allowed: none, or install bitsandbytes"
             ) from error
-        options: dict[str, Any] = {"load_in_8bit": True}
-        if quantization == "nf4":
-            options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-            options["bnb_4bit_compute_dtype"] = dtype
-        settings = transformers.BitsAndBytesConfig(**options)
+        nf4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+        options: dict[str, Any] = {"int8": {"load_in_8bit": True}, "nf4": nf4}
+        settings = transformers.BitsAndBytesConfig(**options[quantization])
     with checkpoint.naming(source, key):
         model, info = auto.from_pretrained(
             folder,

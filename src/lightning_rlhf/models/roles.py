@@ -238,12 +238,9 @@ class Roles(nn.Module):
         Raises CheckpointError where PEFT finds no module to adapt.
         """
         targets = settings.target_modules
-        config = LoraConfig(
-            target_modules=targets if isinstance(targets, str) else list(targets),
-            r=settings.r,
-            lora_alpha=settings.alpha,
-            lora_dropout=0.0,
-            task_type="CAUSAL_LM",
+        modules, alpha = targets if isinstance(targets, str) else list(targets), settings.alpha
+        config = LoraConfig(  # without dropout
+            target_modules=modules, r=settings.r, lora_alpha=alpha, task_type="CAUSAL_LM"
         )
         start = np.random.SeedSequence((seed, *role.encode())).generate_state(1)
         try:
@@ -353,10 +350,7 @@ class Roles(nn.Module):
             self._merged = before
 
     def rewards(
-        self,
-        tokens: Int[Tensor, "B S"],
-        mask: Bool[Tensor, "B S"],
-        role: str = REWARD,
+        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
     ) -> Float[Tensor, "B H"]:
         """Return the output of each of the H heads of a reward role at each row's last real token.
 

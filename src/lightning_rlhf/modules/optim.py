@@ -90,9 +90,8 @@ class StageModule(L.LightningModule):
         self.stage = stage
         self.config = config
         self.replicas = replicas
-        self.microbatch = microbatch or MicrobatchSize(
-            f"{stage}.microbatch_size", config.microbatch_size
-        )
+        key = f"{stage}.microbatch_size"
+        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_size)
         self.iteration = 0
         """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0
@@ -143,11 +142,9 @@ class StageModule(L.LightningModule):
         for factor, parameters in groups:
             trained = [p for p in parameters if p.requires_grad]
             for decay, matrices in ((config.weight_decay, True), (0.0, False)):
-                chosen = [p for p in trained if (p.ndim > 1) == matrices]
-                if chosen:
-                    parameter_groups.append(
-                        {"params": chosen, "lr": config.lr * factor, "weight_decay": decay}
-                    )
+                group = {"lr": config.lr * factor, "weight_decay": decay}
+                if chosen := [p for p in trained if (p.ndim > 1) == matrices]:
+                    parameter_groups.append({"params": chosen, **group})
         optimizer = self.make_optimizer(parameter_groups)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)
@@ -199,11 +196,8 @@ class StageModule(L.LightningModule):
         return trainable_state(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["iteration"] = self.iteration
-        checkpoint["learner"] = {
-            "microbatch_size": self.microbatch.rows,
-            "nonfinite": self.nonfinite,
-        }
+        learner = {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+        checkpoint.update(iteration=self.iteration, learner=learner)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)

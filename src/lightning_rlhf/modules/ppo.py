@@ -368,10 +368,10 @@ class PPOModule(optim.StageModule):
         if self.ptx is not None:
             self.ptx.check(checkpoint)
         self.kl_coef = checkpoint["kl_coef"]
-        whole, components = (checkpoint["moments"][name] for name in ("whole", "components"))
+        stored = checkpoint["moments"]
         self.moments = shaping.ScoreMoments(
-            shaping.RunningMoments(**whole),
-            tuple(shaping.RunningMoments(**part) for part in components),
+            shaping.RunningMoments(**stored["whole"]),
+            tuple(shaping.RunningMoments(**part) for part in stored["components"]),
         )
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]

@@ -86,7 +86,8 @@ class DPOModule(SupervisedModule):
 
     def total(self, batch: records.Preferences) -> tuple[int, Tensor]:
         """Return the numbers of pairs and of tokens of chosen responses."""
-        return len(batch), (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
+        tokens = (batch.chosen_mask.sum(dim=1) - batch.prompt_tokens).sum()
+        return len(batch), masking.upload(tokens, self.device)
 
     def loss_share(
         self, micro_batch: records.Preferences, total: tuple[int, Tensor]

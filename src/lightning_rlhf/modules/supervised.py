@@ -23,9 +23,14 @@ class SupervisedModule(optim.StageModule):
     """Base class of SFT, the reward model and DPO, which differ in `loss_share` and `scores`."""
 
     def __init__(
-        self, stage: str, role: str, roles: Roles, config: SupervisedConfig, replicas: Replicas
+        self,
+        stage: str,
+        role: str,
+        roles: Roles,
+        config: SupervisedConfig,
+        replicas: Replicas = ONE,
     ) -> None:
-        """Make the module before its first step; role: role that is trained."""
+        """Make the module before its first step. stage: key of its section; role: one trained."""
         super().__init__(stage, config, replicas)
         self.role = role
         self.roles = roles
@@ -88,7 +93,7 @@ class SupervisedModule(optim.StageModule):
     def joined(self, parts: Sequence[Any], batch: Any, loss: Tensor | None = None) -> Any:
         """Return the scores of a batch from those of each process's rows.
 
-        parts: scores of this process's micro-batches. loss: loss of the batch in training, 0-d.
+        parts: scores of its micro-batches. loss: that of the batch in training, 0-d; SFT reads it.
         """
         rows = self.replicas.share(torch.arange(len(batch), device=self.device))
         return self.replicas.joined(rows, lambda _: type(parts[0]).joined(parts))
@@ -128,7 +133,7 @@ class SFTModule(SupervisedModule):
         super().__init__("sft", roles.role, roles, config, replicas)
 
     def total(self, batch: records.Demonstrations) -> Tensor:
-        return batch.target_mask.sum()
+        return masking.upload(batch.target_mask.sum(), self.device)
 
     def loss_share(self, micro_batch: records.Demonstrations, total: Tensor) -> tuple[Tensor, None]:
         return self.scores(micro_batch) / total, None
@@ -140,7 +145,7 @@ class SFTModule(SupervisedModule):
     def joined(
         self, parts: Sequence[Any], batch: records.Demonstrations, loss: Tensor | None = None
     ) -> results.SFTScores:
-        tokens = masking.upload(self.total(batch), self.device)
+        tokens = self.total(batch)
         if loss is not None:
             return results.SFTScores(nll_sum=loss.float() * tokens, tokens=tokens)
         sums = torch.stack([*parts] or [torch.zeros((), device=self.device)])
@@ -171,11 +176,11 @@ class PTX:
         # Where ppo.target_kl ends no iteration early.
         self.updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
         self.pad_id = pad_id
+        lengths = [example.length for example in examples]
+        size, batches = config.ptx_batch_size, config.iterations * self.updates
         self.schedule = Schedule(
-            lengths=[example.length for example in examples],
-            batch_size=config.ptx_batch_size, batches=config.iterations * self.updates,
-            seed=seed, pool_batches=1,
-        )  # fmt: skip
+            lengths=lengths, batch_size=size, batches=batches, seed=seed, pool_batches=1
+        )
 
     def batch(self, iteration: int, update: int) -> records.Demonstrations:
         """Return the demonstrations of an update; both numbers count from 0."""
@@ -192,7 +197,8 @@ class PTX:
         shares add up.
         """
         batch = batch.to(module.device)
-        tokens, loss = batch.target_mask.sum(), torch.zeros((), device=module.device)
+        tokens = masking.upload(batch.target_mask.sum(), module.device)
+        loss = torch.zeros((), device=module.device)
         for part in batch.select(module.replicas.rows).split(rows):
             share = -target_logprobs(module.roles, part.tokens, part.target_mask).sum() / tokens
             module.add_gradient(self.coef * share)

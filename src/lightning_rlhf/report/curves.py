@@ -84,11 +84,8 @@ class Plot:
 
     def measured(self, curves: Curves, x_label: str) -> Self:
         """Return the plot of what was measured, with the healthy range of its metrics."""
-        series = [
-            replace(one, points=points(curves, one.metric))
-            for one in self.series
-            if one.metric in curves
-        ]
+        known = (one for one in self.series if one.metric in curves)
+        series = [replace(one, points=points(curves, one.metric)) for one in known]
         areas = []
         for area in self.areas:
             if curves.keys() >= {*area.metrics}:

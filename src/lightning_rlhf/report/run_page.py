@@ -74,7 +74,7 @@ class StageReport:
     """Heading, empty for a table, which has its own, and content as HTML, empty to leave it out."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class PromiseRow:
     """A promise of a recipe and what was measured, as text."""
 

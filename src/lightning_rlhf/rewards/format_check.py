@@ -87,8 +87,7 @@ class FormatResult:
     @property
     def gap(self) -> float:
         """Return the root mean square of the score differences, in standard deviations of the
-        scores in the own stage; 0 if those are unknown.
-        """
+        scores in the own stage; 0 if those are unknown."""
         own = [score for pair in self.known for score in (pair.chosen_score, pair.rejected_score)]
         if not own:
             return 0.0
@@ -190,8 +189,7 @@ def make_probes(rows: Sequence[Mapping[str, Any]], good: Sequence[str]) -> list[
     rows: prompts, whose "messages" are the turns, the last the user's.
     good: preferred response to each row's prompt.
 
-    Raises:
-        ValueError: `rows` and `good` differ in length.
+    Raises ValueError: `rows` and `good` differ in length.
     """
     found = []
     for number, (row, answer) in enumerate(zip(rows, good, strict=True)):

@@ -169,9 +169,8 @@ class FunctionReward:
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
 
-        Raises:
-            ConfigError: the function does not take prompts and responses or one of the arguments,
-                or requires a parameter that is neither a column nor an argument.
+        Raises ConfigError: the function does not take prompts and responses or one of the
+        arguments, or requires a parameter that is neither a column nor an argument.
         """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
         try:
@@ -181,11 +180,12 @@ class FunctionReward:
                 raise TypeError("responses come before prompts")
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
+            named = ", ".join(filter(self._takes, self._signature.parameters))
             raise ConfigError(
                 f"{self._called} takes {self._signature} and cannot be called: {error}; allowed: "
-                f"(prompts, responses, ...), then {self.name}.arguments "
-                f"({', '.join(self.arguments) or 'empty'}), columns of the data "
-                f"({', '.join(there) or 'none'}) and messages, the turns of the prompt"
+                "(prompts, responses, ...), then parameters that are columns of the data "
+                f"({', '.join(there) or 'none'}), messages, the turns of the prompt, or set in "
+                f"{self.name}.arguments, which may name {named or 'none'}"
             ) from None
         return replace(self, columns=tuple(taken))
 

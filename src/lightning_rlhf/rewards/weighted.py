@@ -47,8 +47,7 @@ class Reward:
     def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:
         """Return the number of each component for each response, before weights.
 
-        Raises:
-            RewardError: a number is missing or not finite; names component, prompt and response.
+        Raises RewardError: a number is missing or not finite; names component, prompt and response.
         """
         columns = [
             checked(source(decoded), decoded, term.name)
@@ -80,10 +79,6 @@ def checked(found: Any, decoded: records.DecodedResponses, name: str) -> Float[T
     return torch.tensor(floats, dtype=torch.float32, device=decoded.rollout.tokens.device)
 
 
-TokenRewards = Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
-"""Function from (tokens, mask) to the number of each of H heads for each row."""
-
-
 @dataclass(frozen=True)
 class LearnedReward:
     """Standardised reward of token sequences: (r - mean) / std - uncertainty_coef * u.
@@ -93,8 +88,8 @@ class LearnedReward:
     arbitrary origin and scale; stage=rm measured mean and std, so that the SFT model's mean is 0.
     """
 
-    rewards: TokenRewards
-    """Reward model, as a function from (tokens, mask) to the number of each head for each row."""
+    rewards: Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
+    """Reward model: function from (tokens, mask) to the number of each of H heads for each row."""
     mean: float
     """Mean of the raw reward over SFT samples."""
     std: float

@@ -79,14 +79,10 @@ def decode_responses(
     rollout: records.SampledResponses, rows: Sequence[Mapping[str, Any]], chat: ChatFormat
 ) -> records.DecodedResponses:
     """Return the responses of a rollout as text, with the data rows of their prompts."""
-    return records.DecodedResponses(
-        rollout=rollout,
-        rows=[rows[index] for index in rollout.index.tolist()],
-        responses=[
-            chat.decode_response(tokens)
-            for tokens in masking.real_tokens(rollout.responses, rollout.response_mask)
-        ],
-    )
+    asked = [rows[index] for index in rollout.index.tolist()]
+    tokens = masking.real_tokens(rollout.responses, rollout.response_mask)
+    texts = [chat.decode_response(response) for response in tokens]
+    return records.DecodedResponses(rollout=rollout, rows=asked, responses=texts)
 
 
 def encode_responses(
@@ -246,10 +242,8 @@ class Collector:
         at_a_time = "the number of rows annotated at a time"
         self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
-        self.generation_rows = memory.MicrobatchSize(
-            f"{self.stage}.generation_batch_size",
-            config.generation_batch_size or config.rollout_batch_size,
-        )
+        key, size = f"{self.stage}.generation_batch_size", config.generation_batch_size
+        self.generation_rows = memory.MicrobatchSize(key, size or config.rollout_batch_size)
         """Number of responses that are sampled at a time."""
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
@@ -295,13 +289,15 @@ class Collector:
             parts = []
             for some in rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                given: list[Any] = [prompts, samples_per_prompt, generator, some]
-                if not isinstance(self.sampler, NativeSampler):
-                    given = [prompts.select(some), samples_per_prompt, generator]
+                if isinstance(self.sampler, NativeSampler):
+                    drawn = self.sampler.sample(prompts, samples_per_prompt, generator, some)
+                else:
+                    own = generator
                     if len(some) < len(prompts):
                         seed = int(torch.randint(2**62, (), generator=generator)) + int(some[0])
-                        given[2] = torch.Generator().manual_seed(seed)
-                parts.append(self.sampler.sample(*given))
+                        own = torch.Generator().manual_seed(seed)
+                    drawn = self.sampler.sample(prompts.select(some), samples_per_prompt, own)
+                parts.append(drawn)
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))
@@ -310,11 +306,16 @@ class Collector:
         """Return the responses with the predictions that the sampler does not know."""
         on_trunk = self.critic is not None and self.critic.shares_trunk
         given = [sampled.logprobs, *([sampled.values] if on_trunk else [])]
-        is_exact, temperature = self.sampler.is_exact, self.config.temperature
+        is_exact = self.sampler.is_exact
         self.annotated = not is_exact or any(numbers is None for numbers in given)
-        read = partial(annotate, sampled, self.roles, self.critic, is_exact=is_exact)
-        read = partial(read, temperature=temperature, policy_rows=self.annotation_rows)
-        return self.microbatch.fitting(lambda rows: read(batch_size=rows))
+
+        def read(rows: int) -> records.Rollout:
+            return annotate(
+                sampled, self.roles, self.critic, is_exact=is_exact, batch_size=rows,
+                temperature=self.config.temperature, policy_rows=self.annotation_rows,
+            )  # fmt: skip
+
+        return self.microbatch.fitting(read)
 
     def decode(self, rollout: records.Rollout, split: str) -> records.DecodedResponses:
         """Return the rollout with its text and the rows of `split` that hold its prompts."""

@@ -5,7 +5,7 @@ The checks are those of the results of a user's sampler.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import transformers
@@ -30,7 +30,7 @@ class SamplingParams:
     end_token_ids: Sequence[int]
     """Ids of the tokens that end a response."""
     stop: StoppingCriteria | None = None
-    """Criterion that is given the response tokens, [B, T], and returns which end; None without."""
+    """Criterion that reads the response tokens [B, T] and returns which rows end, or None."""
 
 
 def response_numbers(rows: Int[Tensor, " M"], samples_per_prompt: int) -> Int[Tensor, " R"]:
@@ -187,7 +187,7 @@ class CheckedSampler:
         self.check(found, prompts.repeat(samples_per_prompt))
         return found
 
-    def refuse(self, what: str, allowed: str) -> None:
+    def refuse(self, what: str, allowed: str) -> NoReturn:
         """Raise SamplerError naming the key, what was returned and what is allowed."""
         where = f"{self.key} is {self.name!r}, whose sample()"
         raise SamplerError(f"{where} returned {what}; allowed: {allowed}")
@@ -239,8 +239,7 @@ class CheckedSampler:
         ]
         for name in ("logprobs", "values"):
             if (x := getattr(found, name)) is not None:
-                wrong = ~x.isfinite() & mask
-                rules.append((wrong, f"{name} that are not finite", "finite numbers"))
+                rules.append((~x.isfinite() & mask, f"{name} not finite", "finite numbers"))
         if found.logprobs is not None:
             wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))

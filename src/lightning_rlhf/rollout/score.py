@@ -126,9 +126,7 @@ class Critic:
     @property
     def head(self) -> ScalarHeads:
         """Return the value head."""
-        head = self.roles.heads[VALUE]
-        assert isinstance(head, ScalarHeads)
-        return head
+        return self.roles.heads[VALUE]  # type: ignore[return-value]
 
     @property
     def shares_trunk(self) -> bool:

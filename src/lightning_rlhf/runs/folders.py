@@ -62,9 +62,7 @@ def check_writable(key: str, outputs: Path, folder: Path) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         link = f", a symbolic link to {os.readlink(there)}," if there.is_symlink() else ""
-        raise ConfigError(
-            f"{key}={outputs}: {there}{link} is not a folder that can be written into"
-        )
+        raise ConfigError(f"{key}={outputs}: {there}{link} is no folder that can be written into")
 
 
 def is_marked(folder: Path) -> bool:
@@ -153,9 +151,10 @@ def volatile(stage: Stage) -> tuple[str, ...]:
 
 def changes(stage: Stage, tree: dict[str, Any], file: Path) -> list[str]:
     """Return each key in which `tree` differs from the one in `file`, with old and new value."""
-    trees, none = (read_config(file, "overwrite=true starts over"), tree), "not there"
-    keys = differing_keys(*trees, (*volatile(stage), *stage.unread))
-    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in trees)
+    none = "not there"
+    then = read_config(file, "overwrite=true starts over")
+    keys = differing_keys(then, tree, (*volatile(stage), *stage.unread))
+    old, new = ({key: json.dumps(x) for key, x in flatten(one).items()} for one in (then, tree))
     return [f"{key} was {old.get(key, none)}, is {new.get(key, none)}" for key in keys]
 
 

@@ -158,15 +158,10 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
         interval = interval_of(after, rate_interval if are_rates else mean_interval)
         if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
             interval = metrics[LOWEST], metrics[HIGHEST]
-        has_gain = start is not None and len(before) == len(after)
-        found[name] = Evaluated(
-            metric=name,
-            value=metrics[name],
-            interval=interval,
-            before=start,
-            gain=None if start is None else metrics[name] - start,
-            gain_interval=interval_of(after - before) if has_gain else None,
-        )
+        gain = None if start is None else metrics[name] - start
+        has_interval = start is not None and len(before) == len(after)
+        ends = interval_of(after - before) if has_interval else None
+        found[name] = Evaluated(name, metrics[name], interval, start, gain, ends)
     return found
 
 
@@ -214,8 +209,7 @@ def interval_of(
 def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
     """Return the final metrics of a run of the stage by name.
 
-    final: `final/` folder of the run.
-    Raises CheckpointError where it is missing or damaged.
+    final: `final/` folder of the run. Raises CheckpointError where it is missing or damaged.
     """
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")

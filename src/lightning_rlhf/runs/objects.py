@@ -95,7 +95,6 @@ def build_trainer(
     Raises ConfigError where Lightning refuses an argument.
     """
     target, plugins = config.options["_target_"], listed(options.get("plugins"))
-    limit = [MaxTime(time, stop)] if (time := options.get("max_time")) is not None else []
     given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
     if world().size > 1:
@@ -104,9 +103,10 @@ def build_trainer(
     elif not any(isinstance(own, ClusterEnvironment) for own in plugins):
         # Lightning would count the tasks of the whole job in a batch script of Slurm.
         plugins = [LightningEnvironment(), *plugins]
-    given["callbacks"] = [*limit, *arguments.get("callbacks", ())]
     given["plugins"] = [*arguments.get("plugins", ()), *plugins]
     try:
+        limit = [MaxTime(time, stop)] if (time := options.get("max_time")) is not None else []
+        given["callbacks"] = [*limit, *arguments.get("callbacks", ())]
         is_own = target != "lightning.Trainer"
         cls: Any = get_class(permitted(target, "trainer._target_") if is_own else target)
         allowed = "lightning.Trainer, or a class derived from it"

@@ -13,7 +13,7 @@ import lightning_rlhf
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, HubError
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import json_lines, locked, make_folder, read_text
+from lightning_rlhf.io.storage import damaged_line, json_lines, locked, make_folder, read_text
 from lightning_rlhf.models.checkpoint import digest
 from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.stage import AUTO, Settings
@@ -186,7 +186,9 @@ def check_resumable(path: Path, settings: Settings) -> None:
     folder = folders.folder_of(settings)
     files.read_rows(folder / folders.METRICS)
     if (samples := folder / files.TRAIN_SAMPLES).exists():
-        list(json_lines(samples))
+        for number, (_, sample) in enumerate(json_lines(samples), start=1):
+            if type(sample.get("iteration")) is not int:
+                raise damaged_line(samples, number, "it does not say its iteration")
     if (wandb_id := folder / files.WANDB_ID).exists():
         files.read_wandb_id(wandb_id)
     try:

@@ -21,10 +21,7 @@ from lightning_rlhf.rewards import config as rewards
 from lightning_rlhf.runs import stage as stages
 from lightning_rlhf.runs.stage import AUTO, DEFINITION, SUM, Settings, TrainerConfig, section
 
-EXAMPLES = {
-    "reward.path": "rules.py:score",
-    "reward.url": "http://127.0.0.1:8000/score",
-}
+EXAMPLES = {"reward.path": "rules.py:score", "reward.url": "http://127.0.0.1:8000/score"}
 """Key of a value that must be given -> example of such a value."""
 FOLDER_NAME = (
     "a folder name of at most 255 bytes, without slashes, line breaks and other hidden characters, "
@@ -101,8 +98,7 @@ def read_settings(cfg: DictConfig) -> Settings:
 def read_tree(tree: dict[str, Any]) -> Settings:
     """Check a configuration of plain types, as a run writes it.
 
-    Sections of stages that it does not choose are ignored.
-    Raises ConfigError naming the key.
+    Sections of stages that it does not choose are ignored. Raises ConfigError naming the key.
     """
     stage, config_class, find = stages.chosen_stage(tree)
     others = {*stages.stage_names(tree)} - {stage}

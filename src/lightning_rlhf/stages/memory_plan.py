@@ -101,7 +101,7 @@ class MemoryPlan:
 
 def plan_memory(
     config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Sequence[Any],
-    demonstrations: Sequence[DemonstrationTokens], *, number: int, copied: int, processes: int,
+    demonstrations: Sequence[DemonstrationTokens], number: int, copied: int, processes: int,
     device: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run.
@@ -199,8 +199,9 @@ def plan_of(
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
-    sizes = {"number": number, "copied": copied, "device": free // sharing}
-    return plan_memory(config, model, found, rows, demonstrations, processes=processes, **sizes)
+    return plan_memory(
+        config, model, found, rows, demonstrations, number, copied, processes, free // sharing
+    )
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -274,8 +275,9 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
-    counts = {"number": number, "copied": copied, "processes": trainer.processes}
-    return plan_memory(config, model, sizes, [row], demonstrations, **counts)
+    return plan_memory(
+        config, model, sizes, [row], demonstrations, number, copied, trainer.processes
+    )
 
 
 def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:

@@ -8,8 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from huggingface_hub import ModelCardData, metadata_load
+from jaxtyping import Float
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 import lightning_rlhf
@@ -37,17 +39,19 @@ OPTIONS = {
 TEMPLATE = Environment(
     loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True
 ).get_template("card.md.jinja")
+"""Template of README.md, the model card."""
 
 
 def hand_over(
-    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *,
+    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], head: str | None,
     reward: tuple[float | None, float | None] = (None, None),
-    verdicts: Mapping[str, checkpoint.Verdict] | None = None, **parts: Any,
+    verdicts: Mapping[str, checkpoint.Verdict] | None = None,
+    below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
 ) -> Path:  # fmt: skip
     """Write `final/`, or the folder of an export, and return its path.
 
     reward: mean and standard deviation of a reward model's scores of SFT samples.
-    verdicts: as in `Manifest`; parts: `head`, `below` and `more` of `write_final`.
+    verdicts: as in `Manifest`; head, below, more: as in `write_final`.
     """
     settings, export, folder = run.settings, run.export, run.final
     ending = folders.read_ending(run.folder) if export is None else export.ending
@@ -79,7 +83,9 @@ def hand_over(
     stated = license_of(sft.path if sft else None, Path(loaded) if loaded else None)
     measured, title = None if export else run.folder, folders.run_name(settings)
     kind = settings.definition.data
-    write_model(folder, roles, role, run.chat, manifest, title, kind, stated, measured, **parts)
+    write_model(
+        folder, roles, role, run.chat, manifest, title, kind, stated, measured, head, below, more
+    )
     if export is None:
         leave_report(run.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
@@ -88,8 +94,9 @@ def hand_over(
 
 def write_model(
     folder: Path, roles: Roles, role: str, chat: ChatFormat, manifest: checkpoint.Manifest,
-    title: str, kind: str, license: Mapping[str, Any], run: Path | None, *, head: str | None,
-    **parts: Any,
+    title: str, kind: str, license: Mapping[str, Any], run: Path | None, head: str | None,
+    below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
+    dtype: torch.dtype | None = None,
 ) -> None:  # fmt: skip
     """Write a model as `write_final` does, with a README.md of that title.
 
@@ -97,7 +104,7 @@ def write_model(
     kind: section of `data` that the stage was trained on.
     license: keys of the base's license in the metadata of a card; {} where it is not known.
     run: folder of the run with its samples, of which metrics have intervals; None for none.
-    parts: `below`, `more` and `dtype` of `write_final`.
+    head, below, more, dtype: as in `write_final`.
     """
     if (generation := roles.causal_lm.generation_config) is not None:
         generation.eos_token_id = list(chat.end_token_ids)
@@ -149,7 +156,7 @@ def write_model(
         std=repr(manifest.reward_std or 1.0),
     )
     with Working(f"writing {folder}"):
-        write_final(folder, roles, role, tokenizer, manifest, head, card=card, **parts)
+        write_final(folder, roles, role, tokenizer, manifest, head, below, more, card, dtype)
 
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:

@@ -19,7 +19,7 @@ from lightning_rlhf.evaluation.build_rewards import build_critic, prepare_reward
 from lightning_rlhf.evaluation.diminishing import print_diminishing
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
 from lightning_rlhf.io.console import print_line
-from lightning_rlhf.models.build_roles import check_positions
+from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
@@ -122,7 +122,7 @@ class PPO(stage.Stage):
         ptx: demonstrations of ppo.ptx_coef; None where none are learned from.
         """
         settings = run.settings
-        roles.add_adapter(POLICY, settings.model.lora, settings.seed)
+        add_policy(roles, settings.model, settings.seed)
         return self.module_class(
             roles, reward, settings.config,
             critic=build_critic(run, roles) if settings.config.has_critic else None,

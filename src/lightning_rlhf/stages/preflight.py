@@ -143,14 +143,14 @@ def trainable(module: Any) -> Iterator[Check]:
     for role, group in roles.items():
         size = sum(p.numel() for p in group)
         some = sum(p.numel() for p in group if p.requires_grad)
-        allowed = "none or all"
+        allowed: tuple[str, ...] = ("none", "all")
         if isinstance(module, PPOModule | DPOModule):
-            allowed = "all" if role in (POLICY, CRITIC) else "none"
+            allowed = ("all",) if role in (POLICY, CRITIC) else ("none",)
         elif isinstance(module, RewardModule) and role == REWARD:
-            allowed = "all"
-        found = "all" if some == size else "none" if some == 0 else "some"
-        verdict: Verdict = "passed" if found in allowed.split() else "failed"
-        yield Check(f"trainable: {role}", f"{some:,} of {size:,}", allowed, verdict)
+            allowed = ("all",)
+        counts = {"none": 0, "all": size}
+        verdict: Verdict = "passed" if some in map(counts.get, allowed) else "failed"
+        yield Check(f"trainable: {role}", f"{some:,} of {size:,}", " or ".join(allowed), verdict)
     if not any(p.requires_grad for group in roles.values() for p in group):
         yield Check("trainable: any role", "none", "some", "failed")
 

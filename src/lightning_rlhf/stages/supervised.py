@@ -114,7 +114,9 @@ class Supervised(stage.Stage):
     def add_roles(self, run: Run, roles: Roles) -> None:
         """Add what is trained: a policy equal to the SFT model, or an adapter or all weights."""
         settings = run.settings
-        if self.role == POLICY or settings.config.finetune == "lora":
+        if self.role == POLICY:
+            build_roles.add_policy(roles, settings.model, settings.seed)
+        elif settings.config.finetune == "lora":
             roles.add_adapter(self.role, settings.model.lora, settings.seed)
         else:
             roles.assign(self.role)
@@ -240,9 +242,10 @@ class RM(Supervised):
         print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
         verdict = None if report is None else fitness_page.read_judgement(report)
-        parts: dict[str, Any] = {"head": REWARD, "below": self.below, "more": report}
-        parts |= {"reward": (mean, std), "verdicts": {"rm": verdict} if verdict else None}
-        return hand_over(run, module.roles, REWARD, metrics, **parts)
+        verdicts = {"rm": verdict} if verdict else None
+        return hand_over(
+            run, module.roles, REWARD, metrics, REWARD, (mean, std), verdicts, self.below, report
+        )
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
