@@ -32,8 +32,8 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
         stages: names of stages that get the same overrides, as in a recipe: each reads its section.
             An override of the section of any other stage is refused.
 
-    Raises ConfigError: a key or a value is not one of those that are allowed, which the message
-    names.
+    Raises ConfigError where a key or a value is not one of those that are allowed, which the
+    message names.
     """
     words = [*overrides, f"stage={stage}"]
     register_resolvers()
@@ -76,7 +76,8 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
         settings: what `configuration` returned.
         module: class of the module, derived from that of the stage; None is that of the stage.
 
-    Raises RLHFError: data or models are missing or do not fit, or the run has been saved already.
+    Raises RLHFError where data or models are missing or do not fit, or the run has been saved
+    already.
     """
     resume, stage = settings.resume, copy(settings.definition)
     require_trained(stage, "built")
@@ -103,7 +104,7 @@ def save(training: Training, metrics: Mapping[str, float] | None = None) -> Path
         training: what `build` returned, after `Trainer.fit`.
         metrics: numbers for the manifest.
 
-    Raises ConfigError: the folder cannot be written.
+    Raises ConfigError where the folder cannot be written.
     """
     training.run.claim()
     return training.stage.finish(training.run, training.module, metrics or {})

@@ -68,14 +68,16 @@ class Weights:
             predicts.
         """
         linear = 2.0 * (self.frozen + self.trained) * int(lengths.sum())
-        scores = 4.0 * self.attention * float((lengths.double() ** 2).sum())
-        return linear + 2.0 * self.head * predicted + scores
+        return linear + 2.0 * self.head * predicted + self._scores(lengths)
 
     def update(self, lengths: Int[Tensor, " B"], predicted: int = 0) -> float:
         """Return the operations of a forward and a backward pass; arguments as for `forward`."""
         passes = (3 if self.recomputes else 2) * self.forward(lengths, predicted)
         weights = self.trained * int(lengths.sum()) + self.head_is_trained * self.head * predicted
-        return passes + 2.0 * weights + 4.0 * self.attention * float((lengths.double() ** 2).sum())
+        return passes + 2.0 * weights + self._scores(lengths)
+
+    def _scores(self, lengths: Int[Tensor, " B"]) -> float:
+        return 4.0 * self.attention * float((lengths.double() ** 2).sum())
 
     def sampling(
         self, prompts: Int[Tensor, " B"], responses: Int[Tensor, " B"], each: int

@@ -84,9 +84,11 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
 def repetition_metrics(experience: Experience) -> dict[str, float]:
     """Return how often responses repeat each other, and themselves.
 
-    most_common = (number of responses equal to the most common one) / B repetition = 1 - (sum_i
-    distinct 4-grams of response i) / (sum_i 4-grams of response i), 0 without any 4-gram: seq-rep-4
-    of Welleck et al. 2019, https://arxiv.org/abs/1908.04319
+        most_common = (number of responses equal to the most common one) / B
+        repetition  = 1 - (sum_i distinct 4-grams of response i) / (sum_i 4-grams of response i)
+
+    repetition is 0 without any 4-gram: seq-rep-4 of Welleck et al. 2019,
+    https://arxiv.org/abs/1908.04319
     """
     lengths = experience.response_mask.sum(dim=1).tolist()
     rows = zip(experience.responses.tolist(), lengths, strict=True)
@@ -135,9 +137,10 @@ def time_metrics(seconds: Mapping[str, float], tokens: int, responses: int) -> d
 def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
     """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
 
-    result: SFTScores, PairScores or DPOScores. SFT: nats of the target tokens. Pairs of RM and DPO:
-    -log sigmoid(chosen - rejected) or the loss of DPO, pairs ranked right (a tie is half right),
-    both rewards. DPO also: log-probabilities of both, and the tokens of the chosen responses.
+    result: SFTScores, PairScores or DPOScores.
+    SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
+    of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
+    both, and the tokens of the chosen responses.
     """
     if isinstance(result, results.SFTScores):
         return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}

@@ -86,8 +86,10 @@ class EarlyStop(progress.Stateful):
             return
         self.without += 1
         if self.without == self.config.patience:
-            best = progress.metric_text(SIGNS[mode] * self.best)
-            since = f" since {best} at step {self.best_step}" * (self.best_step is not None)
+            since = ""
+            if self.best_step is not None:
+                best = progress.metric_text(SIGNS[mode] * self.best)
+                since = f" since {best} at step {self.best_step}"
             count = counted(self.without, "evaluation")
             told = f"{name} has not gained more than {self.config.min_gain:g}{since}, in {count}"
             self.end(trainer, f"{told} ({self.section}.stop.patience)")

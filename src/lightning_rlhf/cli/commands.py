@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -178,16 +178,20 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     return replace(settings, outputs=place.parents[len(own) - 1])
 
 
+def code_asked_by(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key and value of each trust_remote_code in a section that is not false."""
+    for name, value in section.items():
+        if name == "trust_remote_code" and value is not False:
+            yield prefix + name, value
+        elif isinstance(value, Mapping):
+            yield from code_asked_by(value, f"{prefix}{name}.")
+
+
 def refuse_code(tree: Mapping[str, Any], file: Path) -> None:
     """Raise ConfigError where the configuration of a run asks for code that a model brings."""
     faults = checkpoint.config_faults(tree)
     asks = [(key, value) for key, value, _ in faults if "attn_implementation" in key]
-    sections = [("", tree)]
-    for prefix, section in sections:  # which grows
-        sections += [(f"{prefix}{k}.", x) for k, x in section.items() if isinstance(x, Mapping)]
-        if section.get("trust_remote_code", False) is not False:
-            asks.append((f"{prefix}trust_remote_code", section["trust_remote_code"]))
-    for key, value in asks:
+    for key, value in [*asks, *code_asked_by(tree)]:
         raise ConfigError(
             f"{file} asks for code that a model brings: {key} is {value!r}. It runs with "
             "--trust-remote-code alone, which is for folders that you trust"

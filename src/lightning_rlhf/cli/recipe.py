@@ -178,6 +178,14 @@ def settings_of(
     return stages, words, folder
 
 
+def as_written(recipe: Recipe, job: Any, folder: Path | None) -> Stages:
+    """Return the settings without overrides of the user; none where the recipe needs some."""
+    try:
+        return settings_of(recipe, (), job, folder)[0]
+    except ConfigError:
+        return {}
+
+
 def step_overrides(
     recipe: Recipe, step: str, given: Sequence[str], job: str | None, folder: Path | None = None
 ) -> tuple[str, ...]:
@@ -221,6 +229,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
                 load(settings.definition.data, settings.data, settings.seed)
+    written = as_written(recipe, cfg.job, folder)
     with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
@@ -247,7 +256,6 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     if not ran:
         print_line(f"Nothing was left to do. overwrite=true does recipe={cfg.recipe} again.")
     # They are made for the recipe's own model and data.
-    written, _, _ = settings_of(recipe, (), None, folder)
     used = [(settings.model.name, settings.data) for settings in stages.values()]
     is_made = used == [(settings.model.name, settings.data) for settings in written.values()]
     results = {step: measured.with_intervals(metrics[step], places[step]) for step in stages}
@@ -317,7 +325,8 @@ def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, writt
     changed = dict[str, None]()
     for step, found in stages.items():
         free = "seed", *folders.volatile(found.definition)
-        changed |= dict.fromkeys(folders.differing_keys(found.tree, written[step].tree, free))
+        own = written[step].tree if step in written else {}
+        changed |= dict.fromkeys(folders.differing_keys(found.tree, own, free))
     broken = [row for row in rows if row.verdict == "broken"]
     if broken and not changed:
         told = "; ".join(f"{x.metric} is {x.measured}, promised: {x.promised}" for x in broken)
@@ -339,7 +348,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
     stages, _, _ = settings_of(recipe, given, cfg.job)
-    written, _, _ = settings_of(recipe, (), cfg.job)
+    written = as_written(recipe, cfg.job, None)
     settings = stages["ppo"]
     out = folders.run_folder(settings.outputs, settings.run, file.parent.name, "", settings.job)
     folders.check_writable("outputs", settings.outputs, out)

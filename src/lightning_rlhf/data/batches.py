@@ -149,7 +149,7 @@ class StageData(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set the schedule to start after the batches that were trained on.
 
-        Raises CheckpointError: the data or the order of the batches differ from those of the
+        Raises CheckpointError where the data or the order of the batches differ from those of the
         interrupted run.
         """
         before = state_dict["digests"]

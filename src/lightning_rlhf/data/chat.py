@@ -56,8 +56,8 @@ class ChatFormat:
                 it.
             template_kwargs: extra variables for the chat template.
 
-        Raises ConfigError: the template fails, or drops or rewrites the text of a turn, or no token
-        can end a response, or `template_kwargs` has a name that the template never sees.
+        Raises ConfigError where the template fails, or drops or rewrites the text of a turn, or no
+        token can end a response, or `template_kwargs` has a name that the template never sees.
         """
         taken = {*signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
         names = ", ".join(sorted(taken & template_kwargs.keys()))
@@ -84,7 +84,8 @@ class ChatFormat:
         A string is treated as one user message. Without a message, it is the token with which a
         text starts: bos, else the eos of the text before it.
 
-        Raises DataError: the chat template rejects these messages, or leaves out calls of tools.
+        Raises DataError where the chat template rejects these messages, or leaves out calls of
+        tools.
         """
         if not prompt:
             bos = self.tokenizer.bos_token_id

@@ -110,7 +110,7 @@ def tokenise(read: rows.Rows[Any], chat: ChatFormat, config: DataConfig) -> Toke
     With data.train_on=all the earlier turns of the assistant are learned too; pairs whose two
     responses have the same tokens are dropped; prompts keep their positions in `read`.
 
-    Raises DataError: no row is left.
+    Raises DataError where no row is left.
     """
     dropped: Counter[str] = Counter()
     cuts: Counter[str] = Counter()
@@ -193,7 +193,7 @@ def turn_targets(chat: ChatFormat, prompt: rows.Messages) -> list[int]:
     assistant as the template writes it, its calls of tools, and the end token after them, as in
     `chat.response_tokens`.
 
-    Raises ConfigError: the tokenizer does not know which characters its tokens stand for.
+    Raises ConfigError where the tokenizer does not know which characters its tokens stand for.
     """
     turns = [i for i, turn in enumerate(prompt) if turn.role == "assistant"]
     if not turns:

@@ -202,7 +202,8 @@ def _path_of(source: str, name: str = "data source") -> Path | None:
     hub_id, is_file = source.partition(":")[0], path.suffix in (".tsv", ".gz", ".arrow", ".zip")
     if is_file or path.exists() or Path(hub_id).exists() or not _HUB_ID.fullmatch(hub_id):
         allowed = f"a file ending in {', '.join(ENDINGS)}, or a hub data set org/name[:split]"
-        raise DataError(f"{name} is {source!r}; allowed: {allowed}")
+        here = f"; {hub_id} is a path here" if Path(hub_id).exists() else ""
+        raise DataError(f"{name} is {source!r}; allowed: {allowed}{here}")
     return None
 
 

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -152,7 +153,8 @@ def text_reward(
 ) -> Callable[..., weighted.TextReward]:
     """Return the function that loads a reward model; `config`, the section `key`, is checked now.
 
-    final: folder of the model. Raises an RLHFError where the section does not fit the model.
+    final: folder of the model.
+    Raises an RLHFError where the section does not fit the model.
     """
     device, coef = torch.device(config.device or device), config.uncertainty_coef
     moments, base = (0.0, 1.0), None
@@ -348,8 +350,12 @@ def code_of(settings: stage.Settings) -> dict[str, str]:
     return found
 
 
+ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
+"""Ends of the files of a module."""
+
+
 def file_of_module(name: str) -> Path | None:
     """Return the file of a module, of which no package is imported; None where there is none."""
     inside = name.replace(".", "/")
-    files = (Path(place, inside + end) for place in sys.path for end in ("/__init__.py", ".py"))
+    files = (Path(place, inside + end) for place in sys.path for end in ENDS)
     return next(filter(Path.is_file, files), None)

@@ -424,7 +424,8 @@ def again(folder: Path) -> None:
     """Do the same for a finished run. Raises CheckpointError where it has too few iterations."""
     allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} does not exist{nearest_path(str(folder))}; {allowed}")
+        found = "is no folder" if folder.exists() else "does not exist"
+        raise CheckpointError(f"{folder} {found}{nearest_path(str(folder))}; {allowed}")
     count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
         found = f"{folder / folders.METRICS} has {counted(count, 'iteration')} of stage=ppo"

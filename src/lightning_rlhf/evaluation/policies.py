@@ -242,8 +242,9 @@ class Task:
     def load(self, policy: Source | None) -> tuple[Roles, str]:
         """Return the models with a policy, on the device, and the role that is the policy.
 
-        policy: None is the base model. Raises CheckpointError where a checkpoint is damaged or does
-        not fit the model, ConfigError where the longest prompt and response do not.
+        policy: None is the base model.
+        Raises CheckpointError where a checkpoint is damaged or does not fit the model, ConfigError
+        where the longest prompt and response do not.
         """
         run, config, key = self.run, self.run.settings.config, self.run.settings.stage
         with Working("loading the model"):

@@ -145,8 +145,8 @@ def results(run: measured.RunFiles, evaluated: Sequence[run_page.Evaluated]) -> 
     stage = run.definition
     if stage is None or stage.goal or (run.folder / FINAL / comparison.NUMBERS).is_file():
         return ""
-    told = run.curves.keys() - {one.metric for one in evaluated}
-    names = [name for name in stage.summary if name in told and not name.startswith(FITNESS)]
+    left = run.curves.keys() - {one.metric for one in evaluated}
+    names = [name for name in stage.summary if name in left and not name.startswith(FITNESS)]
     last = {name: plain_number(run.curves[name][1][-1]) for name in names}
     return "; ".join(f"{label_of(name)} is {number}" for name, number in last.items())
 

@@ -139,6 +139,8 @@ def written_whole(target: Path, needed: int | None = None, kind: Kind = "file") 
         size = sum(file.stat().st_size for file in files if file.is_file())
         if os.path.lexists(beside):
             delete(beside)
+        if isinstance(error, StorageError) and str(beside) not in str(error):
+            raise  # it names another file
         needs = f"{readable(max(needed or 0, size))}{'' if needed else ' or more'}"
         with full_disk_told(target, f". It needs {needs}, and"):
             ours = map(str, (beside, *beside.parents))

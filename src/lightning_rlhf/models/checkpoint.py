@@ -224,8 +224,9 @@ class Verdict:
 
 Number = Annotated[int, Field(ge=-LARGEST, le=LARGEST)] | float
 Verdicts = dict[str, Annotated[Verdict, nested(Verdict)]]
-Finite = Field(ge=-3.4e38, le=3.4e38, allow_inf_nan=False, description="a float32 number")
-Positive = Field(gt=0, le=3.4e38, allow_inf_nan=False, description="a float32 number above 0")
+MOST = (2 - 2**-23) * 2.0**127  # largest number of float32
+Finite = Field(ge=-MOST, le=MOST, allow_inf_nan=False, description="a float32 number")
+Positive = Field(gt=0, le=MOST, allow_inf_nan=False, description="a float32 number above 0")
 
 
 @validated(frozen=True, kw_only=True, config=STRICT | {"allow_inf_nan": True})

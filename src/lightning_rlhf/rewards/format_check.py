@@ -189,7 +189,7 @@ def make_probes(rows: Sequence[Mapping[str, Any]], good: Sequence[str]) -> list[
     rows: prompts, whose "messages" are the turns, the last the user's.
     good: preferred response to each row's prompt.
 
-    Raises ValueError: `rows` and `good` differ in length.
+    Raises ValueError where `rows` and `good` differ in length.
     """
     found = []
     for number, (row, answer) in enumerate(zip(rows, good, strict=True)):

@@ -169,7 +169,7 @@ class FunctionReward:
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
 
-        Raises ConfigError: the function does not take prompts and responses or one of the
+        Raises ConfigError where the function does not take prompts and responses or one of the
         arguments, or requires a parameter that is neither a column nor an argument.
         """
         taken = [name for name in columns if name != "prompt" and self._takes(name)]
@@ -180,7 +180,9 @@ class FunctionReward:
                 raise TypeError("responses come before prompts")
         except TypeError as error:
             there = [name for name in columns if name not in ("prompt", "messages")]
-            named = ", ".join(filter(self._takes, self._signature.parameters))
+            parameters = self._signature.parameters.values()
+            named = ", ".join(p.name for p in parameters if self._takes(p.name))
+            named = "any name" if any(p.kind == p.VAR_KEYWORD for p in parameters) else named
             raise ConfigError(
                 f"{self._called} takes {self._signature} and cannot be called: {error}; allowed: "
                 "(prompts, responses, ...), then parameters that are columns of the data "

@@ -68,8 +68,8 @@ class HTTPReward:
             name: key of the reward in the configuration, which errors name.
             warn: function that receives a message for each failed try.
 
-        Raises ConfigError: the address is none, the token is missing, or there are both a token and
-        a user in the address.
+        Raises ConfigError where the address is none, the token is missing, or there are both a
+        token and a user in the address.
         """
         shown, token = redacted(config.url), config.token_env
         permitted(shown, name)
@@ -98,7 +98,7 @@ class HTTPReward:
         A server that answers 400, 422 or a status after which requests are sent again, or does not
         answer within ten seconds, may work later; `warn` is told of the latter.
 
-        Raises RewardError: there is no server, or it is not a reward server.
+        Raises RewardError where there is no server, or it is not a reward server.
         """
         try:
             answer, data = self._post([], min(self._config.timeout_s, GREETING_S))

@@ -47,7 +47,8 @@ class Reward:
     def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:
         """Return the number of each component for each response, before weights.
 
-        Raises RewardError: a number is missing or not finite; names component, prompt and response.
+        Raises RewardError where a number is missing or not finite; names component, prompt and
+        response.
         """
         columns = [
             checked(source(decoded), decoded, term.name)

@@ -30,7 +30,7 @@ class SamplingParams:
     end_token_ids: Sequence[int]
     """Ids of the tokens that end a response."""
     stop: StoppingCriteria | None = None
-    """Criterion that reads the response tokens [B, T] and returns which rows end, or None."""
+    """Criterion that reads the response tokens [B, T] and returns which rows end; None for none."""
 
 
 def response_numbers(rows: Int[Tensor, " M"], samples_per_prompt: int) -> Int[Tensor, " R"]:
@@ -239,7 +239,9 @@ class CheckedSampler:
         ]
         for name in ("logprobs", "values"):
             if (x := getattr(found, name)) is not None:
-                rules.append((~x.isfinite() & mask, f"{name} not finite", "finite numbers"))
+                rules.append(
+                    (~x.isfinite() & mask, f"{name} that are not finite", "finite numbers")
+                )
         if found.logprobs is not None:
             wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))

@@ -209,7 +209,8 @@ def interval_of(
 def metrics_of(final: Path, stage: Stage) -> Mapping[str, float]:
     """Return the final metrics of a run of the stage by name.
 
-    final: `final/` folder of the run. Raises CheckpointError where it is missing or damaged.
+    final: `final/` folder of the run.
+    Raises CheckpointError where it is missing or damaged.
     """
     if not final.is_dir():
         raise CheckpointError(f"{final} is missing")

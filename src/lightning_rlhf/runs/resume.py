@@ -188,7 +188,8 @@ def check_resumable(path: Path, settings: Settings) -> None:
     if (samples := folder / files.TRAIN_SAMPLES).exists():
         for number, (_, sample) in enumerate(json_lines(samples), start=1):
             if type(sample.get("iteration")) is not int:
-                raise damaged_line(samples, number, "it does not say its iteration")
+                found = f"iteration is {sample.get('iteration')!r}; allowed: an integer"
+                raise damaged_line(samples, number, found)
     if (wandb_id := folder / files.WANDB_ID).exists():
         files.read_wandb_id(wandb_id)
     try:

@@ -101,7 +101,7 @@ class MemoryPlan:
 
 def plan_memory(
     config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Sequence[Any],
-    demonstrations: Sequence[DemonstrationTokens], number: int, copied: int, processes: int,
+    demonstrations: Sequence[DemonstrationTokens], *, number: int, copied: int, processes: int,
     device: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run.
@@ -200,8 +200,9 @@ def plan_of(
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
-        config, model, found, rows, demonstrations, number, copied, processes, free // sharing
-    )
+        config, model, found, rows, demonstrations,
+        number=number, copied=copied, processes=processes, device=free // sharing,
+    )  # fmt: skip
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -276,8 +277,9 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
     return plan_memory(
-        config, model, sizes, [row], demonstrations, number, copied, trainer.processes
-    )
+        config, model, sizes, [row], demonstrations,
+        number=number, copied=copied, processes=trainer.processes,
+    )  # fmt: skip
 
 
 def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:
