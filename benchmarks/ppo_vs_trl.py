@@ -5,7 +5,7 @@
 Each side is a separate process. The processes alternate iteration by iteration, so that other load
 on the machine affects all of them. The first iteration is a warm-up and is not counted. TRL is
 measured twice: unchanged, and with the memory settings of the C library that our command line uses
-on a CPU, with which a process keeps the memory that it frees, on large pages.
+on a CPU, with which a process keeps the memory that it frees.
 """
 
 from __future__ import annotations
@@ -189,8 +189,7 @@ def report(results: dict[str, Any], facts: dict[str, str], peer_trains: trl_peer
         "head are fp32 and compute under bf16 autocast, as with trainer=gpu. TRL calls the "
         "garbage collector twice an iteration, which takes the same time on a model of any size.",
         "Our settings, those of our command line on a CPU: the process keeps the memory that it "
-        "frees (glibc's mallopt), asks for pages of 2 MB (madvise), and numbers below 1e-38 are 0 "
-        "(denormals are flushed). TRL's was "
+        "frees (glibc's mallopt), and numbers below 1e-38 are 0 (denormals are flushed). TRL's was "
         "measured as it is, and with the same settings.",
         "Memory: the largest resident set (VmHWM, started anew after the imports and one copy of "
         "the model) less the resident set at that moment.",
