@@ -154,10 +154,11 @@ def go_back(folder: Path, step: int) -> list[str]:
     best, later = folder / BEST, f"later than step {step}"
     gone = {path: later for path in numbered(folder) if step_named(path) > step}
     try:
-        best_step = step_of(best) if best.exists() else -1
+        best_step = step_of(best) if best.exists() else None
     except CheckpointError:
-        best_step, gone[best] = -1, "unreadable"
-    if best_step > step:
+        best_step = None
+        gone[best] = "unreadable"
+    if best_step is not None and best_step > step:
         gone[best] = later
     elif best_step == step and not path_of(folder, step).exists():
         link(best, path_of(folder, step))

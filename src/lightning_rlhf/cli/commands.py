@@ -69,7 +69,7 @@ SERVE: Options = {
 PROTOCOL = """POST /score takes {"prompts": [[{"role", "content"}, ...], ...], "responses": [...]}
 and answers {"scores": [...]}; GET /health answers {"status": "ok"}, without a token too. The
 traffic is not encrypted."""
-"""What the help of serve-reward says about its protocol."""
+"""Description of the protocol, in the help of serve-reward."""
 SWEPT = ("ppo.kl_coef", "ppo.lr", "seed")
 """Configuration keys on the axes of the parallel coordinates, unless others are given."""
 DASHBOARD: Options = {

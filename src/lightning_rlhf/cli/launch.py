@@ -81,7 +81,10 @@ def run_command(
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
         received.append(signum)
         passed = signal.SIGTERM if signum == signal.SIGUSR2 else signum
-        early.append(passed) if process is None else process.send_signal(passed)
+        if process is None:
+            early.append(passed)
+        else:
+            process.send_signal(passed)
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)

@@ -112,9 +112,9 @@ class Recipe:
         for key, steps in (("steps", self.steps), ("promises", [x.stage for x in self.promises])):
             for step in steps:
                 rule(step in self.stages, key, step, ", ".join(self.stages))
-        for first in self.stages[:1]:
-            for word in self.steps.get(first, ()):
-                rule(FOLDER not in word, f"steps.{first}", word, f"no {FOLDER} in the first step")
+        first = self.stages[0] if self.stages else ""
+        for word in self.steps.get(first, ()):
+            rule(FOLDER not in word, f"steps.{first}", word, f"no {FOLDER} in the first step")
 
 
 def run(name: str, cfg: DictConfig, given: Sequence[str]) -> None:

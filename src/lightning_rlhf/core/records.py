@@ -116,7 +116,7 @@ class Preferences(Record):
     margin: Float[Tensor, " B"]
     """Margin of the preferred response in the data; 0 where the data have none."""
     draws: Float[Tensor, "B H"] | None = None
-    """How often each head of a reward model learns from the pair; None is once."""
+    """Number of times that each head of a reward model learns from the pair; None is once."""
 
     def stacked(self) -> tuple[Int[Tensor, "2B W"], Bool[Tensor, "2B W"]]:
         """Return tokens and mask of both sides as one batch, the chosen rows first."""

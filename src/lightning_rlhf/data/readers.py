@@ -62,8 +62,9 @@ def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
     split, key = getattr(config, kind), f"data.{kind}"
     if split.train is None:
         raise ConfigError(f"{key}.train is not set; {formats.NEEDS[kind]}: {key}.train=path.jsonl")
-    for part in ("train",) if split.val is None else ("train", "val"):  # before rows are read
-        _path_of(getattr(split, part), f"{key}.{part}")
+    for part, source in (("train", split.train), ("val", split.val)):  # before rows are read
+        if source is not None:
+            _path_of(source, f"{key}.{part}")
     options = (config.on_bad_row, config.format, config.columns)
     whole = read(kind, split.train, *options)
     if split.val is not None:

@@ -43,7 +43,7 @@ TEMPLATE = Environment(
 
 
 def hand_over(
-    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], head: str | None,
+    run: Run, roles: Roles, role: str, metrics: Mapping[str, float], *, head: str | None,
     reward: tuple[float | None, float | None] = (None, None),
     verdicts: Mapping[str, checkpoint.Verdict] | None = None,
     below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
@@ -84,8 +84,9 @@ def hand_over(
     measured, title = None if export else run.folder, folders.run_name(settings)
     kind = settings.definition.data
     write_model(
-        folder, roles, role, run.chat, manifest, title, kind, stated, measured, head, below, more
-    )
+        folder, roles, role, run.chat, manifest, title=title, kind=kind, license=stated,
+        run=measured, head=head, below=below, more=more,
+    )  # fmt: skip
     if export is None:
         leave_report(run.folder, settings.definition)
     print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
@@ -93,7 +94,7 @@ def hand_over(
 
 
 def write_model(
-    folder: Path, roles: Roles, role: str, chat: ChatFormat, manifest: checkpoint.Manifest,
+    folder: Path, roles: Roles, role: str, chat: ChatFormat, manifest: checkpoint.Manifest, *,
     title: str, kind: str, license: Mapping[str, Any], run: Path | None, head: str | None,
     below: Float[torch.Tensor, " V"] | None = None, more: Path | None = None,
     dtype: torch.dtype | None = None,

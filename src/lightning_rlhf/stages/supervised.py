@@ -244,8 +244,9 @@ class RM(Supervised):
         verdict = None if report is None else fitness_page.read_judgement(report)
         verdicts = {"rm": verdict} if verdict else None
         return hand_over(
-            run, module.roles, REWARD, metrics, REWARD, (mean, std), verdicts, self.below, report
-        )
+            run, module.roles, REWARD, metrics, head=REWARD, reward=(mean, std),
+            verdicts=verdicts, below=self.below, more=report,
+        )  # fmt: skip
 
 
 def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
