@@ -5,9 +5,7 @@ run with a judge is that of its gold scores.
 """
 
 import json
-import warnings
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +14,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy import ndarray
 from numpy.typing import ArrayLike
-from scipy.optimize import OptimizeWarning, curve_fit, isotonic_regression
+from scipy.optimize import isotonic_regression
 from scipy.signal import lfilter
 
 from lightning_rlhf.callbacks.files import SAMPLES
@@ -42,9 +40,8 @@ LEVEL = 0.9
 FEWEST_POINTS = 12
 """Minimum number of points; with fewer, the noise cannot be told from the curve."""
 SEED, _RESAMPLES = 0, 200
-_SCALES, _STARTS = (-5.0, 2.3), (-3.0, -1.5, 0.0)
-"""Logarithms of the smallest and the largest scale of a fit, as shares of the range of x, and of
-scales from which a fit starts."""
+_SCALES = np.exp(np.linspace(-5.0, 2.3, 2921))
+"""Scales of the curves that are fitted, as shares of the range of x; knees are 0.1% apart."""
 _FALSE_GAINS = 0.05
 """Share of runs without a gain in which one is found, at most."""
 
@@ -66,7 +63,7 @@ class Fit:
     """Saturating curve that fits best, over x as a share of its range, 0 to 1."""
 
     curve: tuple[float, float, float]
-    """Start, gain and logarithm of the scale of `saturating`."""
+    """Start, gain and scale of `saturating`."""
     knee: float
     """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
     interval: Interval
@@ -221,26 +218,24 @@ def conclude(found: Frontiers, gold_stop: GoldStop | None = None) -> dict[str, A
 
 
 def saturating(
-    u: Float[ndarray, " N"], start: float, gain: float, log_scale: float
-) -> Float[ndarray, " N"]:
+    u: Float[ndarray, "*N"], start: float, gain: float, scale: Float[ndarray, "*S"] | float
+) -> Float[ndarray, "*N"]:
     """Return a curve that rises by `gain` from 0 to 1 and ever more slowly.
 
-    y(u) = start + gain (1 - exp(-u / c)) / (1 - exp(-1 / c)), c = exp(log_scale)
+    y(u) = start + gain (1 - exp(-u / scale)) / (1 - exp(-1 / scale))
 
-    A large c makes it a straight line.
+    A large scale makes it a straight line.
     """
-    scale = np.exp(np.clip(log_scale, *_SCALES))
     return start + gain * np.expm1(-u / scale) / np.expm1(-1 / scale)
 
 
-def knee_of(log_scale: float) -> float:
+def knee_of(scale: float) -> float:
     """Return the share of the compute from which no further AHEAD buys GAIN of the gain.
 
-        k = c log((1 - exp(-AHEAD / c)) / (GAIN (1 - exp(-1 / c)))), c = exp(log_scale)
+        k = c log((1 - exp(-AHEAD / c)) / (GAIN (1 - exp(-1 / c)))), c = scale
 
     It is inf where less than AHEAD of the compute follows it.
     """
-    scale = np.exp(np.clip(log_scale, *_SCALES))
     knee = scale * np.log(np.expm1(-AHEAD / scale) / (GAIN * np.expm1(-1 / scale)))
     return float(knee) if knee <= 1 - AHEAD else np.inf
 
@@ -256,33 +251,35 @@ def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
         return None
     u = (x - x[0]) / (x[-1] - x[0])
     generator = np.random.default_rng(SEED)
-    left, best = _best(u, y)
-    noise = _resampled(y - y.mean(), generator)
-    noise_left = [_best(u, values)[0] / np.var(values) for values in noise[: _RESAMPLES // 2]]
-    if best[1] <= 0 or left / np.var(y) >= np.quantile(noise_left, _FALSE_GAINS):
+    explained, (best,) = _best_fits(u, y[None])
+    of_noise, _ = _best_fits(u, _resampled(y - y.mean(), generator))
+    if best[1] <= 0 or explained[0] <= np.quantile(of_noise, 1 - _FALSE_GAINS):
         return None
     fitted = saturating(u, *best)
     residuals = (y - fitted) * np.sqrt(len(y) / (len(y) - len(best)))
-    refits = [_best(u, fitted + e, best[2:])[1] for e in _resampled(residuals, generator)]
-    knees = [knee_of(refit[2]) for refit in refits]
+    _, refits = _best_fits(u, fitted + _resampled(residuals, generator))
+    knees = [knee_of(scale) for *_, scale in refits]
     low, high = np.quantile(knees, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], method="nearest")
-    return Fit(best, knee_of(best[2]), (float(low), float(high)))
+    return Fit(tuple(best.tolist()), knee_of(best[2]), (float(low), float(high)))
 
 
-def _best(
-    u: Float[ndarray, " N"], y: Float[ndarray, " N"], starts: Sequence[float] = _STARTS
-) -> tuple[float, tuple[float, float, float]]:
-    """Return the mean square that the best fit leaves, and its parameters."""
-    found = [(float(np.var(y)), (float(y.mean()), 0.0, 0.0))]
-    for log_scale in starts:
-        first = (y[0], y[-1] - y[0], log_scale)
-        # Where the fit does not converge there is none; no covariance is used.
-        with warnings.catch_warnings(), suppress(RuntimeError):
-            warnings.simplefilter("ignore", OptimizeWarning)
-            best, _ = curve_fit(saturating, u, y, first, ftol=1e-4, xtol=1e-4)
-            left = float(np.mean((y - saturating(u, *best)) ** 2))
-            found.append((left, (float(best[0]), float(best[1]), float(best[2]))))
-    return min(found)
+def _best_fits(
+    u: Float[ndarray, " N"], y: Float[ndarray, "R N"]
+) -> tuple[Float[ndarray, " R"], Float[ndarray, "R 3"]]:
+    """Return the share of each row's variance that the best fit explains, and its parameters.
+
+    For each of _SCALES start and gain are those of least squares.
+    """
+    curves = saturating(u, 0.0, 1.0, _SCALES[:, None])
+    means = curves.mean(axis=1)
+    curves -= means[:, None]
+    power, rows = (curves**2).sum(axis=1), np.arange(len(y))
+    products = (y - y.mean(axis=1, keepdims=True)) @ curves.T
+    best = (products**2 / power).argmax(axis=1)
+    gain = products[rows, best] / power[best]
+    start = y.mean(axis=1) - gain * means[best]
+    explained = gain * products[rows, best] / (len(u) * y.var(axis=1))
+    return explained, np.stack([start, gain, _SCALES[best]], axis=1)
 
 
 def _resampled(
