@@ -274,11 +274,10 @@ def test_hard_texts_stay_in_their_cells_and_read_as_they_are(text: str) -> None:
 
 @pytest.mark.parametrize("count", [1, 200])
 def test_the_page_says_what_was_measured(count: int, tmp_path: Path) -> None:
-    pictures = hard_report(count).write(tmp_path)
+    hard_report(count).write(tmp_path)
     page = (tmp_path / "report.md").read_text(encoding="utf-8")
-    links = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
-    assert {tmp_path / link for link in links} == set(pictures.values())
-    assert all(imread(path).shape[1] >= 1000 for path in pictures.values())
+    (link,) = re.findall(r"!\[[^]]+\]\(([^)]+)\)", page)
+    assert imread(tmp_path / link).shape[1] >= 1000
     assert all(len(row) == len(rows[0]) for rows in tables(page) for row in rows)
     cells = {row[0]: row[1:] for rows in tables(page) for row in rows}
     accuracy = f"{measure(simulated(count, 0.05)).accuracy.accuracy:.3f}"

@@ -165,8 +165,9 @@ def measure_reward(
 def write_fitness(
     report: fitness_page.FitnessReport, folder: Path, loggers: Sequence[Logger], step: int
 ) -> None:
-    """Write the report, send its pictures to the loggers, and print the verdicts."""
-    log_pictures(loggers, report.write(folder), step)
+    """Write the report, send its picture to the loggers, and print the verdicts."""
+    report.write(folder)
+    log_pictures(loggers, {fitness_page.SCORES: folder / fitness_page.PICTURE}, step)
     for verdict in report.words:
         print_line(verdict)
 

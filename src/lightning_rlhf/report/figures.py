@@ -21,7 +21,7 @@ from numpy import ndarray
 
 from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.report import curves, estimates, tables
+from lightning_rlhf.report import curves, estimates
 from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE
 from lightning_rlhf.report.fitness import Fitness
 
@@ -34,8 +34,6 @@ MOST_MARKS = 50
 """Maximum number of triangles on one side; the farthest values have one."""
 MOST_POINTS = 400
 """Number of dots, and of places of an area, above which some are left out."""
-MOST_SCATTERED = 1500
-"""Maximum number of points of each kind in a scatter plot, spread evenly over the data."""
 PREFIXED = 1e5
 """Number from which on ticks have an SI prefix: 1.5T for 1.5e12."""
 LETTERS_AN_INCH = 10
@@ -59,8 +57,8 @@ PAGE |= {"font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5
 LEGEND: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False}
 LEGEND |= {"borderaxespad": 0.2, "columnspacing": 1.2}
 """Placement of a legend above the plot, where it hides no curve."""
-KINDS = {"SFT samples": (BLUE, "^"), "rejected": (PURPLE, "s"), "chosen": (GREEN, "o")}
-"""Kinds of scored responses, each with colour and marker; the last is drawn on top."""
+KINDS = {"SFT samples": BLUE, "rejected": PURPLE, "chosen": GREEN}
+"""Kinds of scored responses and their colours."""
 
 
 def view(values: Sequence[float], *, is_log: bool = False) -> Limits:
@@ -301,65 +299,29 @@ def figure_of(plot: curves.Plot) -> Markup:
     )
 
 
-def draw_fitness(folder: Path, title: str, fitness: Fitness) -> dict[str, Path]:
-    """Draw the figures of a fitness report into `folder`; return caption -> file.
-
-    title: heading of each figure, which says what was measured.
-    """
-    pictures = {
-        "Scores of chosen and rejected responses and of SFT samples": ("rewards.png", _rewards),
-        "Score against length": ("length.png", _length),
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, draw_into in pictures.values():
-        with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
-            figure = Figure(figsize=(7.2, 4.0), layout="constrained")
-            draw_into(figure.subplots(), fitness)
-            head(figure, title)
-            figure.savefig(folder / name, dpi=DPI)
-    return {what: folder / name for what, (name, _) in pictures.items()}
-
-
-def _rewards(axes: Axes, fitness: Fitness) -> None:
-    """Draw the histograms of scores, with the extremes that lie outside."""
-    low, high = fitness.edges[0], fitness.edges[-1]
-    margin = MARGIN * (high - low)
-    limits = low - margin, high + margin
-    kinds = [(kind, KINDS[kind][0], found) for kind, found in reversed(fitness.kinds.items())]
-    for kind, color, found in kinds:
-        count = found["count"]
-        shares, label = np.divide(found["histogram"], count), f"{kind} ({count:,})"
-        axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
-        axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=label)
-    axes.set_xlim(*limits)
-    for row, (_, color, found) in enumerate(kinds, start=1):
-        height = 0.06 * row * axes.get_ylim()[1]
-        extremes = np.array([(found["lowest"], height), (found["highest"], height)])
-        mark_outside(axes, extremes, limits, None, color)
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
-    axes.set(xlabel="score", ylabel="share of responses")
-    axes.set_ylim(bottom=0)
-    axes.legend(handlelength=1.4, ncols=3, **LEGEND)
-
-
-def _length(axes: Axes, fitness: Fitness) -> None:
-    """Draw scores against lengths, with those that lie outside at the edges."""
-    responses = {
-        "SFT samples": [(tokens, score) for score, tokens in fitness.samples],
-        "rejected": [(pair.rejected_tokens, pair.rejected_score) for pair in fitness.pairs],
-        "chosen": [(pair.chosen_tokens, pair.chosen_score) for pair in fitness.pairs],
-    }
-    x, y = map(view, zip(*(xy for some in responses.values() for xy in some), strict=True))
-    limits = {name: ends for name, ends in (("xlim", x), ("ylim", y)) if ends is not None}
-    axes.set(xlabel="tokens of the response", ylabel="score", **limits)
-    for kind, points in responses.items():
-        color, marker = KINDS[kind]
-        if points:
-            some = tables.spread(points, MOST_SCATTERED)
-            alpha = min(0.8, max(0.2, 8 / math.sqrt(len(some))))
-            xs, ys = zip(*some, strict=True)
-            axes.scatter(xs, ys, s=16, marker=marker, color=color, alpha=alpha, linewidths=0)
-            axes.plot([], [], marker, color=color, markersize=5, label=kind)  # opaque legend
-            mark_outside(axes, np.array(points, dtype=float), x, y, color)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
-    axes.legend(handletextpad=0.1, ncols=3, **LEGEND)
+def draw_fitness(path: Path, title: str, fitness: Fitness) -> None:
+    """Draw the histograms of scores below a title, with the extremes that lie outside."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with mpl.rc_context({**STYLE, "axes.axisbelow": True}):
+        figure = Figure(figsize=(7.2, 4.0), layout="constrained")
+        axes = figure.subplots()
+        low, high = fitness.edges[0], fitness.edges[-1]
+        margin = MARGIN * (high - low)
+        limits = low - margin, high + margin
+        kinds = [(kind, KINDS[kind], found) for kind, found in reversed(fitness.kinds.items())]
+        for kind, color, found in kinds:
+            count = found["count"]
+            shares, label = np.divide(found["histogram"], count), f"{kind} ({count:,})"
+            axes.stairs(shares, fitness.edges, color=color, fill=True, alpha=0.15)
+            axes.stairs(shares, fitness.edges, color=color, linewidth=1.6, label=label)
+        axes.set_xlim(*limits)
+        for row, (_, color, found) in enumerate(kinds, start=1):
+            height = 0.06 * row * axes.get_ylim()[1]
+            extremes = np.array([(found["lowest"], height), (found["highest"], height)])
+            mark_outside(axes, extremes, limits, None, color)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(xlabel="score", ylabel="share of responses")
+        axes.set_ylim(bottom=0)
+        axes.legend(handlelength=1.4, ncols=3, **LEGEND)
+        head(figure, title)
+        figure.savefig(path, dpi=DPI)

@@ -22,7 +22,9 @@ from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.rewards.format_check import PROBES
 
-NUMBERS, PICTURES = "fitness.json", "report"
+NUMBERS, PICTURE = "fitness.json", "report/rewards.png"
+SCORES = "Scores of chosen and rejected responses and of SFT samples"
+"""Caption of the picture."""
 CHARACTERS = 200
 """Maximum length of a text that is shown as an example, in characters."""
 MIN_COUNT, MIN_PROBES = 30, 5
@@ -289,12 +291,9 @@ class FitnessReport:
         if self.problems is not None:
             self.words.append(f"About the pairs: {summary(told, self.in_pairs)}")
 
-    def write(self, folder: Path) -> dict[str, Path]:
-        """Write report.md, fitness.json and the figures, in `report/`, into an existing folder.
-
-        Returns the file of each figure by caption.
-        """
-        pictures = draw_fitness(folder / PICTURES, self.title, self.fitness)
+    def write(self, folder: Path) -> None:
+        """Write report.md, fitness.json and the picture of the scores into an existing folder."""
+        draw_fitness(folder / PICTURE, self.title, self.fitness)
         problems, findings = self.problems, [*self.findings, *self.in_pairs]
         checks, data = [], []
         for one in findings:
@@ -314,7 +313,7 @@ class FitnessReport:
             sampled_from=self.sampled_from,
             scale=self.scale,
             numbers="\n\n".join(_numbers(self.fitness)),
-            pictures="\n\n".join(f"![{x}]({PICTURES}/{pictures[x].name})" for x in pictures),
+            picture=f"![{SCORES}]({PICTURE})",
             checks=table(("check", "outcome", "measured", "threshold", "in words"), checks, (2, 3)),
             thresholds="\n".join(thresholds),
             probes=_probes(self.probes) if self.probes else "None was scored.",
@@ -337,7 +336,6 @@ class FitnessReport:
         }
         text = json.dumps(content, indent=1, allow_nan=False, default=vars)
         (folder / NUMBERS).write_text(f"{text}\n", encoding="utf-8")
-        return pictures
 
 
 def read_judgement(folder: Path) -> Verdict | None:
