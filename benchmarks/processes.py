@@ -41,8 +41,7 @@ from lightning_rlhf.evaluation.policies import Task
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 from lightning_rlhf.parallel.replicas import ONE, Replicas, join_group
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.weighted import Reward

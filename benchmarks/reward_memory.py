@@ -25,7 +25,7 @@ from lightning_rlhf.models.config import POLICY, REWARD, LoRASettings
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward
 from machine import options, write
 from memory import forget_peak, resident

@@ -42,8 +42,7 @@ from lightning_rlhf.callbacks.checkpoints import Checkpoints
 from lightning_rlhf.cli.main import main as command_line
 from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.stages import model_card
 

@@ -9,8 +9,7 @@ import torch
 
 from lightning_rlhf.core.results import PairScores
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 
 from .conftest import Workplace, given
 

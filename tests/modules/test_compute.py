@@ -22,8 +22,7 @@ from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import PTX, SFTModule
+from lightning_rlhf.modules.supervised import PTX, DPOModule, RewardModule, SFTModule
 
 from . import conftest
 from .conftest import within_fit

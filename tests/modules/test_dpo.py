@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule
+from lightning_rlhf.modules.supervised import DPOModule
 
 from .conftest import (
     LORA,

@@ -22,8 +22,7 @@ from lightning_rlhf.models.build_roles import SAMPLING_BYTES
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.stages.memory_plan import Bytes, MemoryPlan, activation_numbers, plan_of
 from lightning_rlhf.stages.preflight import of_memory

@@ -20,8 +20,7 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import score
 from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable

@@ -10,7 +10,7 @@ from lightning_rlhf.core.records import Preferences
 from lightning_rlhf.models.config import REWARD
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import RewardModule
+from lightning_rlhf.modules.supervised import RewardModule
 
 from .conftest import (
     CENTER_COEF,

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SFTModule, SupervisedModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule, SupervisedModule
 
 from .conftest import (
     Outputs,

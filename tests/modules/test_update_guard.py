@@ -21,7 +21,7 @@ from lightning_rlhf.callbacks.metrics import update_metrics
 from lightning_rlhf.core.errors import RewardError, TrainingError
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Record, SampledResponses, Scores
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import RewardModule
+from lightning_rlhf.modules.supervised import RewardModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.score import Critic

@@ -22,7 +22,7 @@ from lightning_rlhf.data.batches import collate_preferences
 from lightning_rlhf.data.lengths import PreferenceTokens
 from lightning_rlhf.models.config import POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule
+from lightning_rlhf.modules.supervised import DPOModule
 
 from .conftest import close
 from .ours import CONF

@@ -14,8 +14,7 @@ from torch import Tensor
 from lightning_rlhf.core.records import Record
 from lightning_rlhf.models.config import POLICY, SFT
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 
 from ..modules.conftest import (
     LORA,

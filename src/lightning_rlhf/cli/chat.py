@@ -37,7 +37,7 @@ from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REFERENCE, SFT
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout import collector, native
-from lightning_rlhf.rollout.score import response_hidden, response_logprobs
+from lightning_rlhf.rollout.score import predict
 from lightning_rlhf.runs import accelerator, folders
 
 HELP = """/temperature NUMBER   0 takes the most probable token
@@ -54,10 +54,7 @@ OPTIONS: Options = {
         "help": "run or final/ of sft or later, or hub id",
     },
     "--reward": {"metavar": "FINAL", "help": "model of the scores (that of the last stage)"},
-    "--temperature": {
-        "type": float,
-        "help": "divisor of logits; 0: likeliest token (as in run)",
-    },
+    "--temperature": {"type": float, "help": "divisor of logits; 0: likeliest token (as in run)"},
     "--max-tokens": {"type": int, "metavar": "N", "help": "tokens of a reply (as in the run)"},
     "--system": {"metavar": "TEXT", "help": "system message before the first turn"},
     "--seed": {"type": int, "default": 0, "help": "seed of what is sampled (%(default)s)"},
@@ -143,8 +140,7 @@ class Speaker:
         batch = collector.as_responses([prompt], [response], pad).to(roles.device)
         for role in (self.role, REFERENCE):
             with roles.use_role(role):
-                hidden = response_hidden(roles, batch)
-                logprobs, _ = response_logprobs(roles, hidden, batch, temperature or 1.0)
+                logprobs, _ = predict(batch, roles, None, temperature or 1.0, 1)
             found.append(float(logprobs.double().sum()))
         return found[0] - found[1]
 

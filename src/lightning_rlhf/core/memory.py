@@ -4,7 +4,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -65,41 +65,28 @@ class MicrobatchSize:
     def fitting(self, work: Callable[[int], T]) -> T:
         """Return `work(rows)`, repeated with half of the rows as long as the memory runs out.
 
-        Each halving prints one warning. `work` must have no effect where it fails.
+        `work` must have no effect where it fails. Raises TrainingError where one row is too many.
+        """
+        while True:
+            with self.halving():
+                return work(self.rows)
+            torch.cuda.empty_cache()  # what the failed block held is free only now
+
+    @contextmanager
+    def halving(self) -> Iterator[None]:
+        """End the block where it runs out of memory, and halve the rows, with one warning.
+
         Raises TrainingError where one row is too many.
         """
-        for attempt in self.attempts():
-            with attempt as rows:
-                return work(rows)
-        raise AssertionError("the last attempt returns or raises")
-
-    def attempts(self) -> Iterator[AbstractContextManager[int]]:
-        """Yield the attempts of `fitting` as contexts, up to the first whose block ends in memory.
-
-        The tensors of a failed block are freed only where no variable holds them.
-        """
-        fits = False
-
-        @contextmanager
-        def attempt(rows: int) -> Iterator[int]:
-            nonlocal fits
-            try:
-                yield rows
-                fits = True
-            except torch.OutOfMemoryError as error:
-                if rows == 1:
-                    raise TrainingError(
-                        f"one row at a time ({self.key}) is too much for the memory of the device: "
-                        f"{error} Shorter prompts and responses, or a smaller model, need less"
-                    ) from error
-
-        while True:
-            rows = self.rows
-            yield attempt(rows)
-            if fits:
-                return
-            # The tensors of the failed block are freed only after the handler.
-            torch.cuda.empty_cache()
+        rows = self.rows
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if rows == 1:
+                raise TrainingError(
+                    f"one row at a time ({self.key}) is too much for the memory of the device: "
+                    f"{error} Shorter prompts and responses, or a smaller model, need less"
+                ) from error
             if self.rows == rows:  # other work with this object has not halved it
                 self.rows //= 2
                 told = f"{self.key} is {self.rows} from now on, which changes no result"

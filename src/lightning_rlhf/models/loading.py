@@ -77,11 +77,6 @@ def load_causal_lm(
     if trainable and config.dtype != "float32":
         told = f"model.dtype={config.dtype} is for frozen weights; all are trained here, in float32"
         warnings.warn(told, stacklevel=2)
-    if trainable and config.quantization != "none":
-        raise ConfigError(
-            f"model.quantization={config.quantization} cannot be fine-tuned in full; allowed: "
-            "finetune=lora, or model.quantization=none"
-        )
     if weights is None and config.from_config is not None:
         model = random_model(config, seed).to(dtype).eval()
     else:

@@ -185,9 +185,11 @@ class PPOModule(optim.StageModule):
         Raises: NotFiniteError as `check_finite`; ConfigError where a limit compares
             what a subclass's `loss_terms` did not measure.
         """
-        for attempt in self.microbatch.attempts():
-            with attempt:
+        while True:
+            with self.microbatch.halving():
                 share = vars(self.accumulate(minibatch))
+                break
+            torch.cuda.empty_cache()  # what the failed passes held is free only now
         shares, grad_norm = self.sum_and_clip(torch.stack([*share.values()]))
         terms = losses.sum_terms(
             [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import lightning as L
@@ -25,9 +26,8 @@ from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SupervisedModule, target_logprobs
 from lightning_rlhf.rollout import collector, native, score
 from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.runs.run import Run
@@ -115,7 +115,8 @@ def examine(
     checks, memory = [*trainable(module)], []
     is_mixed = trainer.precision == "bf16-mixed"
     with isolate_rng(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-        if isinstance(module, SupervisedModule | PPOModule) and isinstance(module.config, PLANNED):
+        is_known = isinstance(module, supervised.SupervisedModule | PPOModule)
+        if is_known and isinstance(module.config, PLANNED):
             sharing = trainer.devices if device.type == "cpu" else 1
             rows = (*data.train, *data.val)
             plan = plan_of(module, rows, device, trainer.processes, sharing)
@@ -144,9 +145,9 @@ def trainable(module: Any) -> Iterator[Check]:
         size = sum(p.numel() for p in group)
         some = sum(p.numel() for p in group if p.requires_grad)
         allowed: tuple[str, ...] = ("none", "all")
-        if isinstance(module, PPOModule | DPOModule):
+        if isinstance(module, PPOModule | supervised.DPOModule):
             allowed = ("all",) if role in (POLICY, CRITIC) else ("none",)
-        elif isinstance(module, RewardModule) and role == REWARD:
+        elif isinstance(module, supervised.RewardModule) and role == REWARD:
             allowed = ("all",)
         counts = {"none": 0, "all": size}
         verdict: Verdict = "passed" if some in map(counts.get, allowed) else "failed"
@@ -168,7 +169,7 @@ def of_models(module: Any, data: StageData, device: torch.device) -> Iterator[Ch
             return
         yield from of_policy(module, batch, limit)
         yield from of_own_models(module, batch, limit)
-    elif not isinstance(module, SupervisedModule):
+    elif not isinstance(module, supervised.SupervisedModule):
         return
     is_pair = isinstance(batch, Preferences)
     tokens, mask = batch.stacked() if is_pair else (batch.tokens, batch.mask)
@@ -252,8 +253,9 @@ def padding(
     wide, targets = wider(*from_first_real(tokens, mask))
     wide, targets = wide[:, MORE:], targets[:, MORE:]
     rows = [row[own][None] for row, own in zip(tokens, mask, strict=True)]
-    alone = [target_logprobs(roles, row, torch.ones_like(row, dtype=torch.bool)) for row in rows]
-    off = relative(target_logprobs(roles, wide, targets), torch.cat(alone))
+    logprobs = partial(supervised.target_logprobs, roles)
+    alone = [logprobs(row, torch.ones_like(row, dtype=torch.bool)) for row in rows]
+    off = relative(logprobs(wide, targets), torch.cat(alone))
     return at_most(f"padding: {name}", off, limit, "nats")
 
 

@@ -31,8 +31,7 @@ from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.preferences import DPOModule, RewardModule
-from lightning_rlhf.modules.supervised import SFTModule
+from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report import curves, fitness_page, tables
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
