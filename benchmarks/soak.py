@@ -44,7 +44,7 @@ from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 from lightning_rlhf.rollout.collector import Collector
-from lightning_rlhf.stages import model_card
+from lightning_rlhf.stages import final
 
 STAGES = ("sft", "rm", "ppo")
 SMALL = {
@@ -95,7 +95,7 @@ MARKED = [
     (RewardModule, "validation_step", "evaluation"),
     (Checkpoints, "save", "checkpoint"),
     (Checkpoints, "delete_surplus", "deletion"),
-    (model_card, "write_final", "export"),
+    (final, "write_final", "export"),
 ]
 """Functions that mark phases: (owner, name of the function, phase)."""
 RECIPE, PROCESSES = "recipe", "two processes"

@@ -19,7 +19,7 @@ from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.runs.console import HOME
 from lightning_rlhf.runs.folders import trained_as
-from lightning_rlhf.stages.model_card import license_of
+from lightning_rlhf.stages.final import license_of
 
 from .conftest import Workplace
 

@@ -108,7 +108,7 @@ def test_a_kill_before_the_page_leaves_it_to_the_next_call(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as killed:
-        killed.setattr("lightning_rlhf.stages.model_card.leave_report", die)
+        killed.setattr("lightning_rlhf.stages.final.leave_report", die)
         assert finished.mini("stage=ppo", "resume=true").status != 0
     assert (folder / "final").is_dir()
     (folder / ".0123.lightning-rlhf.tmp").write_text("half")  # the page of which the kill came

@@ -20,9 +20,9 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import Final, Manifest, find, tokenizer_hash
 from lightning_rlhf.models.config import POLICY, REWARD, SFT, VALUE, LoRASettings, ModelConfig
-from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.stages.final import write_final
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")

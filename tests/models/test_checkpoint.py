@@ -26,9 +26,9 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import BASE, POLICY, REFERENCE, REWARD, SFT, VALUE
-from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.stages.final import write_final
 
 from .conftest import LORA, PROBE, build_config, build_manifest, build_model, randomise
 
@@ -158,7 +158,7 @@ def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
+        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
             write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
     assert not folder.exists()
@@ -166,7 +166,7 @@ def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
     write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
     (folder / "notes.txt").write_text("of the user")
     with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.models.export.save_file", cut_off)
+        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
         with pytest.raises(KeyboardInterrupt):
             write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
     assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft")

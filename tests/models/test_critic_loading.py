@@ -13,9 +13,9 @@ from torch import Tensor
 from lightning_rlhf.models.build_roles import add_critic, attach_reward, start_from
 from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD, VALUE
-from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.stages.final import write_final
 
 from .conftest import build_manifest, randomise
 

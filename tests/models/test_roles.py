@@ -23,8 +23,8 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.export import adapter_to_export
 from lightning_rlhf.models.roles import Roles, trainable_names
+from lightning_rlhf.stages.final import adapter_to_export
 
 from .conftest import build_model, randomise
 

@@ -22,10 +22,10 @@ from transformers import (
 from lightning_rlhf.models.build_roles import attach_reward, start_from, whole_reward
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.models.config import REWARD
-from lightning_rlhf.models.export import write_final
 from lightning_rlhf.models.heads import ScalarHeads, score_bias, with_padding
 from lightning_rlhf.models.loading import load_causal_lm
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.stages.final import write_final
 
 from .conftest import build_config, build_manifest, build_model
 

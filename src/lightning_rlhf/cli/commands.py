@@ -37,7 +37,7 @@ from lightning_rlhf.runs import accelerator, folders, resume
 from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
 from lightning_rlhf.stages import fit
-from lightning_rlhf.stages.model_card import license_of, write_model
+from lightning_rlhf.stages.final import license_of, write_model
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

@@ -74,17 +74,13 @@ def run_command(
 
     Raises Stopped afterwards if a signal came.
     """
-    received: list[int] = []
-    early: list[int] = []  # that came before there was a process
+    received, passed = list[int](), {signal.SIGUSR2: signal.SIGTERM}
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
         received.append(signum)
-        passed = signal.SIGTERM if signum == signal.SIGUSR2 else signum
-        if process is None:
-            early.append(passed)
-        else:
-            process.send_signal(passed)
+        if process is not None:
+            process.send_signal(passed.get(signum, signum))
 
     heard = [s for s in (*SIGNALS, signal.SIGHUP) if signal.getsignal(s) != signal.SIG_IGN]
     requeue: Any = signal.getsignal(signal.SIGUSR2)
@@ -94,8 +90,8 @@ def run_command(
     options |= {"process_group": 0, "preexec_fn": partial(end_with, os.getpid())}
     try:
         process = subprocess.Popen(command, env={**os.environ, **environment}, **options)
-        for signum in early:
-            process.send_signal(signum)
+        for signum in received:  # before there was a process
+            process.send_signal(passed.get(signum, signum))
         is_told = False
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):

@@ -18,15 +18,18 @@ from functools import cache
 from os.path import commonprefix
 from typing import Any, Generic, TypeVar
 
-from lightning_rlhf.core.errors import DataError, require
+from lightning_rlhf.core.errors import DataError, counted, require
 from lightning_rlhf.data import rows
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.io.console import print_line
 
 E = TypeVar("E")
 _OTHER_TEXT = "\ue000"
 """Text of a turn that begins and ends with a character of which no other text is made; it shows
 where the template writes the turn's own."""
+FEW = 20
+"""Number of rows below which a note is printed: each is 5% of the training or validation rows."""
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
 """Start of a block by which a template marks what the assistant wrote."""
 
@@ -241,3 +244,22 @@ def _span(
     marker = end + len(text[end:]) - len(text[end:].lstrip())
     is_written = start < end and text.startswith(chat.end_marker, marker)
     return start, end, marker if is_written else None
+
+
+def print_lengths(
+    what: str, read: rows.Rows[Any], tokenised: Tokenised[Any], *, to_validate: bool = False
+) -> None:
+    """Print the number of rows to train or validate on, and of those dropped or cut."""
+    count = len(tokenised.examples)
+    shown = counted(count, what) + f" to validate on, from {read.source}" * to_validate
+    lost = read.left_out + tokenised.dropped
+    notes = [f"{n} left out ({reason})" for reason, n in sorted(lost.items())]
+    notes += [f"{n} with {reason}" for reason, n in sorted(tokenised.cut.items())]
+    print_line(", ".join([shown, *notes, *note_on_few(count, to_validate=to_validate)]))
+
+
+def note_on_few(count: int, *, to_validate: bool) -> list[str]:
+    """Return a note where there are fewer than FEW rows to train or to validate on."""
+    more = "data.max_val_rows, data.val_fraction, or a file of their own, gives more"
+    note = f"too few to measure with ({more})" if to_validate else "too few to learn much from"
+    return [note] * (count < FEW)

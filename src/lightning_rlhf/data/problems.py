@@ -9,6 +9,7 @@ from scipy.stats import binomtest
 
 from lightning_rlhf.core.errors import percent
 from lightning_rlhf.data.rows import IDENTICAL, Messages, Preference, Rows, prompt_text
+from lightning_rlhf.io.console import print_line
 
 EXAMPLES = 3
 """Maximum number of examples of each problem."""
@@ -159,3 +160,11 @@ def length_share(pairs: Iterable[Preference]) -> LengthShare:
         return LengthShare(longer, shorter, len(lengths), None, None)
     low, high = binomtest(longer, n).proportion_ci(method="wilson")
     return LengthShare(longer, shorter, len(lengths) - n, longer / n, (float(low), float(high)))
+
+
+def print_problems(problems: Problems) -> None:
+    """Print the problems of the preference pairs in one line, or nothing if there are none."""
+    found = [problem.line for problem in problems.counted.values() if problem.count]
+    found += [problems.length.line] if problems.length.one_sided else []
+    if found:
+        print_line(f"preference pairs to look at: {'; '.join(found)}", "yellow")

@@ -19,6 +19,7 @@ from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.metrics import BEST_JUDGE, HELD_OUT, JUDGE
 from lightning_rlhf.data.formats import Kind, formats_of
+from lightning_rlhf.data.lengths import note_on_few
 from lightning_rlhf.data.rows import BadRow, counts_text
 from lightning_rlhf.evaluation import evaluate_reward, policies
 from lightning_rlhf.io.console import json_line, print_line
@@ -26,7 +27,7 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
-from lightning_rlhf.runs import console, folders, stage
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 
 CUT = "cut at max_response_tokens"
@@ -66,7 +67,7 @@ class EvalPolicy(stage.Stage):
             task.references = policies.fitting_tokens(run, demonstrations, limit)
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
-        print_line(", ".join([shown, *console.note_on_few(len(task.prompts), to_validate=True)]))
+        print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
         found = task.respond(sources, ways, ways | best)

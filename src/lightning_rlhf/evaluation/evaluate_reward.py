@@ -23,7 +23,7 @@ from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.data import batches, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.data.problems import find_problems
+from lightning_rlhf.data.problems import find_problems, print_problems
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.evaluation.run_report import leave_report
@@ -37,7 +37,7 @@ from lightning_rlhf.rewards import format_check
 from lightning_rlhf.rewards.config import LearnedConfig
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward, Source, TextReward
 from lightning_rlhf.rollout import collector, sampler
-from lightning_rlhf.runs import console, folders, stage
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 
 PROBED = 64
@@ -315,7 +315,7 @@ class EvalReward(stage.Stage):
         rows = run.rows(self.data)
         with Working("looking through the pairs"):
             problems = find_problems(rows.val, rows.train)
-        console.print_problems(problems)
+        print_problems(problems)
         fits = fitting_pairs(rows.val, run.chat, data)
         pairs = readers.draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
@@ -324,7 +324,7 @@ class EvalReward(stage.Stage):
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"
             )
-        few = console.note_on_few(len(pairs), to_validate=True)
+        few = lengths.note_on_few(len(pairs), to_validate=True)
         print_line(", ".join([f"{len(pairs)} held-out pairs", *few]))
         roles = run.load_model()
         prompts = [run.chat.prompt_tokens(pair.prompt) for pair in pairs]

@@ -13,9 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cache
-from importlib.util import find_spec
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
@@ -31,11 +30,6 @@ from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.console import shown_warning
 from lightning_rlhf.runs.stage import Settings
 
-if TYPE_CHECKING:
-    from lightning_rlhf.models.roles import Roles
-
-LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
-"""Module -> package with kernels of linear attention; the extra `gpu` holds them."""
 CUDA = torch.version.cuda
 BUILT = f"torch {torch.__version__} is built {f'for CUDA {CUDA}' if CUDA else 'without CUDA'}"
 """Version of CUDA for which the installed torch is built, alone and as a sentence."""
@@ -74,18 +68,6 @@ def check_devices(settings: Settings, needed: int = 1) -> None:
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "
             f"({errors.first_line(error)}); allowed: trainer=cpu"
         ) from error
-
-
-def linear_attention_line(roles: Roles) -> str | None:
-    """Return what a model with linear attention lacks to be fast on CUDA; None where nothing."""
-    kinds = getattr(roles.causal_lm.config, "layer_types", None) or ()
-    missing = [name for module, name in LINEAR_ATTENTION.items() if find_spec(module) is None]
-    if roles.device.type != "cuda" or "linear_attention" not in kinds or not missing:
-        return None
-    return (
-        f"{roles.causal_lm.config.model_type} is slow: its linear attention is computed by a loop "
-        f"of transformers without {' and '.join(missing)}; pip install 'lightning-rlhf[gpu]'"
-    )
 
 
 def print_device(settings: Settings) -> None:

@@ -27,7 +27,6 @@ from lightning_rlhf.models.checkpoint import Final, digest
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.runs import accelerator, folders, objects, stage
-from lightning_rlhf.runs.console import print_lengths
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
 NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
@@ -151,8 +150,8 @@ class Run:
             fits = [i for i, number in enumerate(rows.val.numbers) if number in fitting]
             held_out = readers.draw_rows(rows.val.only(fits), data.max_val_rows, self.settings.seed)
             val = replace(lengths.tokenise(held_out, self.chat, data), dropped=val.dropped)
-        print_lengths(what, rows.train, train)
-        print_lengths(what, held_out, val, to_validate=True)
+        lengths.print_lengths(what, rows.train, train)
+        lengths.print_lengths(what, held_out, val, to_validate=True)
         return held_out, train, val
 
     def load_model(self) -> Roles:

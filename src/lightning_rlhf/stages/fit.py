@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from dataclasses import fields, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +235,27 @@ def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
         raise
 
 
+LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
+"""Module -> package with kernels of linear attention; the extra `gpu` holds them."""
+
+
 class KernelsLine(Callback):
-    """Prints which layers are used, once the weights are on the training device."""
+    """Prints which layers are used, once the weights are on the training device, and what a model
+    with linear attention lacks to be fast on CUDA."""
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        if isinstance(roles := getattr(pl_module, "roles", None), Roles):
-            print_line(str(roles.kernels))
-            if (line := accelerator.linear_attention_line(roles)) is not None:
-                print_line(line, "yellow")
+        if not isinstance(roles := getattr(pl_module, "roles", None), Roles):
+            return
+        print_line(str(roles.kernels))
+        config = roles.causal_lm.config
+        kinds = getattr(config, "layer_types", None) or ()
+        missing = [name for module, name in LINEAR_ATTENTION.items() if find_spec(module) is None]
+        if roles.device.type == "cuda" and "linear_attention" in kinds and missing:
+            print_line(
+                f"{config.model_type} is slow: its linear attention is computed by a loop of "
+                f"transformers without {' and '.join(missing)}; pip install 'lightning-rlhf[gpu]'",
+                "yellow",
+            )
 
 
 def set_up(settings: Settings) -> None:

@@ -14,7 +14,7 @@ from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
 from lightning_rlhf.data.batches import Schedule, StageData, collate_prompts
-from lightning_rlhf.data.lengths import tokenise
+from lightning_rlhf.data.lengths import print_lengths, tokenise
 from lightning_rlhf.evaluation.build_rewards import build_critic, prepare_reward, verdicts_on
 from lightning_rlhf.evaluation.diminishing import print_diminishing
 from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
@@ -29,9 +29,8 @@ from lightning_rlhf.report.tables import before_after_table, collapsed
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import OURS, load_sampler
 from lightning_rlhf.runs import folders, stage
-from lightning_rlhf.runs.console import print_lengths
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.final import hand_over
 
 
 class PPO(stage.Stage):

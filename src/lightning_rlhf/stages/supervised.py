@@ -37,9 +37,9 @@ from lightning_rlhf.report import curves, fitness_page, tables
 from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
 from lightning_rlhf.rewards.weighted import LearnedReward
 from lightning_rlhf.rollout import collector, sampler
-from lightning_rlhf.runs import console, folders, stage
+from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.stages.model_card import hand_over
+from lightning_rlhf.stages.final import hand_over
 
 ROWS: Mapping[str, tuple[Callable[..., records.Record], str]] = {
     "demonstrations": (batches.collate_demonstrations, "the longest demonstration"),
@@ -184,7 +184,7 @@ class RM(Supervised):
             require_margins(rows.train)
         with Working("looking through the pairs"):
             self.problems = problems.find_problems(rows.val, rows.train)
-        console.print_problems(self.problems)
+        problems.print_problems(self.problems)
         data, callbacks = self.read(run, rows)
         roles = self.load(run, data)
         prompts = [e.prompt for e in data.train]
