@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import pyarrow as pa
 import torch
@@ -30,9 +30,6 @@ from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
-
-if TYPE_CHECKING:
-    import wandb
 
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
@@ -56,7 +53,7 @@ class Samples(Callback):
     every: int
     count: int = 4
     characters: int | None = None
-    _wandb_table: wandb.Table | None = field(default=None, init=False)
+    _wandb_table: Any = field(default=None, init=False)
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
         path, last = self.run_dir / files.TRAIN_SAMPLES, pl_module.iteration

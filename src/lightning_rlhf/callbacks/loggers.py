@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import Logger, TensorBoardLogger, WandbLogger
 from matplotlib.image import imread
+from torch import Tensor
 
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import ConfigError
@@ -26,9 +27,7 @@ from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import flush, full_disk_told, written_whole
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from wandb.sdk.wandb_run import Run
-
 
 AXIS = "iteration"
 """W&B's x-axis: iterations of PPO, optimizer steps of the other stages."""

@@ -7,7 +7,7 @@ import signal
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import Annotated, Any, get_args
 
 import torch
 from pydantic import Field
@@ -38,9 +38,6 @@ from lightning_rlhf.runs.settings import read_tree
 from lightning_rlhf.runs.stage import Settings, TrainerConfig, find_stage, stage_names
 from lightning_rlhf.stages import fit
 from lightning_rlhf.stages.final import license_of, write_model
-
-if TYPE_CHECKING:
-    from wandb_workspaces.workspaces import Workspace
 
 COMPARE: Options = {
     "runs": {"nargs": "+", "metavar": "RUN", "help": "folder of a run, or one above runs"},
@@ -368,7 +365,7 @@ def dashboard(arguments: Sequence[str]) -> None:
         raise ConfigError(f"W&B did not save the workspace in {given.project}: {error}") from error
 
 
-def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) -> Workspace:
+def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) -> Any:
     """Return the `Workspace`, not saved yet; nothing is asked of a server.
 
     Raises ModuleNotFoundError where wandb-workspaces is not installed.

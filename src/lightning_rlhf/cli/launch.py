@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
@@ -24,9 +24,6 @@ from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, requ
 from lightning_rlhf.parallel.world import IN_LAUNCHER
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
@@ -74,7 +71,8 @@ def run_command(
 
     Raises Stopped afterwards if a signal came.
     """
-    received, passed = list[int](), {signal.SIGUSR2: signal.SIGTERM}
+    received: list[int] = []
+    passed: dict[int, int] = {signal.SIGUSR2: signal.SIGTERM}
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None = None) -> None:
@@ -159,12 +157,12 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
         sys.exit(max(statuses.values()))
 
 
-def launch(processes: int, command: Sequence[str], said: str) -> dict[int, ProcessFailure]:
+def launch(processes: int, command: Sequence[str], said: str) -> dict[int, Any]:
     """Run `python command` in several processes.
 
     said: message to print at the first signal, with a place for its name.
 
-    Returns: rank -> failure of a process; an exit status below 0 is a signal's number.
+    Returns: rank -> `ProcessFailure` of a process; an exit status below 0 is a signal's number.
 
     Raises: Stopped where a signal came to this process, after the processes have ended, and
         RLHFError where they do not meet.
