@@ -32,6 +32,7 @@ def test_rows_are_halved_until_they_fit_and_stay_so() -> None:
         f"out of memory: ppo.microbatch_size is {n} from now on, which changes no result"
         for n in (7, 3)
     ]
+    assert all("lightning_rlhf" in w.filename for w in caught)  # which is shown in one line
     device.asked.clear()
     assert size.fitting(device.work) == "read 3"
     assert device.asked == [3]

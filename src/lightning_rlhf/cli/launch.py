@@ -88,7 +88,7 @@ def run_command(
     options |= {"process_group": 0, "preexec_fn": partial(end_with, os.getpid())}
     try:
         process = subprocess.Popen(command, env={**os.environ, **environment}, **options)
-        for signum in received:  # before there was a process
+        for signum in tuple(received):  # before there was a process
             process.send_signal(passed.get(signum, signum))
         is_told = False
         while process.poll() is None:

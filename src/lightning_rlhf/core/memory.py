@@ -76,7 +76,8 @@ class MicrobatchSize:
     def halving(self) -> Iterator[None]:
         """End the block where it runs out of memory, and halve the rows, with one warning.
 
-        Raises TrainingError where one row is too many.
+        The caller repeats the block, whose tensors are free only after it. Raises TrainingError
+        where one row is too many.
         """
         rows = self.rows
         try:
@@ -90,4 +91,4 @@ class MicrobatchSize:
             if self.rows == rows:  # other work with this object has not halved it
                 self.rows //= 2
                 told = f"{self.key} is {self.rows} from now on, which changes no result"
-                warnings.warn(f"out of memory: {told}", stacklevel=2)
+                warnings.warn(f"out of memory: {told}", stacklevel=3)

@@ -41,7 +41,7 @@ FEWEST_POINTS = 12
 """Minimum number of points; with fewer, the noise cannot be told from the curve."""
 SEED, _RESAMPLES = 0, 200
 _SCALES = np.exp(np.linspace(-5.0, 2.3, 2921))
-"""Scales of the curves that are fitted, as shares of the range of x; knees are 0.1% apart."""
+"""Scales of the curves that are fitted, as shares of the range of x, 0.25% apart."""
 _FALSE_GAINS = 0.05
 """Share of runs without a gain in which one is found, at most."""
 
@@ -253,8 +253,8 @@ def fit(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
     generator = np.random.default_rng(SEED)
     explained, (best,) = _best_fits(u, y[None])
     of_noise, _ = _best_fits(u, _resampled(y - y.mean(), generator))
-    if best[1] <= 0 or explained[0] <= np.quantile(of_noise, 1 - _FALSE_GAINS):
-        return None
+    if not (best[1] > 0 and explained[0] > np.quantile(of_noise, 1 - _FALSE_GAINS)):
+        return None  # also where numbers overflow
     fitted = saturating(u, *best)
     residuals = (y - fitted) * np.sqrt(len(y) / (len(y) - len(best)))
     _, refits = _best_fits(u, fitted + _resampled(residuals, generator))
