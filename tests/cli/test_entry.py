@@ -51,12 +51,15 @@ def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
 def test_the_shell_completes(workplace: Workplace) -> None:
     """`eval "$(lightning-rlhf -sc install=bash)"`, then Tab."""
     typed = "lightning-rlhf stage="
+    with forking():
+        command = workplace.process([sys.executable, *CONSOLE], "-sc", "install=bash")
     script = (
-        f'PATH="{Path(sys.executable).parent}:$PATH"; eval "$(lightning-rlhf -sc install=bash)"; '
+        f'PATH="{Path(sys.executable).parent}:$PATH"; eval "$INSTALLED"; '
         f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1; "
         'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    outcome = workplace.process(["bash", "-c", script]).succeeded
+    environment = {"INSTALLED": command.succeeded.out}
+    outcome = workplace.process(["bash", "-c", script], environment=environment).succeeded
     assert set(outcome.out.split()) == {f"stage={name}" for name in STAGES}, outcome
 
 
