@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections import OrderedDict
+import pickle
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +14,13 @@ from unittest.mock import patch
 import pytest
 import yaml
 from hydra import version
+from hydra._internal import config_loader_impl as loader
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra.core.utils import JobRuntime
+from hydra._internal.config_repository import IConfigRepository
+from hydra._internal.defaults_list import DefaultsList
+from hydra._internal.defaults_list import create_defaults_list as list_of_files
+from hydra.core.default_element import ResultDefault
+from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.core.validation import build
@@ -23,10 +28,8 @@ from lightning_rlhf.runs.console import CONF
 
 T = TypeVar("T")
 PRESETS = Path(__file__).parent / "cli" / "presets"
-UNCHANGED = {str(CONF), f"file://{CONF}", str(PRESETS), f"file://{PRESETS}"}
+UNCHANGED = {str(CONF), str(PRESETS)}
 """Folders of configurations in which no test writes."""
-KEPT = 48
-"""Number of compositions that are kept; each has a megabyte or two."""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -50,33 +53,48 @@ def parsed_files() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def compositions() -> Iterator[None]:
-    """Each command line is composed once; a command asks for it two to six times, and a
-    composition takes a tenth of a second.
+    """The files of the same presets are put together once, which takes half a second; a command
+    asks for it two to six times. The values on its command line are set in a copy."""
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+    lists, merged = dict[str, DefaultsList](), dict[str, bytes]()
 
-    What is kept is a copy from before anyone reads it, so that nothing of it is resolved yet.
-    """
-    load, kept = ConfigLoaderImpl.load_configuration, OrderedDict[Any, DictConfig]()
+    def files_of(repo: IConfigRepository) -> str | None:
+        """The folders that are read; None where a test may write in one of them."""
+        sources = [(source.scheme(), source.path) for source in repo.get_sources()]
+        own = {path for scheme, path in sources if scheme == "file"}
+        return repr((version.getbase(), sources)) if own <= UNCHANGED else None
 
-    def load_configuration(self: ConfigLoaderImpl, *given: Any, **named: Any) -> DictConfig:
-        sources = [source.path for source in self.config_search_path.get_path()]
-        own = {path for path in sources if "://" not in path or path.startswith("file://")}
-        job = JobRuntime().get("name")
-        key = repr((given, named, sources, job, version.getbase()))
-        by_test = job == "app"  # Hydra's name for what a test composes itself, seldom twice
-        if by_test or not own <= UNCHANGED or "searchpath" in key:
-            return load(self, *given, **named)
-        if key not in kept:
-            cfg = load(self, *given, **named)
-            kept[key] = copy.deepcopy(cfg)
-            if len(kept) > KEPT:
-                kept.popitem(last=False)
-            return cfg
-        kept.move_to_end(key)
-        cfg = copy.deepcopy(kept[key])
-        cfg.hydra.runtime.cwd = os.getcwd()
+    def create_defaults_list(
+        *, repo: IConfigRepository, overrides_list: list[Override], **how: Any
+    ) -> DefaultsList:
+        if (files := files_of(repo)) is None:
+            return list_of_files(repo=repo, overrides_list=overrides_list, **how)
+        values, choices = list[Override](), list[Override]()
+        for word in overrides_list:
+            if not word.is_sweep_override():
+                is_dict = isinstance(word.value(), dict)
+                is_choice = not is_dict and repo.group_exists(word.key_or_group)
+                (choices if is_choice else values).append(word)
+        key = repr((files, how, [word.input_line for word in choices]))
+        if key not in lists:
+            lists[key] = list_of_files(repo=repo, overrides_list=choices, **how)
+        return replace(lists[key], config_overrides=values)
+
+    def compose(
+        self: ConfigLoaderImpl, defaults: list[ResultDefault], repo: IConfigRepository
+    ) -> DictConfig:
+        if (files := files_of(repo)) is None:
+            return merge(self, defaults, repo)
+        key = repr((files, defaults))
+        if key not in merged:
+            merged[key] = pickle.dumps(merge(self, defaults, repo))
+        cfg: DictConfig = pickle.loads(merged[key])
         return cfg
 
-    with patch.object(ConfigLoaderImpl, "load_configuration", load_configuration):
+    with (
+        patch.object(loader, "create_defaults_list", create_defaults_list),
+        patch.object(ConfigLoaderImpl, "_compose_config_from_defaults_list", compose),
+    ):
         yield
 
 

@@ -12,10 +12,14 @@ import hashlib
 import io
 import logging
 import os
+import runpy
 import shutil
+import signal
 import subprocess
 import sys
+import traceback
 import warnings
+from _posixsubprocess import fork_exec
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -186,6 +190,66 @@ def run(place: Workplace, key: str, value: Any, *overrides: str) -> Outcome:
                 status = stop.code
     assert isinstance(status, int)
     return Outcome(status, out.getvalue(), err.getvalue())
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Within the block, the subprocess module forks this process in place of starting Python: with
+    all that is imported, a program begins in no time. So do the programs that it starts."""
+    with patch.multiple(subprocess, _fork_exec=fork_python, _USE_POSIX_SPAWN=False):
+        yield
+
+
+def fork_python(words: Any, *given: Any) -> int:
+    """The number of the process; `given` is what subprocess gives its function in C."""
+    cwd, environment, stdin, _, _, stdout, _, stderr, _, told = given[3:13]
+    new_session, group, before = given[14], given[15], given[20]
+    if os.fsdecode(words[0]) != sys.executable:
+        return fork_exec(words, *given)
+    if pid := os.fork():
+        return pid
+    status: object = 1
+    try:
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):
+                signal.signal(signum, signal.SIG_DFL)
+        for number, file in enumerate((stdin, stdout, stderr)):
+            if file != -1:
+                os.dup2(file, number)
+        for file in {*given[5:12]} - {-1, 0, 1, 2}:
+            os.close(file)
+        os.chdir(cwd or ".")
+        if new_session:
+            os.setsid()
+        if group != -1:
+            os.setpgid(0, group)
+        if before is not None:
+            before()
+        if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if environment is not None:
+            os.environb.clear()
+            os.environb.update(entry.split(b"=", 1) for entry in environment)
+        os.close(told)  # its end says that the program has begun
+        sys.stdout = os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+        _, *argv = [os.fsdecode(word) for word in words if os.fsdecode(word) != "-u"]
+        is_module = argv[0] == "-m"
+        with process_state(argv[is_module:]):
+            if is_module:
+                runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(argv[0], run_name="__main__")
+        status = 0
+    except SystemExit as stop:
+        status = stop.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status if isinstance(status, int) else 1)
 
 
 TRAIN_PY = [sys.executable, str(HOME / "train.py")]

@@ -23,16 +23,18 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
 from lightning_rlhf.runs.stage import STAGES
 
-from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, given
+from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, forking, given
 
 
 @pytest.mark.parametrize(
-    ("door", "name"), [(CONSOLE, "lightning-rlhf"), (TRAIN_PY, "python train.py")]
+    ("door", "name"),
+    [([sys.executable, *CONSOLE], "lightning-rlhf"), (TRAIN_PY, "python train.py")],
 )
 def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
     workplace: Workplace, door: list[str], name: str
 ) -> None:
-    outcome = workplace.process(door, "--help").succeeded
+    with forking():
+        outcome = workplace.process(door, "--help").succeeded
     shown = outcome.out
     assert outcome.err == ""
     assert f"\n{name} ..." in shown
@@ -49,12 +51,15 @@ def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
 def test_the_shell_completes(workplace: Workplace) -> None:
     """`eval "$(lightning-rlhf -sc install=bash)"`, then Tab."""
     typed = "lightning-rlhf stage="
+    with forking():
+        command = workplace.process([sys.executable, *CONSOLE], "-sc", "install=bash")
     script = (
-        f'PATH="{Path(sys.executable).parent}:$PATH"; eval "$(lightning-rlhf -sc install=bash)"; '
+        f'PATH="{Path(sys.executable).parent}:$PATH"; eval "$INSTALLED"; '
         f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1; "
         'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
     )
-    outcome = workplace.process(["bash", "-c", script]).succeeded
+    environment = {"INSTALLED": command.succeeded.out}
+    outcome = workplace.process(["bash", "-c", script], environment=environment).succeeded
     assert set(outcome.out.split()) == {f"stage={name}" for name in STAGES}, outcome
 
 
@@ -101,16 +106,14 @@ def test_a_training_step_is_six_frames_below_the_command(
 def test_an_installed_package_finds_its_presets_and_recipes(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    """Laid out as pyproject.toml lays out the wheel, away from the checkout."""
+    """Laid out as pyproject.toml lays out the wheel, away from the checkout. One step is taken."""
     wheel = tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     site = tmp_path / "env" / "site-packages"
-    no_bytecode = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(PACKAGE, site / "lightning_rlhf", ignore=no_bytecode)
+    shutil.copytree(PACKAGE, site / "lightning_rlhf")
     for source, target in wheel["targets"]["wheel"]["force-include"].items():
-        shutil.copytree(HOME / source, site / target, ignore=no_bytecode)
-    outcome = workplace.process(
-        MODULE, *MINI, "stage=sft", environment={"PYTHONPATH": str(site)}
-    ).succeeded
+        shutil.copytree(HOME / source, site / target)
+    words = (*MINI, "stage=sft", "sft.epochs=0.125", "trainer.threads=1")
+    outcome = workplace.process(MODULE, *words, environment={"PYTHONPATH": str(site)}).succeeded
     assert "sft finished" in outcome.out
     config = (workplace.stage("sft") / "config.json").read_text()
     assert str(site / "lightning_rlhf" / "recipes" / "quickstart" / "tokenizer") in config

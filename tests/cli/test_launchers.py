@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -19,7 +20,7 @@ from lightning_rlhf.cli import arguments, sweep
 from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 
-from .conftest import Workplace
+from .conftest import MINI, Workplace, composed, forking, tree
 
 
 def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | None:
@@ -120,23 +121,36 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
         assert (tmp_path / "saved").exists()
 
 
-def test_jobs_in_processes_fail_alone_and_are_marked(
+def test_a_job_that_fails_is_marked_with_what_its_command_says(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One finds no SFT model; the folder of the other, which starts no process, holds a file."""
+    words = ["model=mini", "data=small", "stage=ppo", "job='seed=1'"]
+    monkeypatch.setattr(sweep, "own_configs", lambda: list(MINI[:2]))
+    with contextlib.chdir(workplace.folder), forking():
+        failure = run_job(composed(*words), words)
+    folder = workplace.stage("seed=1") / "ppo"
+    texts = [(folder / "failed.txt").read_text(), folder.with_name("ppo.log").read_text()]
+    for text in (failure, *texts):
+        assert "stage=ppo starts from an SFT model" in str(text)
+
+
+def test_jobs_in_processes_fail_alone(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their folders hold files of something else, and are left as they are."""
     monkeypatch.setenv("COLUMNS", "400")
-    one, other = (workplace.stage(f"kl_coef={value}") / "ppo" for value in (0.1, 0.2))
-    other.mkdir(parents=True)
-    (other / "mine").touch()
-    outcome = workplace.sweep(
-        "hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "ppo.kl_coef=0.1,0.2"
-    )
+    for value in ("1", "2"):
+        folder = workplace.stage(f"seed={value}") / "ppo"
+        folder.mkdir(parents=True)
+        (folder / f"mine_{value}").touch()
+    before = tree(workplace.folder)
+    words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "seed=1,2")
+    outcome = workplace.sweep(*words)
     assert outcome.status == 1
-    for text in ((one / "failed.txt").read_text(), one.with_name("ppo.log").read_text()):
-        assert "starts from an SFT model" in text
-    assert not (other / "failed.txt").exists()
-    assert re.search("failed: .*kl_coef=0.1: stage=ppo starts from an SFT model", outcome.out)
-    assert re.search("failed: .*kl_coef=0.2: .* holds mine and no config.json", outcome.out)
+    assert tree(workplace.folder) == before
+    for value in ("1", "2"):
+        told = f"failed: .*seed={value}: .* holds mine_{value} and no config.json"
+        assert re.search(told, outcome.out)
 
 
 SLURM = {

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import pytest
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
 
-from .conftest import MINI, MODULE, STAGES, Workplace, given, rows, weights
+from .conftest import MINI, MODULE, STAGES, Workplace, forking, given, rows, weights
 
 STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 """Batches of each stage: 0.75 * 32 / 4, and ppo.iterations."""
@@ -168,18 +167,18 @@ def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
     finished.mini("stage=sft", "resume=5", *changed).succeeded  # noqa: B018
 
 
-def start(place: Workplace, *arguments: str) -> subprocess.Popen[str]:
-    """The command in a process that is not waited for."""
-    return subprocess.Popen(
-        [*MODULE, *arguments],
-        cwd=place.folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # A job in a shell's background inherits an ignored SIGINT.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(
+    place: Workplace, *words: str, python: Sequence[str] = MODULE, before: Callable[[], None] = int
+) -> subprocess.Popen[str]:
+    """The command in a process that is not waited for, which calls `before` first."""
+
+    def prepare() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
+        before()
+
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with forking():
+        return subprocess.Popen([*python, *words], cwd=place.folder, preexec_fn=prepare, **pipes)
 
 
 def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
@@ -191,8 +190,8 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-LONG = ("stage=sft", "sft.epochs=15", "sft.val_every=120")
-"""120 steps, of which a kill leaves some."""
+LONG = ("stage=sft", "sft.epochs=7.5", "sft.val_every=60")
+"""60 steps, of which a kill leaves some."""
 
 
 @pytest.mark.slow
@@ -201,11 +200,11 @@ def test_a_process_that_is_killed(workplace: Workplace) -> None:
     process = start(workplace, *MINI, *LONG)
     folder = workplace.stage("sft")
     wait_for(folder / "checkpoints" / "000003.ckpt", process)
-    time.sleep(random.uniform(0, 1))
+    time.sleep(random.uniform(0, 0.4))
     process.kill()
     process.communicate(timeout=120)
     assert not (folder / "final").exists(), "it was through before it was killed"
-    assert 0 < int(numbered(folder / "checkpoints")[-1].stem) < 120
+    assert 0 < int(numbered(folder / "checkpoints")[-1].stem) < 60
     workplace.mini(*LONG, "resume=true").succeeded  # noqa: B018
     workplace.mini(*LONG, "run=whole").succeeded  # noqa: B018
     assert weights(folder) == weights(workplace.stage("sft", "whole"))

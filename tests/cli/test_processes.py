@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from lightning_rlhf.runs.accelerator import check_processes
 from lightning_rlhf.stages import fit
 
 from ..processes import SRUN, forked
-from .conftest import HOME, MINI, Outcome, Workplace, given, rows, tree, weights
+from .conftest import MINI, TRAIN_PY, Outcome, Workplace, given, rows, tree, weights
 from .test_pipeline import start, wait_for
 
 ROUNDING = 1e-5
@@ -273,6 +272,7 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
     folder = place.stage("ppo", run)
     wait_for(folder / "checkpoints" / "000002.ckpt", process)
     found = children(process.pid)
+    assert len(found) == 2
     ended = time.monotonic()
     if how == signal.SIGKILL:
         os.kill(found[1], how)
@@ -280,7 +280,7 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
         process.send_signal(how)
     out = process.communicate(timeout=60)[0]
     assert time.monotonic() - ended < 30
-    assert not any(Path(f"/proc/{pid}").exists() for pid in found.values())
+    assert not any(Path(f"/proc/{pid}").exists() for pid in found)
     if how == signal.SIGKILL:
         assert process.returncode == 1
         assert out.count("error: ") == 1
@@ -298,15 +298,9 @@ def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) 
     assert int(float(rows(folder)[-1]["step"])) > newest
 
 
-def children(parent: int) -> dict[int, int]:
-    """Rank -> number of the process, for the processes that `parent` has started."""
-    found = {}
-    for pid in Path(f"/proc/{parent}/task/{parent}/children").read_text().split():
-        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        values = dict(entry.split("=", 1) for entry in environment if "=" in entry)
-        if "RANK" in values:
-            found[int(values["RANK"])] = int(pid)
-    return found
+def children(parent: int) -> list[int]:
+    """Numbers of the processes that `parent` has started, by rank."""
+    return [*map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())]
 
 
 @pytest.mark.slow
@@ -314,16 +308,13 @@ def test_two_launchers_stand_for_two_machines(place: Workplace) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1",
+                "--master-addr=127.0.0.1", f"--master-port={port}"]  # fmt: skip
+    words = (*MINI, "stage=sft", "run=nodes", "trainer.num_nodes=2")
     launchers = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-             "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={port}",
-             str(HOME / "train.py"), *MINI, "stage=sft", "run=nodes", "trainer.num_nodes=2"],
-            cwd=place.folder, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
+        start(place, f"--node-rank={node}", TRAIN_PY[1], *words, python=torchrun)
         for node in range(2)
-    ]  # fmt: skip
+    ]
     outs = [launcher.communicate(timeout=120)[0] for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], outs
     assert_close(place.stage("sft", "nodes") / "final", place.stage("sft") / "final")

@@ -118,6 +118,8 @@ def test_a_bandit_with_the_wrong_sign_fails_its_claims(
     monkeypatch.syspath_prepend(str(console.RECIPES / "bandit"))
     bandit = importlib.import_module("bandit")
     policy_loss = bandit.policy_loss
+    monkeypatch.setattr(bandit, "CLIP_RANGES", (0.2,))
+    monkeypatch.setattr("picture.draw", lambda *_, **__: None)
     monkeypatch.setattr(bandit, "policy_loss", lambda *args, **kw: -policy_loss(*args, **kw))
     outcome = workplace.call("recipe=bandit")
     assert "no leash: best arm's probability" in outcome.error
