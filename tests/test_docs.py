@@ -213,15 +213,10 @@ def composed(home: Path, name: str, *choices: str) -> DictConfig:
 
 def read(home: Path, name: str, overrides: list[str]) -> DictConfig:
     """What Hydra makes of a command: files first, values then, as Hydra itself does."""
-    parsed = OverridesParser.create().parse_overrides(overrides)
-    values = [
-        override
-        for override in parsed
-        if not override.is_hydra_override()
-        and not any((folder / override.key_or_group).is_dir() for folder in {home, CONF})
-    ]
-    choices = [override.input_line for override in parsed if override not in values]
-    cfg = copy.deepcopy(composed(home, name, *choices))
+    files, parsed = {home, CONF}, OverridesParser.create().parse_overrides(overrides)
+    values = [o for o in parsed if not any((f / o.key_or_group).is_dir() for f in files)]
+    values = [override for override in values if not override.is_hydra_override()]
+    cfg = copy.deepcopy(composed(home, name, *(o.input_line for o in parsed if o not in values)))
     ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
     return cfg
 

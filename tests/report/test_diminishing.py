@@ -11,9 +11,11 @@ from jaxtyping import Float
 from numpy import ndarray
 
 from lightning_rlhf.core.metrics import FLOPS, GOLD, KL, REWARD
+from lightning_rlhf.evaluation import diminishing
 from lightning_rlhf.evaluation.diminishing import (
     FEWEST_POINTS,
     ITERATIONS,
+    Fit,
     GoldStop,
     conclude,
     find_gold_stop,
@@ -62,6 +64,10 @@ def test_the_knee_is_that_of_the_slow_definition() -> None:
     assert knee_of(np.log(0.4)) == np.inf
 
 
+def only_over_kl(x: Float[ndarray, " N"], y: Float[ndarray, " N"]) -> Fit | None:
+    return None if np.array_equal(x, np.arange(len(x))) else fit(x, y)
+
+
 def held(curves: int, seed: int, over_kl: bool) -> float:
     """The share of intervals that hold the knee; a twentieth of the curves are straight lines.
 
@@ -94,9 +100,13 @@ def held(curves: int, seed: int, over_kl: bool) -> float:
 
 
 @pytest.mark.parametrize("over_kl", [False, True])
-def test_ninety_percent_intervals_hold_the_truth(over_kl: bool) -> None:
-    """Of 200 curves 90% do, over KL 89%; 40 have a standard error of 5%."""
-    assert held(40, 2026, over_kl) >= 0.8
+def test_ninety_percent_intervals_hold_the_truth(
+    over_kl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 200 curves 90% do, over KL 89%; 20 have a standard error of 7%."""
+    if over_kl:
+        monkeypatch.setattr(diminishing, "fit", only_over_kl)
+    assert held(20, 2026, over_kl) >= 0.8
 
 
 def test_a_line_has_no_knee_and_noise_no_gain() -> None:
@@ -104,8 +114,8 @@ def test_a_line_has_no_knee_and_noise_no_gain() -> None:
     line = fit(np.arange(150), noisy(lambda u: u, 150, 0.05, 0.0, generator))
     assert line is not None
     assert (line.knee, line.interval[1]) == (np.inf, np.inf)
-    found = [fit(np.arange(100), generator.normal(size=100)) for _ in range(20)]
-    assert sum(one is not None for one in found) <= 3  # 5% of 20 is 1
+    found = [fit(np.arange(100), generator.normal(size=100)) for _ in range(12)]
+    assert sum(one is not None for one in found) <= 2  # 5% of 12 is 0.6
     fall = noisy(lambda u: -u, 100, 0.05, 0.0, generator)
     assert fit(np.arange(100), fall) is None
 
@@ -120,6 +130,12 @@ def test_what_cannot_be_fitted_and_a_curve_without_noise() -> None:
 
 
 # A run.
+
+
+@pytest.fixture
+def coarse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fifth of the resamples."""
+    monkeypatch.setattr(diminishing, "_RESAMPLES", 40)
 
 
 def run_of(n: int, reward: Function, gold: Function | None = None, every: int = 5) -> dict:
@@ -138,7 +154,7 @@ def run_of(n: int, reward: Function, gold: Function | None = None, every: int = 
     return curves
 
 
-def test_a_run_without_a_judge() -> None:
+def test_a_run_without_a_judge(coarse: None) -> None:
     """The knee of scale 0.1 lies at 0.415 of the range."""
     found = measure_returns(run_of(100, exponential(0.1)))
     told = conclude(found)
@@ -154,7 +170,7 @@ def test_a_run_without_a_judge() -> None:
     assert 10 * low_kl <= 4.15 <= 10 * high_kl + 0.3
 
 
-def test_gold_with_a_gain_decides() -> None:
+def test_gold_with_a_gain_decides(coarse: None) -> None:
     found = measure_returns(run_of(150, lambda u: u, exponential(0.05)))
     told = conclude(found)
     assert told["stop"] == {"metric": GOLD, **asdict(found.gold.knee)}
@@ -164,7 +180,7 @@ def test_gold_with_a_gain_decides() -> None:
     assert conclude(few)["stop"] == {"metric": REWARD, **asdict(few.reward.knee)}
 
 
-def test_compute_is_the_axis_where_it_was_measured_throughout() -> None:
+def test_compute_is_the_axis_where_it_was_measured_throughout(coarse: None) -> None:
     curves = run_of(100, exponential(0.1))
     steps = curves[REWARD][0]
     curves[FLOPS] = (steps, [1e12 * step**2 for step in steps])  # later iterations cost more
@@ -175,7 +191,7 @@ def test_compute_is_the_axis_where_it_was_measured_throughout() -> None:
     assert measure_returns(curves).reward.unit == ITERATIONS
 
 
-def test_rows_that_are_not_numbers_or_there_twice() -> None:
+def test_rows_that_are_not_numbers_or_there_twice(coarse: None) -> None:
     curves = run_of(60, exponential(0.1))
     expected = conclude(measure_returns(curves))
     steps, values = curves[REWARD]
@@ -248,7 +264,7 @@ def test_too_little_to_pair() -> None:
         assert find_gold_stop(gold, gold) is None
 
 
-def test_it_names_the_stop_of_a_run() -> None:
+def test_it_names_the_stop_of_a_run(coarse: None) -> None:
     curves = run_of(100, exponential(0.1))
     gold = {0: level(0.0), 50: level(1.0), 100: level(0.9)}
     rising = {0: level(0.0), 50: level(0.0), 100: level(0.25)}
