@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForConditionalGe
 
 from lightning_rlhf.cli.main import main
 
+from ..cli.conftest import _pictures_are_empty as _pictures_are_empty
 from ..composing import parsed_files as parsed_files
 from ..models.conftest import _calm as _calm
 from ..models.conftest import build_model

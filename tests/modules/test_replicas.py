@@ -37,22 +37,20 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter, running moments, adaptive KL": {
         "critic": "adapter", "score_normalization": "running", "kl_control": "adaptive",
     },
-    "model, generated in pieces": {
+    "model, warm-up, demonstrations, in pieces": {
         "critic": "model", "generation_batch_size": 2, "whiten_advantages": "minibatch",
+        "critic_warmup": 1, "weight_decay": 0.1, "ptx_batch_size": 3,
     },
     "grpo, uneven minibatches": {
         "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
         "minibatch_size": 10, "microbatch_size": 5,
     },
-    "target_kl, KL in the loss": {
+    "target_kl, KL in the loss, fewer rows than processes": {
         "lr": 1e-3, "target_kl": 0.002, "kl_in": "loss", "kl_estimator": "full",
-    },
-    "fewer rows than processes": {"minibatch_size": 1, "microbatch_size": 1},
-    "critic warm-up, demonstrations": {
-        "critic_warmup": 2, "weight_decay": 0.1, "ptx_batch_size": 3,
+        "rollout_batch_size": 4, "minibatch_size": 1, "microbatch_size": 1,
     },
 }  # fmt: skip
-ITERATIONS = 4
+ITERATIONS = 3
 STEP = {"iterations": ITERATIONS, "lr": 1e-4}
 ROUNDING = 1e-5
 """Largest difference that the order of sums makes in these iterations, relative to the norm."""

@@ -6,10 +6,11 @@ import contextlib
 import http.client
 import json
 import logging
+import multiprocessing
+import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,10 @@ from typing import Any
 import pytest
 from starlette.exceptions import HTTPException
 
+from lightning_rlhf import rewards
+from lightning_rlhf.cli import commands
 from lightning_rlhf.core.errors import DataError
+from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.rewards.server import RewardServer, read_request
 
 from .conftest import messages, serving
@@ -139,37 +143,36 @@ def post(body: Any) -> bytes:
     return b"POST /score HTTP/1.1\r\nHost: h\r\nContent-Length: %d\r\n\r\n%s" % (len(data), data)
 
 
-PROGRAM = """
-import signal
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-import logging
-import time
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # as the command does
-from lightning_rlhf.cli import commands
-from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.rewards import server
-server.STOP_S = 1
-def score(prompts, responses, columns):
-    if responses == ["stay"]:
-        time.sleep(1000)
-    return [1.0] * len(responses)
-build_rewards.text_scorer = lambda final, overrides: score
-commands.serve_reward(["final", "--port", "0"])
-"""
+def serve(out: int, err: int) -> None:
+    """The command, in a process that writes there, with a reward that may not come to its end."""
+
+    def score(prompts: Any, responses: list[str], columns: Any) -> list[float]:
+        if responses == ["stay"]:
+            time.sleep(1000)
+        return [1.0] * len(responses)
+
+    logging.getLogger().handlers.clear()  # pytest's
+    for stream, number in ((out, 1), (err, 2)):
+        os.dup2(stream, number)
+    sys.stdout, sys.stderr = open(1, "w"), open(2, "w")  # noqa: SIM115
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    rewards.server.STOP_S = 1
+    build_rewards.text_scorer = lambda final, overrides: score
+    commands.serve_reward(["final", "--port", "0"])
 
 
 @pytest.mark.parametrize(("sign", "busy"), [(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")])
 def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     """Also with a reward that does not come to its end, and with a client that sends no more."""
-    pipe, command = subprocess.PIPE, [sys.executable, "-c", PROGRAM]
-    with (
-        subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as process,
-        contextlib.ExitStack() as stack,
-    ):
+    (out, to_out), (err, to_err) = os.pipe(), os.pipe()
+    context = multiprocessing.get_context("fork")  # its end is Python's: it waits for threads
+    process = context.Process(target=serve, args=(to_out, to_err), daemon=True)
+    process.start()
+    os.close(to_out), os.close(to_err)
+    with open(out) as told, open(err) as errors, contextlib.ExitStack() as stack:
         stack.callback(process.kill)
-        assert process.stdout is not None
-        found = re.search(r":(\d+)/score", process.stdout.readline())
-        assert found is not None
+        found = re.search(r":(\d+)/score", told.readline())
+        assert found is not None, errors.read()
         port = int(found[1])
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         connection.request("POST", "/score", json.dumps(request("r")))
@@ -178,7 +181,7 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
         other.sendall({"stay": post(request("stay")), "slow": post("")[:-1]}[busy])
         time.sleep(0.1)
         began = time.monotonic()
-        process.send_signal(sign)
-        out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (0, "stopped\n", "")
+        os.kill(process.pid, sign)
+        process.join(60)
+        assert (process.exitcode, told.read(), errors.read()) == (0, "stopped\n", "")
     assert time.monotonic() - began < 10
