@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -23,6 +24,8 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
+from lightning_rlhf.core.errors import RLHFError
+
 from .conftest import SHIPPED, Workplace
 
 TEMPLATE = (
@@ -33,6 +36,19 @@ TEMPLATE = (
 TEXT = "[start][user]{prompt}\n[assistant]{response}[end]"
 """What TEMPLATE makes of a prompt and its response."""
 OTHER = ("model.name=other", "run=other")
+
+
+def until_checked(place: Workplace, *words: str) -> str:
+    """What a command says before the checks of preflight, and so before it trains."""
+
+    def enough(*_: object, **__: object) -> None:
+        raise RLHFError("enough")
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("lightning_rlhf.stages.fit.preflight", enough)
+        outcome = place.mini(*words)
+    assert outcome.err.splitlines()[-1] == "error: enough", outcome.err
+    return outcome.out
 
 
 def save_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
@@ -60,8 +76,8 @@ def train(place: Workplace) -> Path:
     save_tokenizer(place.folder / "other")
     same = [*OTHER, "model.tokenizer=other", "data.max_prompt_tokens=200"]
     same += ["data.max_response_tokens=200"]
-    for stage in ("sft", "rm"):
-        place.mini(f"stage={stage}", *same).succeeded  # noqa: B018
+    place.mini("stage=sft", *same, "sft.epochs=0.125").succeeded  # noqa: B018
+    place.mini("stage=rm", *same).succeeded  # noqa: B018
     return place.outputs / "other" / "other" / "rm" / "final"
 
 

@@ -94,7 +94,8 @@ def test_a_resumed_run_ends_with_the_same_bits(
 def test_other_stages_average_too(place: Workplace, stage: str) -> None:
     """Of SFT all weights, of a reward model its adapter."""
     words = [] if stage == "sft" else [f"policy.checkpoint={place.stage('sft') / 'final'}"]
-    place.mini(f"stage={stage}", "run=ema", f"{stage}.ema_decay=0.5", *words).succeeded  # noqa: B018
+    words += [f"{stage}.ema_decay=0.5", f"{stage}.epochs=0.25"]
+    place.mini(f"stage={stage}", "run=ema", *words).succeeded  # noqa: B018
     folder = place.stage(stage, "ema")
     last = max((folder / "checkpoints").glob("0*.ckpt"))
     trained = [name for name in load_checkpoint(last)["state_dict"] if "heads" not in name]

@@ -68,9 +68,11 @@ def test_weights_that_no_evaluation_shows_are_looked_at(
     assert not has_final(finished, "rm")
 
 
-@pytest.mark.parametrize(("stage", "count"), [("sft", 1), ("ppo", 4)])
+@pytest.mark.parametrize(
+    ("stage", "count", "resumed"), [("sft", 1, ["false", "true"]), ("ppo", 4, ["false"])]
+)
 def test_a_run_of_which_every_update_was_refused(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str, count: int
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, stage: str, count: int, resumed: list[str]
 ) -> None:
     """Fewer than max_nonfinite of them, 5, so that none of them ends the run."""
     owner, name = {"sft": (SFTModule, "scores"), "ppo": (PPOModule, "policy_losses")}[stage]
@@ -86,7 +88,7 @@ def test_a_run_of_which_every_update_was_refused(
 
     monkeypatch.setattr(owner, name, spoil)
     failed = command(finished, stage, ONE_STEP[stage])
-    for resume in ("false", "true"):
+    for resume in resumed:
         error = finished.mini(*failed, f"resume={resume}").error
         told = f"none of its updates was made ({count} with a loss or gradient that is not finite)"
         assert error.startswith(f"{stage} has learned nothing, and writes no final/: {told}. No up")

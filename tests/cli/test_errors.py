@@ -76,5 +76,6 @@ def test_a_policy_that_collapsed_is_told_at_the_end(
 ) -> None:
     """So small a model goes no farther than 0.05 nats a token, so that the limit is lowered."""
     monkeypatch.setattr("lightning_rlhf.report.tables.FAR", 0.01)
-    out = finished.mini("stage=ppo", "overwrite=true", "ppo.lr=100").succeeded.out
+    command = ["stage=ppo", "run=next", "ppo.lr=100", "ppo.iterations=2", *given(finished)]
+    out = finished.mini(*command).succeeded.out
     assert out.count("warning: the policy has collapsed: ") == 1

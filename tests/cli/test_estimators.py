@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.records import Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 
@@ -21,14 +23,14 @@ VARIANTS = {
                 "ppo.score_normalization=running"],
     "model": ["ppo.critic=model", "ppo.rollout=hf", "ppo.kl_control=linear",
               "ppo.score_normalization=running_scale"],
-    "grpo": ["advantage=grpo", "ppo.samples_per_prompt=2", "ppo.stop_strings=[e,the]",
+    "grpo": ["advantage=grpo", "ppo.samples_per_prompt=8", "ppo.stop_strings=[e,the]",
              "ppo.target_kl=1e-6", "ppo.kl_estimator=full"],
 }  # fmt: skip
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
     """What a run goes on from, of what training changes."""
-    found = torch.load(folder / "checkpoints" / "000003.ckpt", weights_only=True)
+    found = torch.load(folder / "checkpoints" / "000002.ckpt", weights_only=True)
     kept = ("state_dict", "optimizer_states", "lr_schedulers", "iteration", "kl_coef", "moments")
     return {key: found[key] for key in kept}
 
@@ -42,29 +44,69 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
+def seen_by(patched: pytest.MonkeyPatch) -> list[Rollout]:
+    """The rollouts of a run to come."""
+    seen, make = list[Rollout](), PPOModule.make_experience
+
+    def spy(self: PPOModule, rollout: Rollout) -> Experience:
+        seen.append(rollout)
+        return make(self, rollout)
+
+    patched.setattr(PPOModule, "make_experience", spy)
+    return seen
+
+
+def check_groups(rollouts: Sequence[Rollout], samples: int) -> None:
+    """Check that both iterations are of 8 responses, `samples` to each prompt."""
+    assert len(rollouts) == 2
+    for rollout in rollouts:
+        groups = rollout.index.view(-1, samples)
+        assert groups.shape == (8 // samples, samples)
+        assert (groups == groups[:, :1]).all()
+        assert len({*groups[:, 0].tolist()}) == 8 // samples
+
+
+def check_ends(folder: Path) -> None:
+    """Check that a text which any model of English letters says soon ends the responses.
+
+    The rest of its token may follow.
+    """
+    with (folder / "samples" / "eval_000000.jsonl").open() as file:
+        stopped = [sample for sample in map(json.loads, file) if "e" in sample["response"]]
+    assert stopped
+    for sample in stopped:
+        assert sample["ended"]
+        assert len(sample["response"]) - sample["response"].index("e") < 20
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_resumed_run_is_the_unbroken_one(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, cut: Callable[[str, int], None],
-    variant: str,
-) -> None:  # fmt: skip
-    command = ["stage=ppo", *VARIANTS[variant], *given(finished)]
-    finished.mini(*command, "run=whole").succeeded  # noqa: B018
-    cut("middle", 1)  # between two evaluations
-    assert "PowerCut" in finished.mini(*command, "run=cut").err
-    monkeypatch.undo()
-    finished.mini(*command, "run=cut", "resume=true").succeeded  # noqa: B018
-    whole, resumed = finished.stage("ppo", "whole"), finished.stage("ppo", "cut")
-    assert weights(resumed) == weights(whole)
-    assert rows(resumed) == rows(whole)
-    assert same(checkpoint(resumed), checkpoint(whole))
-    trained = checkpoint(whole)["state_dict"]
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    """Resumed after iteration 1, between two evaluations."""
+    command = ["stage=ppo", "run=whole", *VARIANTS[variant], *given(finished)]
+    command.append("ppo.iterations=2")
+    with monkeypatch.context() as patched:
+        rollouts = seen_by(patched)
+        finished.mini(*command).succeeded  # noqa: B018
+    check_groups(rollouts, 8 if variant == "grpo" else 1)
+    whole = finished.stage("ppo", "whole")
+    if variant == "grpo":
+        check_ends(whole)
+    before, ending = (weights(whole), rows(whole)), checkpoint(whole)
+    shutil.rmtree(whole / "final")
+    (whole / "checkpoints" / "000002.ckpt").unlink()
+    finished.mini(*command, "resume=1").succeeded  # noqa: B018
+    assert (weights(whole), rows(whole)) == before
+    assert same(checkpoint(whole), ending)
+    trained = ending["state_dict"]
     assert any(".policy." in name for name in trained)
     assert any("heads.value" in name for name in trained) == (variant in ("adapter", "model"))
     assert any(".critic." in name for name in trained) == (variant == "adapter")
     assert any(name.startswith("critic_roles.model") for name in trained) == (variant == "model")
     assert not (whole / "final" / "roles/value_head.safetensors").exists()
     assert len({row["update/kl_coef"] for row in rows(whole) if "update/kl_coef" in row}) == (
-        3 if variant in ("adapter", "model") else 1
+        2 if variant in ("adapter", "model") else 1
     )
 
 
@@ -74,16 +116,22 @@ def scores(place: Workplace, run: str) -> list[float]:
         return [json.loads(line)["score"] for line in file]
 
 
-def test_stored_moments_are_taken_off_exactly_once(finished: Workplace) -> None:
+def test_stored_moments_are_taken_off_exactly_once(
+    finished: Workplace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def enough(*_: object) -> None:
+        raise RLHFError("enough")
+
+    monkeypatch.setattr(PPOModule, "training_step", enough)
     manifest = json.loads((finished.stage("rm") / "final" / "manifest.json").read_text())
     mean, std = manifest["reward_mean"], manifest["reward_std"]
-    for rule in ("stored", "none", "running"):
-        command = ["stage=ppo", "ppo.iterations=1", f"reward.normalization={rule}"]
-        finished.mini(*command, f"run=score_{rule}", *given(finished)).succeeded  # noqa: B018
+    for rule in ("none", "running"):
+        command = ["stage=ppo", f"run=score_{rule}", f"reward.normalization={rule}"]
+        assert finished.mini(*command, *given(finished)).error == "enough"
     raw = scores(finished, "score_none")
     assert scores(finished, "score_running") == raw
     expected = [(score - mean) / std for score in raw]
-    assert scores(finished, "score_stored") == pytest.approx(expected, abs=1e-5)
+    assert scores(finished, "default") == pytest.approx(expected, abs=1e-5)
     assert raw != pytest.approx(expected, abs=1e-2)
 
 
@@ -93,39 +141,9 @@ def test_critics_that_do_not_fit_are_refused(finished: Workplace) -> None:
     error = finished.mini(*words, "reward.normalization=running", *given(finished)).error
     assert "ppo.critic_init is 'reward'" in error
     assert "with normalization none or stored" in error
-    finished.mini("stage=rm", "rm.finetune=full", "overwrite=true").succeeded  # noqa: B018
+    full = ("rm.finetune=full", "rm.epochs=0.125", "overwrite=true")
+    finished.mini("stage=rm", *full).succeeded  # noqa: B018
     error = finished.mini(*words, *given(finished)).error
     assert "ppo.critic is 'adapter'" in error
     assert "ppo.critic=model" in error
     assert not finished.stage("ppo", "next").exists()
-
-
-@pytest.mark.parametrize(("advantage", "samples"), [("grpo", 8), ("reinforce++", 1)])
-def test_an_iteration_is_of_as_many_responses_as_it_says(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, advantage: str, samples: int
-) -> None:
-    seen, make = [], PPOModule.make_experience
-
-    def spy(self: PPOModule, rollout: Rollout) -> Experience:
-        seen.append(rollout.index.view(-1, samples))
-        return make(self, rollout)
-
-    monkeypatch.setattr(PPOModule, "make_experience", spy)
-    command = ["stage=ppo", f"advantage={advantage}", "ppo.iterations=1", "run=next"]
-    finished.mini(*command, *given(finished)).succeeded  # noqa: B018
-    (groups,) = seen
-    assert groups.shape == (8 // samples, samples)
-    assert (groups == groups[:, :1]).all()
-    assert len({*groups[:, 0].tolist()}) == 8 // samples
-
-
-def test_texts_end_responses(finished: Workplace) -> None:
-    """A text that any model of English letters says soon; the rest of its token may follow."""
-    command = ["stage=ppo", "ppo.stop_strings=[e]", "ppo.iterations=1", "run=next"]
-    finished.mini(*command, "ppo.max_response_tokens=48", *given(finished)).succeeded  # noqa: B018
-    with (finished.stage("ppo", "next") / "samples" / "eval_000000.jsonl").open() as file:
-        stopped = [sample for sample in map(json.loads, file) if "e" in sample["response"]]
-    assert stopped
-    for sample in stopped:
-        assert sample["ended"]
-        assert len(sample["response"]) - sample["response"].index("e") < 20

@@ -66,6 +66,7 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
 
 def test_what_is_no_number_stops_it(place: Workplace) -> None:
     command = ["stage=eval_reward", "run=broken", given(place)[0], "reward=function"]
+    command.append("eval_reward.samples=8")
     error = place.mini(*command, "reward.path=rules.py:broken").error
     assert " gave nan for the response '" in error
     assert not (place.stage("eval_reward", "broken") / "final").exists()

@@ -58,7 +58,7 @@ def evaluated(pipeline: Workplace) -> Evaluated:
     outcome = pipeline.mini(
         "stage=eval_policy", "run=evaluated", f"eval_policy.policies=[{','.join(policies)}]",
         "eval_policy.samples_per_prompt=2", "eval_policy.batch_size=3", *given(pipeline),
-        "data.judge=data/judge.py:halves", "logger=wandb", "eval_policy.best_of=3",
+        "data.judge=data/judge.py:halves", "eval_policy.best_of=3",
     )  # fmt: skip
     assert tree(ppo) == before
     return Evaluated(pipeline, outcome.succeeded.out)

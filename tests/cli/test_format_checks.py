@@ -13,8 +13,8 @@ from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.runs.console import RECIPES
 
-from .conftest import SHIPPED, Outcome, Workplace, tree
-from .others import TEMPLATE, classifier_scores, save_classifier
+from .conftest import SHIPPED, Workplace, tree
+from .others import TEMPLATE, classifier_scores, save_classifier, until_checked
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
@@ -32,14 +32,6 @@ def changed(judged: Workplace, tmp_path: Path) -> Callable[[str], Path]:
         return folder
 
     return copy
-
-
-def ppo(place: Workplace, run: str, folder: Path, *overrides: str) -> Outcome:
-    return place.mini(
-        "stage=ppo", f"run={run}", f"policy.checkpoint={place.stage('sft') / 'final'}",
-        "ppo.iterations=1", "reward=model", f"reward.name_or_path={folder}", *overrides,
-        "samples=false",
-    )  # fmt: skip
 
 
 def stopped(place: Workplace, *command: str) -> list[str]:
@@ -77,19 +69,14 @@ def test_a_fault_in_the_format_stops_ppo(judged: Workplace, changed: Callable[[s
     assert "reward.format_check=warn" in last
 
 
-def test_a_format_that_fits_is_said_to(judged: Workplace) -> None:
-    folder = judged.outputs / "other" / "other" / "rm" / "final"
-    outcome = ppo(judged, "fits", folder).succeeded
-    assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in outcome.out
-    assert "[user]" not in outcome.out  # neither a row of the data nor a sample
-
-
 def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Path]) -> None:
     folder = changed("{{ bos_token }}" + TEMPLATE)
-    outcome = ppo(judged, "warned", folder, "reward.format_check=warn", "debug=true").succeeded
-    assert "text of a pair here:  '[start][start][user]" in outcome.out
-    assert "first difference: at character 8, " in outcome.out
-    assert (judged.stage("ppo", "warned") / "final").is_dir()
+    out = until_checked(
+        judged, "stage=ppo", "run=warned", f"policy.checkpoint={judged.stage('sft') / 'final'}",
+        "reward=model", f"reward.name_or_path={folder}", "reward.format_check=warn", "debug=true",
+    )  # fmt: skip
+    assert "text of a pair here:  '[start][start][user]" in out
+    assert "first difference: at character 8, " in out
 
 
 def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
@@ -121,8 +108,9 @@ def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     command.append(f"data.preferences.val={file}")
     lines = stopped(judged, *command, "run=stopped")
     assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
-    outcome = judged.mini(*command, "run=penalty", "reward.weight=-1").succeeded
-    assert "the other way round" not in outcome.out
+    out = until_checked(judged, *command, "run=penalty", "reward.weight=-1")
+    assert "held-out pairs read through" in out
+    assert "the other way round" not in out
 
     def torn(*_: object) -> None:
         raise DataError("torn")
@@ -139,7 +127,7 @@ def test_a_head_that_is_spoken_to_in_another_way(workplace: Workplace) -> None:
     mood = "+data.chat_template_kwargs.mood={}".format
     tokenizer = "model.tokenizer=tokenizer"
     for stage in ("sft", "rm"):
-        words = [f"stage={stage}", f"{stage}.epochs=0.25", tokenizer, mood("calm")]
+        words = [f"stage={stage}", f"{stage}.epochs=0.125", tokenizer, mood("calm")]
         workplace.mini(*words).succeeded  # noqa: B018
     lines = stopped(workplace, "stage=ppo", tokenizer, mood("wild wild"))
     assert lines[1].partition("<|assistant|>")[2].startswith("calm")

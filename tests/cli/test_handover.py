@@ -54,7 +54,8 @@ def test_a_reward_that_is_measured_to_be_flat(
 
     monkeypatch.setattr("lightning_rlhf.stages.supervised.RM.summarise", train)
     sft = final(finished, "sft")
-    error = finished.mini("run=next", "stage=rm", f"policy.checkpoint={sft}").error
+    command = ("run=next", "stage=rm", f"policy.checkpoint={sft}", "rm.epochs=0.125")
+    error = finished.mini(*command).error
     assert not (finished.stage("rm", "next") / "final").exists()
     assert "standard deviation 0.0" in error
     assert "rm.lr" in error
@@ -67,7 +68,7 @@ def test_training_goes_on_from_what_ppo_left(finished: Workplace) -> None:
     """A policy is one of the two things that may be given as policy.checkpoint, and is not deleted
     by the run that starts from it."""
     ppo = ["stage=ppo", "reward=random", "ppo.iterations=1"]
-    finished.mini("stage=sft", "run=first", "sft.finetune=lora").succeeded  # noqa: B018
+    finished.mini("stage=sft", "run=first", "sft.finetune=lora", "sft.epochs=0.125").succeeded  # noqa: B018
     assert "means nothing" in finished.mini(*ppo, "run=first").succeeded.out
     policy = final(finished, "ppo", "first")
     start = f"policy.checkpoint={policy}"
@@ -134,7 +135,8 @@ def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace)
     shutil.copytree(TOKENIZER, finished.folder / "tokenizer")
     file = finished.folder / "tokenizer" / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token": "<|system|>"}))
-    finished.mini("stage=sft", "run=next", "model.tokenizer=tokenizer").succeeded  # noqa: B018
+    command = ("stage=sft", "run=next", "model.tokenizer=tokenizer", "sft.epochs=0.125")
+    finished.mini(*command).succeeded  # noqa: B018
     folder = final(finished, "sft", "next")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     end, eos, pad, other = tokenizer.convert_tokens_to_ids(

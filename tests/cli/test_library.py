@@ -97,7 +97,7 @@ def test_the_snippet_of_the_readme_trains(
 
     def smaller(stage: str, *overrides: str) -> object:
         asked.append((stage, *overrides))
-        return configuration(stage, *overrides, *MINI, *given(pipeline))
+        return configuration(stage, *overrides, *MINI, *given(pipeline), "ppo.iterations=1")
 
     monkeypatch.setattr(lightning_rlhf, "configuration", smaller, raising=False)
     names: dict[str, object] = {}

@@ -27,14 +27,23 @@ OWN: Mapping[str, tuple[str, str, str, Any]] = {
     "stages": ("# @package mine\nbeta: 0.1\n", "+stages=mine", "mine.beta", 0.1),
 }  # fmt: skip
 """Group -> a file `mine.yaml` in it, the override that chooses it, a key and its value then."""
+RECIPE = """
+title: M
+stages: [sft, ppo]
+program: null
+overrides: [data=quickstart]
+promises: []
+next: []
+"""
 
 
 @pytest.fixture
 def own(workplace: Workplace) -> Workplace:
-    """A workplace with a folder own/ that has a file in every group."""
+    """A workplace with a folder own/ that has a file in every group, and a recipe."""
     for group, (text, *_) in OWN.items():
         (workplace.folder / "own" / group).mkdir(parents=True)
         (workplace.folder / "own" / group / "mine.yaml").write_text(text)
+    (workplace.folder / "own" / "recipe.yaml").write_text(RECIPE)
     return workplace
 
 
@@ -72,7 +81,7 @@ def test_numbers_of_several_stages_stand_in_a_file_of_ones_own(own: Workplace) -
         "data: {demonstrations: {train: none.jsonl}}\n"
     )
     words = ["--config-dir", "own", "--config-name", "my", "stage=sft"]
-    for run in ("stage=sft", "recipe=quickstart"):  # which hands it to its stages
+    for run in ("stage=sft", "recipe=own"):  # which hands it to its stages
         assert "none.jsonl does not exist" in own.call(*words[:-1], run).error
     assert "stage=sft does not read ppo.kl_coef;" in own.call(*words, "ppo.kl_coef=0.1").error
 
@@ -86,7 +95,7 @@ def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("lightning_rlhf.cli.recipe.run_command", run)
     path = "hydra.searchpath=[file://own]"
-    words = ["recipe=quickstart", path, "model=mine", "sft.lr=1e-3"]
+    words = ["recipe=own", path, "model=mine", "sft.lr=1e-3"]
     assert "stage=sft failed" in own.call(*words, "ppo.gamma=0.5").error
     (command,) = commands
     assert command[:3] == [sys.executable, "-m", "lightning_rlhf"]

@@ -20,13 +20,11 @@ def passed(out: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("stage", "checks"), [("sft", 3), ("rm", 4), ("ppo", 8)])
+@pytest.mark.parametrize(("stage", "checks"), [("sft", 3), ("ppo", 8)])
 def test_a_run_is_the_same_bit_for_bit_with_and_without_it(
     finished: Workplace, stage: str, checks: int
 ) -> None:
     words = [f"stage={stage}", "run=checked", *(given(finished) if stage == "ppo" else [])]
-    if stage == "rm":
-        words.append(f"policy.checkpoint={finished.stage('sft') / 'final'}")
     out = finished.mini(*words, "preflight=warn").succeeded.out
     assert passed(out) == checks
     assert "memory plan" not in out
@@ -54,11 +52,11 @@ def test_check_and_plan_agree_and_write_nothing_whatever_the_folder_holds(
     finished: Workplace,
 ) -> None:
     before = tree(finished.outputs)
-    for words in (
-        ["stage=ppo"], ["stage=rm"], ["stage=sft", "run=new"], ["stage=ppo", "overwrite=true"],
+    for checks, words in (
+        (4, ["stage=rm"]), (3, ["stage=sft", "run=new"]), (8, ["stage=ppo", "overwrite=true"]),
     ):  # fmt: skip
         out = finished.call("check", *MINI, *words).succeeded.out
-        assert passed(out) > 2
+        assert passed(out) == checks
         roles = planned(out)
         assert "base" in roles
         plan = planned(finished.call("plan", *MINI, *words).succeeded.out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 
 import bitsandbytes as bnb
@@ -44,8 +44,9 @@ FAMILY = {"int8": ("qwen3", SHAPE), "nf4": ("qwen3_5_text", SHAPE | HYBRID)}
 KL = "kl_divergence"
 LAYER = {"int8": bnb.nn.Linear8bitLt, "nf4": bnb.nn.Linear4bit}
 OWN = {
-    "sft": ["sft.finetune=lora", "sft.epochs=0.25"], "rm": ["rm.finetune=lora", "rm.epochs=0.25"],
-    "ppo": ["ppo.critic=adapter", "ppo.iterations=2"], "dpo": ["dpo.epochs=0.25"],
+    "sft": ["sft.finetune=lora", "sft.epochs=0.125"], "rm": ["rm.finetune=lora", "rm.epochs=0.125"],
+    "ppo": ["ppo.critic=adapter", "ppo.iterations=2", "ppo.ppo_epochs=1"],
+    "dpo": ["dpo.epochs=0.125"],
 }  # fmt: skip
 BYTES = {"int8": 1.0, "nf4": 0.5}
 """Bytes of a weight, without the scales."""
@@ -153,17 +154,12 @@ def test_the_first_update_starts_at_ratio_1_and_a_kl_of_0(stages: Stages, built:
     assert abs(found[0]) < 1e-5 < abs(found[-1])
 
 
-def test_a_run_that_was_cut_ends_with_the_bits_of_one_that_was_not(
-    stages: Stages, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    again = ["run=again", *given(stages.place)]
-    cut("step", 1)
-    assert "PowerCut" in stages.run("ppo", *again).err
-    monkeypatch.undo()
-    stages.run("ppo", *again, "resume=true").succeeded  # noqa: B018
-    whole, resumed = (stages.place.stage("ppo", run) for run in ("default", "again"))
-    assert weights(resumed) == weights(whole)
-    assert rows(resumed) == rows(whole)
+def test_a_resumed_run_ends_with_the_bits_of_one_that_was_not(stages: Stages) -> None:
+    folder = stages.place.stage("ppo")
+    whole = weights(folder), rows(folder)
+    shutil.rmtree(folder / "final")
+    stages.run("ppo", "resume=1").succeeded  # noqa: B018
+    assert (weights(folder), rows(folder)) == whole
 
 
 @torch.no_grad()
@@ -206,7 +202,7 @@ def test_dpo_and_evaluation_run(stages: Stages) -> None:
     if stages.kind == "int8":
         pytest.skip("as with nf4")
     stages.run("dpo").succeeded  # noqa: B018
-    stages.run("eval_policy").succeeded  # noqa: B018
+    stages.run("eval_policy", "eval_policy.samples_per_prompt=1").succeeded  # noqa: B018
 
 
 def test_an_adapter_on_other_weights_is_refused(stages: Stages) -> None:

@@ -46,8 +46,9 @@ def test_five_responses_to_held_out_prompts_after_sft(
         assert torch.equal(state(roles), before)
 
     monkeypatch.setattr("lightning_rlhf.stages.supervised.sample_held_out", sampling)
-    quiet = workplace.mini("stage=sft", "run=quiet", "samples=false").succeeded.out
-    out = workplace.mini("stage=sft", "data.max_val_rows=null").succeeded.out
+    words = ("stage=sft", "sft.epochs=0.125")
+    quiet = workplace.mini(*words, "run=quiet", "samples=false").succeeded.out
+    out = workplace.mini(*words, "data.max_val_rows=null").succeeded.out
     path = workplace.stage("sft") / "samples" / "held_out.jsonl"
     found = [json.loads(line) for line in path.read_text().splitlines()]
     assert 3 <= len({one["prompt"] for one in found}) == len(found) <= 5  # of four rows

@@ -21,6 +21,7 @@ from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.loading import load_tokenizer
 
 from .conftest import Workplace, weights
+from .others import until_checked
 
 
 def pairs(place: Workplace, split: str = "train") -> Path:
@@ -53,7 +54,7 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     swapped = [json.loads(line) for line in lines[3:5]]
     swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
     file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
-    out = finished.mini("stage=rm", "job=bad", "data.on_bad_row=skip").succeeded.out
+    out = until_checked(finished, "stage=rm", "job=bad", "data.on_bad_row=skip")
     (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
     assert "duplicates of an earlier pair: 3 of" in said
     assert "contradictions of an earlier pair: 2 of" in said
@@ -74,17 +75,15 @@ def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
 
 @pytest.fixture(scope="module")
 def ensemble(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
-    """In which job=three has a reward model of three heads, and PPO was paid by it at two prices
-    of uncertainty."""
+    """In which job=three has a reward model of three heads, and PPO was paid by it at a price of
+    uncertainty."""
     folder = tmp_path_factory.mktemp("ensemble") / "work"
     shutil.copytree(pipeline.folder, folder, symlinks=True)
     place = Workplace(folder)
     place.mini("stage=rm", "job=three", "rm.heads=3").succeeded  # noqa: B018
     final = place.outputs / "default" / "mini" / "three" / "rm" / "final"
-    for coef in (0, 2):
-        paid = (f"reward.checkpoint={final}", f"reward.uncertainty_coef={coef}")
-        command = ("stage=ppo", f"job=price{coef}", *paid, "ppo.iterations=1")
-        place.mini(*command).succeeded  # noqa: B018
+    paid = (f"reward.checkpoint={final}", "reward.uncertainty_coef=2")
+    place.mini("stage=ppo", "job=priced", *paid, "ppo.iterations=1").succeeded  # noqa: B018
     return place
 
 
@@ -117,21 +116,17 @@ def heads_of(final: Path, sample: dict[str, Any], *, ended: bool) -> tuple[list[
 
 def test_uncertainty_is_priced_by_the_spread_of_the_heads(ensemble: Workplace) -> None:
     """score = (mean of the heads - mean - coef * their population deviation) / std."""
-    free, priced = before_training(ensemble, "price0"), before_training(ensemble, "price2")
-    assert [s["response"] for s in free] == [s["response"] for s in priced]  # the SFT model's
+    priced = before_training(ensemble, "priced")
     final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
     written = find(str(final), "").require_manifest("rm")
     # A response that was cut has no end token; one that reads back as it was written will do.
-    found = [(*heads_of(final, sample, ended=False), sample) for sample in free]
-    i = next(i for i, (_, length, sample) in enumerate(found) if length == sample["tokens"])
-    assert not free[i]["ended"]
-    scaled = (statistics.fmean(found[i][0]) - written.reward_mean) / written.reward_std
-    spread = statistics.pstdev(found[i][0]) / written.reward_std
+    found = [(*heads_of(final, sample, ended=False), sample) for sample in priced]
+    heads, sample = next((h, s) for h, length, s in found if length == s["tokens"])
+    assert not sample["ended"]
+    scaled = (statistics.fmean(heads) - written.reward_mean) / written.reward_std
+    spread = statistics.pstdev(heads) / written.reward_std
     assert spread > 0.01
-    assert free[i]["score"] == pytest.approx(scaled, abs=1e-4)
-    assert priced[i]["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
-    for before, after in zip(free, priced, strict=True):
-        assert after["score"] < before["score"]
+    assert sample["score"] == pytest.approx(scaled - 2 * spread, abs=1e-4)
 
 
 def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Workplace) -> None:

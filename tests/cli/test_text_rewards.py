@@ -1,16 +1,17 @@
 """PPO paid by a reward model of another family: what it is told is what that model says."""
 
 import csv
+import multiprocessing
 import os
-import signal
 import statistics
-import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 
+from lightning_rlhf.cli.main import main
 from lightning_rlhf.evaluation.build_rewards import text_reward
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.rewards.config import TextModelConfig
@@ -18,7 +19,7 @@ from lightning_rlhf.rewards.weighted import TextReward
 from lightning_rlhf.runs.console import CONF
 from lightning_rlhf.runs.settings import read_reward
 
-from .conftest import MODULE, Workplace
+from .conftest import Workplace
 from .others import classifier_scores, own_scores, samples
 
 
@@ -26,30 +27,26 @@ def judge(place: Workplace) -> Path:
     return place.outputs / "other" / "other" / "rm" / "final"
 
 
-def ppo(place: Workplace, run: str, *overrides: str) -> None:
+def ppo(place: Workplace, run: str, *overrides: str) -> str:
     policy = f"policy.checkpoint={place.stage('sft') / 'final'}"
-    command = ["stage=ppo", f"run={run}", policy, "ppo.iterations=1", *overrides]
-    place.mini(*command).succeeded  # noqa: B018
+    command = ["stage=ppo", f"run={run}", policy, "ppo.iterations=1", "samples=false", *overrides]
+    return place.mini(*command).succeeded.out
 
 
 def of_judge(place: Workplace) -> list[str]:
     return ["reward=model", f"reward.name_or_path={judge(place)}"]
 
 
-@pytest.mark.parametrize("kind", ["judge", "classifier"])
-def test_a_reward_model_of_another_vocabulary(judged: Workplace, kind: str) -> None:
-    """One of stage=rm, standardised, and a classifier as the hub has them."""
-    folder = judged.folder / "classifier"
-    words = ["reward=model", f"reward.name_or_path={folder}", "reward.normalization=none"]
-    if kind == "judge":
-        words = [*of_judge(judged), "reward.normalization=stored", "reward.batch_size=3"]
-    ppo(judged, kind, *words)
-    said = samples(judged, kind)
-    expected = (
-        own_scores(judge(judged), said) if kind == "judge" else classifier_scores(folder, said)
-    )
+def test_a_reward_model_of_another_vocabulary(judged: Workplace) -> None:
+    """One of stage=rm, standardised; a classifier as the hub has them learns below."""
+    words = ["reward.normalization=stored", "reward.batch_size=3"]
+    out = ppo(judged, "judge", *of_judge(judged), *words)
+    said = samples(judged, "judge")
+    expected = own_scores(judge(judged), said)
     assert statistics.pstdev(expected) > 0.1
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
+    assert "differ by 0.000 of their standard deviation (allowed: 0.1)" in out
+    assert "[user]" not in out  # neither a row of the data nor a sample
 
 
 @pytest.mark.parametrize(
@@ -88,23 +85,31 @@ def test_no_more_is_read_than_there_are_positions(judged: Workplace) -> None:
         assert loaded(judged, max_tokens=asked).max_tokens == kept
 
 
+def serve(folder: Path, out: int, *words: str) -> None:
+    """The command in a process of its own, with all that this one imported."""
+    sys.stdout, sys.argv = os.fdopen(out, "w", buffering=1), ["train.py", "serve-reward", *words]
+    os.chdir(folder)
+    main()
+
+
 def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
-    """The command in a process of its own, standardised by what its `final/` has."""
-    command = [*MODULE, "serve-reward", str(judge(judged)), "--port", "0", "reward.max_tokens=256"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(
-        command, cwd=judged.folder, env=environment, stdout=subprocess.PIPE, text=True
-    ) as server:
-        assert server.stdout is not None
+    """Standardised by what its `final/` has."""
+    lines, out = os.pipe()
+    words = (judged.folder, out, str(judge(judged)), "--port", "0", "reward.max_tokens=256")
+    server = multiprocessing.get_context("fork").Process(target=serve, args=words)
+    server.start()
+    os.close(out)
+    with os.fdopen(lines) as told:
         try:
-            line = next(line for line in server.stdout if "reward.url=" in line)
+            line = next(line for line in told if "reward.url=" in line)
             url = line.partition('reward.url="')[2].partition('"')[0]
             assert url.startswith("http://127.0.0.1:"), line
             ppo(judged, "served", "reward=http", f"reward.url={url}")
         finally:
-            server.send_signal(signal.SIGTERM)
-        assert server.stdout.read() == "stopped\n"
-    assert server.returncode == 0
+            server.terminate()
+        assert told.read() == "stopped\n"
+    server.join()
+    assert server.exitcode == 0
     said = samples(judged, "served")
     expected = own_scores(judge(judged), said)
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
@@ -123,20 +128,24 @@ def test_what_cannot_be_served_is_said(judged: Workplace) -> None:
 def test_a_policy_learns_what_a_model_of_another_vocabulary_likes(judged: Workplace) -> None:
     """From random weights large enough to prefer some tokens; two tokens a response.
 
-    Measured: a mean of 1.3 in the first five iterations and 2.0 in the last five, of raw scores
+    Measured: a mean of 1.3 in the first five iterations and 2.3 in the last five, of raw scores
     with a standard deviation of 0.7.
     """
     outcome = judged.mini(
         "stage=ppo", "run=learn", "policy.checkpoint=base", "reward=model",
         "model.from_config.initializer_range=0.5", "reward.name_or_path=classifier",
         "reward.max_tokens=256", "reward.batch_size=64",
-        "reward.normalization=none", "ppo.iterations=40", "ppo.rollout_batch_size=64",
+        "reward.normalization=none", "ppo.iterations=24", "ppo.rollout_batch_size=32",
         "ppo.minibatch_size=32", "ppo.microbatch_size=32", "ppo.max_response_tokens=2",
-        "ppo.lr=3e-2", "ppo.kl_coef=0", "ppo.missing_eos=none", "ppo.val_every=40",
-        "ppo.samples_every=40", "ppo.checkpoint_every=40",
+        "ppo.lr=3e-2", "ppo.kl_coef=0", "ppo.missing_eos=none", "ppo.val_every=24",
+        "ppo.samples_every=24", "ppo.checkpoint_every=24",
     )  # fmt: skip
     assert outcome.status == 0, outcome.err
+    said = samples(judged, "learn")
+    expected = classifier_scores(judged.folder / "classifier", said)
+    assert statistics.pstdev(expected) > 0.1
+    assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
     with (judged.stage("ppo", "learn") / "metrics.csv").open(newline="") as file:
         rewards = [float(row["reward_mean"]) for row in csv.DictReader(file) if row["reward_mean"]]
-    assert len(rewards) == 40
+    assert len(rewards) == 24
     assert statistics.fmean(rewards[-5:]) - statistics.fmean(rewards[:5]) > 0.4

@@ -1,6 +1,7 @@
 """A reward that its own fitness report advises against: refused, or told at every turn."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.runs.measured import read_run
 
 from .conftest import Workplace, given, make_workplace
+from .others import until_checked
 
 NOT_FIT = "Not fit: on held-out pairs it is not surely better than guessing."
 UNFIT = {
@@ -25,7 +27,7 @@ def ppo(run: str, *overrides: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
+def backwards(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A reward model that learned to like "yes yes yes", and 40 held-out pairs that do not."""
     place = make_workplace(tmp_path_factory.mktemp("unfit") / "work")
     good, bad = "Yes yes yes.", "No."
@@ -33,8 +35,8 @@ def backwards(tmp_path_factory: pytest.TempPathFactory) -> Workplace:
         sides = {"chosen": chosen, "rejected": rejected}
         pairs = [json.dumps({"prompt": f"{part} {i}?", **sides}) + "\n" for i in range(count)]
         (place.folder / "data" / f"preferences_{part}.jsonl").write_text("".join(pairs))
-    place.mini("stage=sft").succeeded  # noqa: B018
-    place.mini("stage=rm", "rm.lr=1e-2", "data.max_val_rows=null").succeeded  # noqa: B018
+    shutil.copytree(pipeline.stage("sft"), place.stage("sft"))
+    place.mini("stage=rm", "rm.lr=1e-2", "rm.val_every=6", "data.max_val_rows=null").succeeded  # noqa: B018
     return place
 
 
@@ -75,6 +77,7 @@ def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: W
     """On the terminal, in the report and in the verdict; nothing is refused."""
     command = ["stage=eval_policy", "run=measured", *given(backwards), "data.judge=null"]
     command.append(f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]")
+    command.append("eval_policy.samples_per_prompt=1")
     out = " ".join(backwards.mini(*command).succeeded.out.split())
     assert f"reward head: {NOT_FIT}" in out
     folder = backwards.stage("eval_policy", "measured")
@@ -90,11 +93,11 @@ def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
     path = backwards.folder / "short.py"
     path.write_text(code)
     words = ["reward=function", f"reward.path={path}:score", given(backwards)[0], "run=function"]
-    backwards.mini("stage=eval_reward", *words).succeeded  # noqa: B018
+    backwards.mini("stage=eval_reward", "eval_reward.samples=8", *words).succeeded  # noqa: B018
     sft = f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]"
     for comment, is_told in (("", True), ("  # another", False)):
         path.write_text(code + comment)
-        more = [sft, "data.judge=null"]
+        more = [sft, "data.judge=null", "eval_policy.samples_per_prompt=1"]
         backwards.mini("stage=eval_policy", *words, *more, "overwrite=true").succeeded  # noqa: B018
         file = backwards.stage("eval_policy", "function") / "final" / "evaluation.json"
         assert ("function" in json.loads(file.read_text())["verdicts"]) == is_told
@@ -125,7 +128,7 @@ def test_each_paid_component_is_asked_and_a_free_one_is_only_told(
     error = finished.mini(*ppo("sum", *parts)).error
     assert error.startswith("reward liked is unfit by its fitness report ")
     assert "reward.components.liked.unfit=warn runs PPO on it all the same" in error
-    free = finished.mini(*ppo("free", *parts, "reward.components.liked.weight=0")).succeeded.out
+    free = until_checked(finished, *ppo("free", *parts, "reward.components.liked.weight=0"))
     assert f"reward liked: {NOT_FIT}" in free
 
 

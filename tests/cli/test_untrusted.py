@@ -19,7 +19,7 @@ from lightning_rlhf.cli.commands import refuse_code
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.rewards.http import HTTPReward
 
-from .conftest import Workplace, run, tree
+from .conftest import Workplace, make_workplace, run, tree
 
 PPO = ("stage=ppo", "run=next", "policy.checkpoint=sft", "reward.checkpoint=rm")
 SOURCE = Path(lightning_rlhf.__file__).parent
@@ -62,10 +62,9 @@ def test_pickles_beside_or_instead_of_weights(models: Workplace, marker: Path) -
     assert not marker.exists()
 
 
-def test_a_checkpoint_to_resume_from(models: Workplace, marker: Path) -> None:
+def test_a_checkpoint_to_resume_from(finished: Workplace, marker: Path) -> None:
     """The run is a real one, with another newest checkpoint."""
-    place = models
-    place.mini("stage=sft").succeeded  # noqa: B018
+    place = finished
     shutil.rmtree(place.stage("sft") / "final")
     torch.save({"state_dict": Planted(marker)}, place.stage("sft") / "checkpoints" / "000007.ckpt")
     error = place.mini("stage=sft", "resume=true").error
@@ -127,11 +126,19 @@ def test_functions_that_a_manifest_names_are_not_loaded(models: Workplace, marke
     assert not marker.exists()
 
 
-@pytest.fixture
-def recorded(models: Workplace) -> Path:
-    """The folder of a run of PPO, from the base model, that can be exported and shown."""
+@pytest.fixture(scope="module")
+def from_base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """outputs/ with a run of PPO, from the base model, that can be exported and shown."""
+    place = make_workplace(tmp_path_factory.mktemp("untrusted") / "work")
     base = ("stage=ppo", "run=recorded", "reward=random", "policy.checkpoint=base")
-    models.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
+    place.mini(*base, "record=true", "ppo.iterations=1").succeeded  # noqa: B018
+    return place.outputs
+
+
+@pytest.fixture
+def recorded(models: Workplace, from_base: Path) -> Path:
+    """The folder of a copy of that run."""
+    shutil.copytree(from_base, models.outputs, symlinks=True)
     return models.stage("ppo", "recorded")
 
 
