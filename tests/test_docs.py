@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import copy
 import inspect
 import re
 import shlex
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig
 
 from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.arguments import WITHOUT_RUN
@@ -40,6 +35,7 @@ from lightning_rlhf.runs.settings import REWARDS as REWARD_KINDS
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, SUM
 
+from .composing import compositions as compositions
 from .composing import parsed_files as parsed_files
 
 HOME = Path(__file__).parents[1]
@@ -202,36 +198,21 @@ def test_there_are_commands() -> None:
         assert any(words in command for command in COMMANDS), words
 
 
-@cache
-def composed(home: Path, name: str, *choices: str) -> DictConfig:
-    """What Hydra makes of a configuration and the files chosen; a third of a second."""
-    register_resolvers()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(home), version_base="1.3"):
-        return compose(name, list(choices))
-
-
-def read(home: Path, name: str, overrides: list[str]) -> DictConfig:
-    """What Hydra makes of a command: files first, values then, as Hydra itself does."""
-    files, parsed = {home, CONF}, OverridesParser.create().parse_overrides(overrides)
-    values = [o for o in parsed if not any((f / o.key_or_group).is_dir() for f in files)]
-    values = [override for override in values if not override.is_hydra_override()]
-    cfg = copy.deepcopy(composed(home, name, *(o.input_line for o in parsed if o not in values)))
-    ConfigLoaderImpl._apply_overrides_to_config(values, cfg)
-    return cfg
-
-
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_are_accepted(command: str, folder: Path) -> None:
     """They compose, and the configuration that they give is one that a run would take."""
+    register_resolvers()
+    GlobalHydra.instance().clear()
     home, name, given = read_command(command)
-    cfg = read(home, name, given)
-    if cfg.recipe is None:
-        read_settings(cfg)
-        return
-    recipe = read_recipe(RECIPES / cfg.recipe)
-    for stage in {*recipe.stages[:1], *recipe.stages[-1:]} or ("ppo",):
-        read_settings(read(home, name, list(step_overrides(recipe, stage, given, cfg.job))))
+    with initialize_config_dir(str(home), version_base="1.3"):
+        cfg = compose(name, given)
+        if cfg.recipe is not None:
+            recipe = read_recipe(RECIPES / cfg.recipe)
+            for stage in {*recipe.stages[:1], *recipe.stages[-1:]} or ("ppo",):
+                own = step_overrides(recipe, stage, given, cfg.job)
+                read_settings(compose(name, list(own)))
+        else:
+            read_settings(cfg)
 
 
 # docs/rewards.md
