@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -168,16 +169,21 @@ def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
 
 
 def start(
-    place: Workplace, *words: str, python: Sequence[str] = MODULE, before: Callable[[], None] = int
+    place: Workplace,
+    *words: str,
+    python: Sequence[str] = MODULE,
+    before: Callable[[], None] | None = None,
+    way: Callable[[], AbstractContextManager[None]] = forking,
 ) -> subprocess.Popen[str]:
     """The command in a process that is not waited for, which calls `before` first."""
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
-        before()
+        if before is not None:
+            before()
 
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with forking():
+    with way():
         return subprocess.Popen([*python, *words], cwd=place.folder, preexec_fn=prepare, **pipes)
 
 

@@ -21,7 +21,7 @@ from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.loading import load_tokenizer
 
 from .conftest import Workplace, weights
-from .others import until_checked
+from .others import until_called
 
 
 def pairs(place: Workplace, split: str = "train") -> Path:
@@ -54,7 +54,7 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     swapped = [json.loads(line) for line in lines[3:5]]
     swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
     file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
-    out = until_checked(finished, "stage=rm", "job=bad", "data.on_bad_row=skip")
+    out = until_called(finished, "stage=rm", "job=bad", "data.on_bad_row=skip")
     (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
     assert "duplicates of an earlier pair: 3 of" in said
     assert "contradictions of an earlier pair: 2 of" in said
