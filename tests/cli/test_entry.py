@@ -106,14 +106,27 @@ def test_a_training_step_is_six_frames_below_the_command(
 def test_an_installed_package_finds_its_presets_and_recipes(
     workplace: Workplace, tmp_path: Path
 ) -> None:
-    """Laid out as pyproject.toml lays out the wheel, away from the checkout. One step is taken."""
+    """Laid out as pyproject.toml lays out the wheel, away from the checkout. One step is taken.
+
+    The fork forgets the package, and keeps the libraries.
+    """
     wheel = tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     site = tmp_path / "env" / "site-packages"
     shutil.copytree(PACKAGE, site / "lightning_rlhf")
     for source, target in wheel["targets"]["wheel"]["force-include"].items():
         shutil.copytree(HOME / source, site / target)
     words = (*MINI, "stage=sft", "sft.epochs=0.125", "trainer.threads=1")
-    outcome = workplace.process(MODULE, *words, environment={"PYTHONPATH": str(site)}).succeeded
+    program = tmp_path / "start.py"
+    program.write_text(
+        "import runpy, sys\n"
+        "for name in [*sys.modules]:\n"
+        "    if name.partition('.')[0] == 'lightning_rlhf':\n"
+        "        del sys.modules[name]\n"
+        f"sys.path.insert(0, {str(site)!r})\n"
+        "runpy.run_module('lightning_rlhf', run_name='__main__', alter_sys=True)\n"
+    )
+    with forking():
+        outcome = workplace.process([sys.executable, str(program)], *words).succeeded
     assert "sft finished" in outcome.out
     config = (workplace.stage("sft") / "config.json").read_text()
     assert str(site / "lightning_rlhf" / "recipes" / "quickstart" / "tokenizer") in config
