@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import shutil
 import signal
@@ -162,22 +161,6 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(
     assert workplace.mini("stage=sft", "overwrite=true").out == "stopped\n"
     out = workplace.mini("recipe=quickstart", "overwrite=true").out
     assert out == "stopped; the same command, without overwrite=true, goes on\n"
-
-
-def test_what_names_and_folders_tell_is_told(workplace: Workplace) -> None:
-    run = workplace.outputs / "default" / "tiny"
-    for stage, inside in (("rm", "final/x"), ("eval_reward", "checkpoints/000004.ckpt")):
-        (run / stage / inside).parent.mkdir(parents=True)
-        (run / stage / inside).touch()
-        (run / stage / "config.json").write_text(json.dumps({"stage": stage}))
-    for words, told in (
-        ("stage=ppo", "outputs/default/tiny/sft has none"),
-        ("stage=rm", "outputs/default/tiny/rm holds a run that finished"),
-        ("stage=rm resume=auto", "cannot be resumed: "),
-        ("stage=eval_reward policy.checkpoint=base", "holds a run that was cut off"),
-        ("recipe=quickstart run=new data.preferences.val=x.jsonl", "x.jsonl does not exist"),
-    ):
-        assert told in workplace.call(*words.split()).error
 
 
 def test_what_the_configuration_tells_is_told_without_slow_imports(workplace: Workplace) -> None:
