@@ -96,6 +96,10 @@ class Workplace:
         """The folder of a stage of model=mini."""
         return self.outputs / run / "mini" / stage
 
+    def copied(self, folder: Path) -> Workplace:
+        """A copy of it, in this new folder."""
+        return Workplace(shutil.copytree(self.folder, folder, symlinks=True))
+
     def mini(self, *overrides: str) -> Outcome:
         """`python train.py model=mini data=small overrides`, in this process."""
         return self.call(*MINI, *overrides)
@@ -350,8 +354,7 @@ def judged(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Wor
     """One of all stages, with a reward model of another vocabulary, and classifier/."""
     from .others import save_classifier, train
 
-    place = Workplace(tmp_path_factory.mktemp("judged") / "work")
-    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
+    place = pipeline.copied(tmp_path_factory.mktemp("judged") / "work")
     train(place)
     save_classifier(place.folder / "classifier")
     return place
@@ -360,8 +363,7 @@ def judged(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Wor
 @pytest.fixture
 def finished(tmp_path: Path, pipeline: Workplace) -> Workplace:
     """A copy of the workplace in which all stages ran."""
-    shutil.copytree(pipeline.folder, tmp_path / "finished", symlinks=True)
-    return Workplace(tmp_path / "finished")
+    return pipeline.copied(tmp_path / "finished")
 
 
 def tree(folder: Path) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -77,9 +76,7 @@ def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
 def ensemble(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
     """In which job=three has a reward model of three heads, and PPO was paid by it at a price of
     uncertainty."""
-    folder = tmp_path_factory.mktemp("ensemble") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("ensemble") / "work")
     place.mini("stage=rm", "job=three", "rm.heads=3").succeeded  # noqa: B018
     final = place.outputs / "default" / "mini" / "three" / "rm" / "final"
     paid = (f"reward.checkpoint={final}", "reward.uncertainty_coef=2")
