@@ -22,4 +22,5 @@ def test_on_the_stand_in_device() -> None:
     process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
     process.start()
     process.join(600)
+    process.kill()
     assert process.exitcode == 0  # what pytest says there stands in the captured output

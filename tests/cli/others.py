@@ -38,14 +38,16 @@ TEXT = "[start][user]{prompt}\n[assistant]{response}[end]"
 OTHER = ("model.name=other", "run=other")
 
 
-def until_checked(place: Workplace, *words: str) -> str:
-    """What a command says before the checks of preflight, and so before it trains."""
+def until_called(
+    place: Workplace, *words: str, name: str = "lightning_rlhf.stages.fit.preflight"
+) -> str:
+    """What a command says before this is called: preflight, before it trains, or another."""
 
     def enough(*_: object, **__: object) -> None:
         raise RLHFError("enough")
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("lightning_rlhf.stages.fit.preflight", enough)
+        patched.setattr(name, enough)
         outcome = place.mini(*words)
     assert outcome.err.splitlines()[-1] == "error: enough", outcome.err
     return outcome.out

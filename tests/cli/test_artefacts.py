@@ -27,8 +27,7 @@ from .conftest import Workplace
 @pytest.fixture(scope="module")
 def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """All stages, with ppo/final_merged, rm/final_merged and, in bfloat16, ppo/half."""
-    found = Workplace(tmp_path_factory.mktemp("artefacts") / "work")
-    shutil.copytree(pipeline.folder, found.folder, symlinks=True)
+    found = pipeline.copied(tmp_path_factory.mktemp("artefacts") / "work")
     for stage in ("ppo", "rm"):
         found.call("export", f"outputs/default/mini/{stage}/final", "--merge").succeeded  # noqa: B018
     half = ["--merge", "--dtype", "bfloat16", "--out", "outputs/default/mini/ppo/half"]
@@ -113,8 +112,7 @@ def test_a_run_goes_on_where_its_folder_was_moved(
     place: Workplace, tmp_path: Path, pipeline: Workplace
 ) -> None:
     """The old place is gone; nothing in the folder leads there, except a path that PEFT needs."""
-    moved = Workplace(tmp_path / "moved")
-    shutil.copytree(pipeline.folder, moved.folder, symlinks=True)
+    moved = pipeline.copied(tmp_path / "moved")
     for stage in ("rm", "ppo"):  # as if they had been written where nothing is now
         for file in (moved.stage(stage) / "final").rglob("adapter_config.json"):
             config = json.loads(file.read_text())
@@ -194,9 +192,7 @@ def test_merges_that_are_refused(place: Workplace, tmp_path: Path) -> None:
     shutil.copytree(place.stage("sft") / "final", plain)
     (plain / "manifest.json").unlink()
     assert "has no manifest.json" in place.call("export", str(plain), "--merge").error
-    changed = tmp_path / "work"
-    shutil.copytree(place.folder, changed, symlinks=True)
-    other = Workplace(changed)
+    other = place.copied(tmp_path / "work")
     shutil.copy(
         other.stage("rm") / "final_merged" / "model.safetensors",
         other.stage("sft") / "final" / "model.safetensors",

@@ -23,8 +23,7 @@ RUN = ("stage=ppo", "run=ema", "ppo.ema_decay=0.7", "ppo.checkpoints_kept=9", "r
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
     """A copy of the pipeline's workplace in which run=ema averaged the weights of PPO."""
-    place = Workplace(tmp_path_factory.mktemp("ema") / "work")
-    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
+    place = pipeline.copied(tmp_path_factory.mktemp("ema") / "work")
     place.mini(*RUN, *given(place)).succeeded  # noqa: B018
     return place
 

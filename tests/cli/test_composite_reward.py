@@ -1,7 +1,6 @@
 """Several rewards at once: what is reported of each, what is reported of all, what PPO is paid."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Pat
 
     They are a learned reward, a shipped function, one of a file and two random heads.
     """
-    place = Workplace(tmp_path_factory.mktemp("several") / "work")
-    shutil.copytree(pipeline.folder, place.folder, symlinks=True)
+    place = pipeline.copied(tmp_path_factory.mktemp("several") / "work")
     (place.folder / "rules.py").write_text(RULES)
     kinds = {"liked": "head", "short": "function", "steady": "function"}
     kinds |= {"noise": "random", "hum": "random"}

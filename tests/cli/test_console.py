@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.runs import console
 
 from .conftest import ROWS, Workplace
+from .others import until_called
 
 LONG = json.dumps({"prompt": "word " * 100, "response": "b", "chosen": "b", "rejected": "c"})
 """Its prompt has more than the 64 tokens of data.max_prompt_tokens."""
@@ -23,20 +22,14 @@ LONG = json.dumps({"prompt": "word " * 100, "response": "b", "chosen": "b", "rej
     [("val", "data.long_prompts=cut", LONG, 1), ("train", "data.on_bad_row=skip", "{", 0)],
 )
 def test_rows_left_out_or_cut_are_counted(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, data: str, override: str, line: str,
-    used: int,
-) -> None:  # fmt: skip
+    workplace: Workplace, data: str, override: str, line: str, used: int
+) -> None:
     """In a line for the rows to train on and in another for those to validate on."""
-
-    def enough(*args: Any, **kwargs: Any) -> None:
-        raise RLHFError("enough")
-
-    monkeypatch.setattr("lightning_rlhf.models.build_roles.start_from", enough)
     with (workplace.folder / "data" / f"prompts_{data}.jsonl").open("a") as file:
         file.write(line + "\n")
-    outcome = workplace.mini("stage=ppo", override, "policy.checkpoint=base", "reward=random")
-    assert outcome.error == "enough"
-    train, val = outcome.out.splitlines()[-2:]  # the first names the device
+    words = ["stage=ppo", override, "policy.checkpoint=base", "reward=random"]
+    out = until_called(workplace, *words, name="lightning_rlhf.models.build_roles.start_from")
+    train, val = out.splitlines()[-2:]  # the first names the device
     counts = {"train": [ROWS["prompts_train"]], "val": [ROWS["prompts_val"]]}
     counts[data] = [counts[data][0] + used, 1]
     assert [int(n) for n in re.findall(r"\d+", train)] == counts["train"]

@@ -27,9 +27,7 @@ LIBRARY = (f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small")
 @pytest.fixture(scope="module")
 def trained(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A copy of the workplace of all stages, with run=default of stage=dpo."""
-    folder = tmp_path_factory.mktemp("dpo") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("dpo") / "work")
     place.mini(STAGE, "preflight=strict").succeeded  # noqa: B018
     return place
 

@@ -1,7 +1,6 @@
 """The stages that do not train, in several processes: the files, scores and metrics of one."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -43,10 +42,9 @@ JUDGED = ("data.judge=data/asked.py:judge",)
 
 @pytest.fixture(scope="module")
 def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
-    folder = tmp_path_factory.mktemp("evaluation") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    (folder / "data" / "asked.py").write_text(ASKED)
-    return Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("evaluation") / "work")
+    (place.folder / "data" / "asked.py").write_text(ASKED)
+    return place
 
 
 def run(place: Workplace, name: str, size: int, words: Sequence[str], folder: Path) -> Outcome:

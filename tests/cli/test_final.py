@@ -57,8 +57,7 @@ def exported(place: Workplace, job: str, step: int) -> Path:
 @pytest.fixture(scope="module")
 def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A workplace with run=default of SFT and the reward model, and the PPO run job=reference."""
-    found = Workplace(tmp_path_factory.mktemp("final") / "work")
-    shutil.copytree(pipeline.folder, found.folder, symlinks=True)
+    found = pipeline.copied(tmp_path_factory.mktemp("final") / "work")
     ppo(found, "reference", "ppo.checkpoints_kept=9").succeeded  # noqa: B018
     return found
 

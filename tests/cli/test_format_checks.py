@@ -14,7 +14,7 @@ from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.runs.console import RECIPES
 
 from .conftest import SHIPPED, Workplace, tree
-from .others import TEMPLATE, classifier_scores, save_classifier, until_checked
+from .others import TEMPLATE, classifier_scores, save_classifier, until_called
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
 
@@ -69,9 +69,11 @@ def test_a_fault_in_the_format_stops_ppo(judged: Workplace, changed: Callable[[s
     assert "reward.format_check=warn" in last
 
 
-def test_warn_says_it_and_goes_on(judged: Workplace, changed: Callable[[str], Path]) -> None:
+def test_warn_says_it_and_does_not_refuse(
+    judged: Workplace, changed: Callable[[str], Path]
+) -> None:
     folder = changed("{{ bos_token }}" + TEMPLATE)
-    out = until_checked(
+    out = until_called(
         judged, "stage=ppo", "run=warned", f"policy.checkpoint={judged.stage('sft') / 'final'}",
         "reward=model", f"reward.name_or_path={folder}", "reward.format_check=warn", "debug=true",
     )  # fmt: skip
@@ -108,7 +110,7 @@ def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     command.append(f"data.preferences.val={file}")
     lines = stopped(judged, *command, "run=stopped")
     assert lines[2].startswith("  it ranks 0 pairs as labelled and 8 the other way round")
-    out = until_checked(judged, *command, "run=penalty", "reward.weight=-1")
+    out = until_called(judged, *command, "run=penalty", "reward.weight=-1")
     assert "held-out pairs read through" in out
     assert "the other way round" not in out
 

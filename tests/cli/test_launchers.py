@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import signal
@@ -20,7 +19,7 @@ from lightning_rlhf.cli import arguments, sweep
 from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 
-from .conftest import MINI, Workplace, composed, forking, tree
+from .conftest import Workplace
 
 
 def job(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> str | None:
@@ -121,36 +120,23 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
         assert (tmp_path / "saved").exists()
 
 
-def test_a_job_that_fails_is_marked_with_what_its_command_says(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["model=mini", "data=small", "stage=ppo", "job='seed=1'"]
-    monkeypatch.setattr(sweep, "own_configs", lambda: list(MINI[:2]))
-    with contextlib.chdir(workplace.folder), forking():
-        failure = run_job(composed(*words), words)
-    folder = workplace.stage("seed=1") / "ppo"
-    texts = [(folder / "failed.txt").read_text(), folder.with_name("ppo.log").read_text()]
-    for text in (failure, *texts):
-        assert "stage=ppo starts from an SFT model" in str(text)
-
-
 def test_jobs_in_processes_fail_alone(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their folders hold files of something else, and are left as they are."""
+    """One finds no SFT model; the folder of the other, which starts no process, holds a file."""
     monkeypatch.setenv("COLUMNS", "400")
-    for value in ("1", "2"):
-        folder = workplace.stage(f"seed={value}") / "ppo"
-        folder.mkdir(parents=True)
-        (folder / f"mine_{value}").touch()
-    before = tree(workplace.folder)
+    one, other = (workplace.stage(f"seed={value}") / "ppo" for value in (1, 2))
+    other.mkdir(parents=True)
+    (other / "mine").touch()
     words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "seed=1,2")
     outcome = workplace.sweep(*words)
     assert outcome.status == 1
-    assert tree(workplace.folder) == before
-    for value in ("1", "2"):
-        told = f"failed: .*seed={value}: .* holds mine_{value} and no config.json"
-        assert re.search(told, outcome.out)
+    told = "stage=ppo starts from an SFT model, and outputs/default/mini/seed=1/sft has none. Run"
+    for text in ((one / "failed.txt").read_text(), one.with_name("ppo.log").read_text()):
+        assert told in text
+    assert [*other.iterdir()] == [other / "mine"]
+    assert re.search("failed: .*seed=1: stage=ppo starts from an SFT model", outcome.out)
+    assert re.search("failed: .*seed=2: .* holds mine and no config.json", outcome.out)
 
 
 SLURM = {

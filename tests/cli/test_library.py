@@ -131,7 +131,7 @@ def test_one_set_of_overrides_serves_several_stages() -> None:
         lightning_rlhf.configuration("sft", "eval_reward.samples=1", stages=STAGES)
 
 
-def test_mistakes_in_a_configuration_are_named(workplace: Workplace) -> None:
+def test_mistakes_in_a_configuration_are_named() -> None:
     for word, told in (
         ("ppo.kl_coeff=1", "ppo.kl_coeff is not a known key; did you mean ppo.kl_coef?"),
         ("sft.lr=1", "stage=ppo does not read sft.lr"),
@@ -139,9 +139,6 @@ def test_mistakes_in_a_configuration_are_named(workplace: Workplace) -> None:
     ):
         with pytest.raises(ConfigError, match=re.escape(told)):
             lightning_rlhf.configuration("ppo", word)
-    with contextlib.chdir(workplace.folder), pytest.raises(CheckpointError, match="Run stage=sft"):
-        lightning_rlhf.build(lightning_rlhf.configuration("ppo", *MINI))
-    assert not workplace.outputs.exists()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ import torch
 from lightning_rlhf.runs import accelerator as memory
 
 PROGRAM = """
-import re, resource, torch
+import re, resource, sys, torch
+from unittest.mock import MagicMock
+for name in ("lightning.fabric.plugins.environments", "lightning.pytorch.strategies"):
+    sys.modules[name] = MagicMock()  # seconds of imports
 from lightning_rlhf.runs import accelerator
 
 def size(name):

@@ -103,13 +103,6 @@ def test_a_recipe_hands_its_folders_on(own: Workplace, monkeypatch: pytest.Monke
     assert command[3:] == expected
 
 
-def test_a_recipe_may_stand_in_a_folder_of_ones_own(workplace: Workplace) -> None:
-    (workplace.folder / "mine").mkdir()
-    text = "title: M\nstages: [sft]\nprogram: null\noverrides: [seed=-1]\npromises: []\nnext: []\n"
-    (workplace.folder / "mine" / "recipe.yaml").write_text(text)
-    assert workplace.mini("recipe=mine").error.startswith("seed is -1")
-
-
 def test_a_sweep_gives_the_numbers_of_a_stage_to_that_stage(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

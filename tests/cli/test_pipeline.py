@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(
     assert not (folder / "final").exists()
     monkeypatch.undo()
 
-    assert "resume=true" in finished.mini(f"stage={stage}").error
+    assert "was cut off. Give resume=true" in finished.mini(f"stage={stage}").error
     finished.mini(f"stage={stage}", "resume=true").succeeded  # noqa: B018
     unbroken = pipeline.stage(stage)
     assert weights(folder) == weights(unbroken)
@@ -168,16 +169,21 @@ def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
 
 
 def start(
-    place: Workplace, *words: str, python: Sequence[str] = MODULE, before: Callable[[], None] = int
+    place: Workplace,
+    *words: str,
+    python: Sequence[str] = MODULE,
+    before: Callable[[], None] | None = None,
+    way: Callable[[], AbstractContextManager[None]] = forking,
 ) -> subprocess.Popen[str]:
     """The command in a process that is not waited for, which calls `before` first."""
 
     def prepare() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background ignores it
-        before()
+        if before is not None:
+            before()
 
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    with forking():
+    with way():
         return subprocess.Popen([*python, *words], cwd=place.folder, preexec_fn=prepare, **pipes)
 
 
@@ -190,8 +196,8 @@ def wait_for(path: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
-LONG = ("stage=sft", "sft.epochs=7.5", "sft.val_every=60")
-"""60 steps, of which a kill leaves some."""
+LONG = ("stage=sft", "sft.epochs=5", "sft.val_every=40")
+"""40 steps, of which a kill leaves some."""
 
 
 @pytest.mark.slow
@@ -204,7 +210,7 @@ def test_a_process_that_is_killed(workplace: Workplace) -> None:
     process.kill()
     process.communicate(timeout=120)
     assert not (folder / "final").exists(), "it was through before it was killed"
-    assert 0 < int(numbered(folder / "checkpoints")[-1].stem) < 60
+    assert 0 < int(numbered(folder / "checkpoints")[-1].stem) < 40
     workplace.mini(*LONG, "resume=true").succeeded  # noqa: B018
     workplace.mini(*LONG, "run=whole").succeeded  # noqa: B018
     assert weights(folder) == weights(workplace.stage("sft", "whole"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import MINI, Workplace, given, rows, tree, weights
+from .conftest import MINI, STAGES, Workplace, given, rows, tree, weights
 
 WRONG = f"ppo.rollout={Path(__file__).parent / 'wrong_sampler.py'}:Wrong"
 FAULT = "ratio is "
@@ -20,11 +20,11 @@ def passed(out: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("stage", "checks"), [("sft", 3), ("ppo", 8)])
+@pytest.mark.parametrize(("stage", "checks"), [("sft", 3), ("rm", 4), ("ppo", 8)])
 def test_a_run_is_the_same_bit_for_bit_with_and_without_it(
     finished: Workplace, stage: str, checks: int
 ) -> None:
-    words = [f"stage={stage}", "run=checked", *(given(finished) if stage == "ppo" else [])]
+    words = [f"stage={stage}", "run=checked", *given(finished)[: STAGES.index(stage)]]
     out = finished.mini(*words, "preflight=warn").succeeded.out
     assert passed(out) == checks
     assert "memory plan" not in out

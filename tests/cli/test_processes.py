@@ -74,8 +74,7 @@ def assert_same_rows(found: Path, expected: Path) -> None:
 def place(pipeline: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Workplace:
     """A workplace with the three stages by one process, and as run=two by two."""
     folder = tmp_path_factory.mktemp("two")
-    shutil.copytree(pipeline.folder, folder / "work", symlinks=True)
-    found = Workplace(folder / "work")
+    found = pipeline.copied(folder / "work")
     for stage in ("sft", "rm", "ppo"):
         parents = [] if stage == "sft" else given(found)[: 1 + (stage == "ppo")]
         outcome = in_processes(found, 2, f"stage={stage}", "run=two", *parents, folder=folder)
@@ -122,9 +121,8 @@ def test_the_processes_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyP
 def test_a_run_goes_on_in_another_number_of_processes(
     place: Workplace, tmp_path: Path, before: int, after: int
 ) -> None:
-    shutil.copytree(place.folder, tmp_path / "work", symlinks=True)
     run = "default" if before == 1 else "two"
-    found = Workplace(tmp_path / "work")
+    found = place.copied(tmp_path / "work")
     folder = found.stage("ppo", run)
     shutil.rmtree(folder / "final")
     parents = given(place) if before == 2 else []

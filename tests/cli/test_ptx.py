@@ -14,9 +14,7 @@ PTX = ("stage=ppo", "run=ptx", "ppo.ptx_coef=0.5", "ppo.ptx_batch_size=4", "reco
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
     """A copy of the pipeline's workplace in which run=ptx learned from demonstrations as well."""
-    folder = tmp_path_factory.mktemp("ptx") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("ptx") / "work")
     place.mini(*PTX, *given(place)).succeeded  # noqa: B018
     return place
 

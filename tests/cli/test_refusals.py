@@ -75,7 +75,7 @@ def test_data(place: Workplace, case: Case) -> None:
 
 @pytest.mark.parametrize("case", TABLE["folders"])
 def test_a_folder(place: Workplace, tmp_path: Path, case: Case) -> None:
-    copy = Workplace(shutil.copytree(place.folder, tmp_path / "work", symlinks=True))
+    copy = place.copied(tmp_path / "work")
     if case["base"] == "resumed":
         shutil.rmtree(copy.stage("sft", "made") / "final")
     edit(copy.folder / case["file"], case)

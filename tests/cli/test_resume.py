@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from lightning_rlhf.callbacks.files import numbered, read_stamp
 from lightning_rlhf.runs.folders import DELETED
 
-from .conftest import MINI, Workplace, make_workplace, rows, weights
+from .conftest import MINI, TRAIN_PY, Workplace, forking, make_workplace, rows, weights
 from .test_pipeline import samples, start, wait_for
 
 
@@ -89,9 +90,12 @@ SLOW = ("stage=sft", "sft.epochs=100", "sft.val_every=800", "sft.checkpoint_ever
 
 
 @pytest.fixture
-def running(workplace: Workplace) -> Iterator[subprocess.Popen[str]]:
+def running(
+    workplace: Workplace, request: pytest.FixtureRequest
+) -> Iterator[subprocess.Popen[str]]:
     """A run that has come to its first row of metrics."""
-    process = start(workplace, *MINI, *SLOW, "trainer.log_every_n_steps=1")
+    words = (*MINI, *SLOW, "trainer.log_every_n_steps=1", "trainer.threads=1")
+    process = start(workplace, *words, python=TRAIN_PY, way=getattr(request, "param", forking))
     wait_for(workplace.stage("sft") / "metrics.csv", process)
     yield process
     process.kill()
@@ -113,9 +117,11 @@ def test_one_process_at_a_time(workplace: Workplace, running: subprocess.Popen[s
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("running", [nullcontext], indirect=True)
 def test_a_signal_saves_the_running_step(
     workplace: Workplace, running: subprocess.Popen[str]
 ) -> None:
+    """Of a process with a start and an end of its own, as no other of these tests has."""
     how = signal.SIGINT  # SIGTERM goes through the recipe below
     running.send_signal(how)
     said = running.communicate(timeout=60)[0]

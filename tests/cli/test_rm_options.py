@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.models.loading import load_tokenizer
 
 from .conftest import Workplace, weights
-from .others import until_checked
+from .others import until_called
 
 
 def pairs(place: Workplace, split: str = "train") -> Path:
@@ -54,7 +53,7 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     swapped = [json.loads(line) for line in lines[3:5]]
     swapped = [r | {"chosen": r["rejected"], "rejected": r["chosen"]} for r in swapped]
     file.write_text("".join(lines + lines[:3]) + "".join(json.dumps(r) + "\n" for r in swapped))
-    out = until_checked(finished, "stage=rm", "job=bad", "data.on_bad_row=skip")
+    out = until_called(finished, "stage=rm", "job=bad", "data.on_bad_row=skip")
     (said,) = [line for line in out.splitlines() if line.startswith("preference pairs to look at")]
     assert "duplicates of an earlier pair: 3 of" in said
     assert "contradictions of an earlier pair: 2 of" in said
@@ -77,9 +76,7 @@ def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
 def ensemble(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Workplace:
     """In which job=three has a reward model of three heads, and PPO was paid by it at a price of
     uncertainty."""
-    folder = tmp_path_factory.mktemp("ensemble") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("ensemble") / "work")
     place.mini("stage=rm", "job=three", "rm.heads=3").succeeded  # noqa: B018
     final = place.outputs / "default" / "mini" / "three" / "rm" / "final"
     paid = (f"reward.checkpoint={final}", "reward.uncertainty_coef=2")

@@ -49,9 +49,7 @@ def swept(
     tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace
 ) -> tuple[Workplace, Outcome]:
     """A sweep on top of the finished stages, and what it said. To be read."""
-    folder = tmp_path_factory.mktemp("swept") / "work"
-    shutil.copytree(pipeline.folder, folder, symlinks=True)
-    place = Workplace(folder)
+    place = pipeline.copied(tmp_path_factory.mktemp("swept") / "work")
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("COLUMNS", "400")
         return place, place.sweep(*SWEPT, "ppo.kl_coef=0.02,0.5").succeeded

@@ -88,6 +88,7 @@ def test_no_more_is_read_than_there_are_positions(judged: Workplace) -> None:
 def serve(folder: Path, out: int, *words: str) -> None:
     """The command in a process of its own, with all that this one imported."""
     sys.stdout, sys.argv = os.fdopen(out, "w", buffering=1), ["train.py", "serve-reward", *words]
+    torch.cuda.is_available = lambda: False  # a fork cannot use the GPU of its parent
     os.chdir(folder)
     main()
 
@@ -96,7 +97,8 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
     """Standardised by what its `final/` has."""
     lines, out = os.pipe()
     words = (judged.folder, out, str(judge(judged)), "--port", "0", "reward.max_tokens=256")
-    server = multiprocessing.get_context("fork").Process(target=serve, args=words)
+    context = multiprocessing.get_context("fork")
+    server = context.Process(target=serve, args=words, daemon=True)
     server.start()
     os.close(out)
     with os.fdopen(lines) as told:
@@ -107,9 +109,9 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
             ppo(judged, "served", "reward=http", f"reward.url={url}")
         finally:
             server.terminate()
+            server.join(60)
+        assert server.exitcode == 0
         assert told.read() == "stopped\n"
-    server.join()
-    assert server.exitcode == 0
     said = samples(judged, "served")
     expected = own_scores(judge(judged), said)
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)

@@ -12,7 +12,7 @@ from lightning_rlhf.models.checkpoint import MANIFEST, find
 from lightning_rlhf.runs.measured import read_run
 
 from .conftest import Workplace, given, make_workplace
-from .others import until_checked
+from .others import until_called
 
 NOT_FIT = "Not fit: on held-out pairs it is not surely better than guessing."
 UNFIT = {
@@ -128,7 +128,7 @@ def test_each_paid_component_is_asked_and_a_free_one_is_only_told(
     error = finished.mini(*ppo("sum", *parts)).error
     assert error.startswith("reward liked is unfit by its fitness report ")
     assert "reward.components.liked.unfit=warn runs PPO on it all the same" in error
-    free = until_checked(finished, *ppo("free", *parts, "reward.components.liked.weight=0"))
+    free = until_called(finished, *ppo("free", *parts, "reward.components.liked.weight=0"))
     assert f"reward liked: {NOT_FIT}" in free
 
 

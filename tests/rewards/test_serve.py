@@ -168,7 +168,8 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     context = multiprocessing.get_context("fork")  # its end is Python's: it waits for threads
     process = context.Process(target=serve, args=(to_out, to_err), daemon=True)
     process.start()
-    os.close(to_out), os.close(to_err)
+    os.close(to_out)
+    os.close(to_err)
     with open(out) as told, open(err) as errors, contextlib.ExitStack() as stack:
         stack.callback(process.kill)
         found = re.search(r":(\d+)/score", told.readline())
@@ -183,5 +184,6 @@ def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
         began = time.monotonic()
         os.kill(process.pid, sign)
         process.join(60)
-        assert (process.exitcode, told.read(), errors.read()) == (0, "stopped\n", "")
+        assert process.exitcode == 0
+        assert (told.read(), errors.read()) == ("stopped\n", "")
     assert time.monotonic() - began < 10
