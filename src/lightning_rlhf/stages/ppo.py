@@ -1,6 +1,7 @@
 """stage=ppo: proximal policy optimization of a reward."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -99,7 +100,7 @@ class PPO(stage.Stage):
             diagnosis.Diagnosis(history, self.name),
             self.evaluation,
             evaluation.Samples(run.folder, config.samples_every, characters=characters),
-            evaluation.Recorder(run.folder, rows.train, every=settings.record),
+            evaluation.Recorder(run.folder, replace(rows.train, rows=()), every=settings.record),
         ]
         return self.make_module(run, roles, reward, prompts, microbatch, ptx), data, callbacks
 

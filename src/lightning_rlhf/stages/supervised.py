@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -96,7 +97,8 @@ class Supervised(stage.Stage):
                 pool_batches=settings.data.pool_batches,
             ),
         )
-        keeper = evaluation.KeepLastBatch(run.folder, rows.train, train, data, run.chat)
+        source = replace(rows.train, rows=())  # the texts are not kept while it trains
+        keeper = evaluation.KeepLastBatch(run.folder, source, train, data, run.chat)
         return data, [self.metrics(), keeper]
 
     def load(self, run: Run, data: batches.StageData) -> Roles:
@@ -186,6 +188,7 @@ class RM(Supervised):
             self.problems = problems.find_problems(rows.val, rows.train)
         problems.print_problems(self.problems)
         data, callbacks = self.read(run, rows)
+        del rows
         roles = self.load(run, data)
         prompts = [e.prompt for e in data.train]
         roles.to(run.device)
