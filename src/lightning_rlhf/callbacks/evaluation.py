@@ -305,7 +305,7 @@ class Recorder(Callback):
 
     run_dir: Path
     rows: Rows[Any]
-    """Prompts of the run."""
+    """Source and numbers of the prompts; their texts are not read."""
     every: bool
     """True to write each iteration."""
 
@@ -356,7 +356,7 @@ class KeepLastBatch(Callback):
 
     run_dir: Path
     rows: Rows[Any]
-    """Training data as rows, and then as tokens and as batches."""
+    """Source of the training data, without their texts; then the data as tokens and as batches."""
     tokenised: lengths.Tokenised[Any]
     data: batches.StageData
     chat: ChatFormat
