@@ -31,7 +31,7 @@ ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
 and a gate in the last."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
-COLUMNS = 16  # multiple to which rows are lengthened with few_shapes
+COLUMNS, MOST_ADDED = 16, 0.04  # rows are lengthened to a multiple of it, if by at most that share
 
 
 def family(model: PreTrainedModel) -> str | None:

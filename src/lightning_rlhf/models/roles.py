@@ -196,10 +196,10 @@ class Roles(nn.Module):
         trunk = self.causal_lm.base_model
         few_shapes = self.row_multiple > 1
         # Some rotations depend on the length of the longest row, padding included.
-        rope = trunk.rotary_emb.rope_type if few_shapes else "longrope"
-        if rope != "longrope" and "dynamic" not in rope:
-            more = (0, -tokens.shape[1] % decoder.COLUMNS)
-            tokens, wanted = F.pad(tokens, more), F.pad(wanted, more)
+        rope, added = trunk.rotary_emb.rope_type, -tokens.shape[1] % decoder.COLUMNS
+        is_worth = few_shapes or added <= decoder.MOST_ADDED * tokens.shape[1]
+        if is_worth and rope != "longrope" and "dynamic" not in rope:
+            tokens, wanted = F.pad(tokens, (0, added)), F.pad(wanted, (0, added))
         packing = decoder.Packing.of(wanted, few_shapes=few_shapes).to(tokens.device)
         return self.hidden(tokens, packing=packing)[: packing.count]
 
