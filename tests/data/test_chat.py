@@ -49,6 +49,13 @@ def test_bos_once_and_never_in_the_response(llama: PreTrainedTokenizerFast, ids:
     assert chat.response_tokens("Hello") == ids(llama, "Hello", "<|eot|>")
 
 
+def test_a_text_without_a_prompt_starts_with_bos_or_after_eos(
+    chatml: PreTrainedTokenizerFast, llama: PreTrainedTokenizerFast, ids: Ids
+) -> None:
+    assert ChatFormat(llama, {}).prompt_tokens(()) == ids(llama, "<|bos|>")
+    assert ChatFormat(chatml, {}).prompt_tokens(()) == ids(chatml, "<|eos|>")
+
+
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
