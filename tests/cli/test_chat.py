@@ -172,19 +172,3 @@ def test_the_command_reads_lines(
     assert "saved: outputs/chats/" in out
     [file] = (finished.folder / "outputs" / "chats").glob("*.jsonl")
     assert json.loads(file.read_text())["messages"][0] == {"role": "user", "content": "hello"}
-
-
-def test_what_is_refused_before_a_model_loads(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def load(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("a model was loaded")
-
-    monkeypatch.setattr("lightning_rlhf.models.loading.load_causal_lm", load)
-    final = "outputs/default/mini/{}/final".format
-    assert "is a reward model" in finished.call("chat", final("rm")).error
-    assert "each model once" in finished.call("chat", final("ppo"), final("ppo")).error
-    file = finished.folder / final("ppo") / "manifest.json"
-    whole = json.loads(file.read_text())
-    file.write_text(json.dumps(whole | {"config": whole["config"] | {"ppo": [1]}}))
-    assert "manifest.json: config: ppo" in finished.call("chat", final("ppo")).error

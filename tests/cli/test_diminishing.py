@@ -73,17 +73,3 @@ def test_evaluations_without_gold_name_no_stop_and_damaged_ones_an_error(tmp_pat
     path.write_text('{"index": 0, "score": 1.0}\n')
     with pytest.raises(CheckpointError, match=r"eval_000020\.jsonl is damaged"):
         paired_stop(tmp_path)
-
-
-@pytest.mark.slow
-def test_stage_ppo_ends_with_it(workplace: Workplace) -> None:
-    short = ["iterations=12", "val_every=12", "samples_every=12", "checkpoint_every=12"]
-    short += ["max_response_tokens=2", "rollout_batch_size=4", "ppo_epochs=1"]
-    out = workplace.mini(
-        "stage=ppo",
-        "policy.checkpoint=base",
-        "reward=random",
-        *(f"ppo.{word}" for word in short),
-    ).succeeded.out
-    assert "diminishing returns: no" in out or "diminishing returns: after" in out
-    assert (workplace.stage("ppo") / "diminishing.json").is_file()

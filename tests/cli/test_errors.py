@@ -69,13 +69,3 @@ def test_a_gpu_that_is_not_there_is_named(
     error = workplace.mini("stage=sft", "trainer=gpu").error
     assert "trainer.accelerator" in error
     assert "trainer=cpu" in error
-
-
-def test_a_policy_that_collapsed_is_told_at_the_end(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So small a model goes no farther than 0.05 nats a token, so that the limit is lowered."""
-    monkeypatch.setattr("lightning_rlhf.report.tables.FAR", 0.01)
-    command = ["stage=ppo", "run=next", "ppo.lr=100", "ppo.iterations=2", *given(finished)]
-    out = finished.mini(*command).succeeded.out
-    assert out.count("warning: the policy has collapsed: ") == 1

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ..report.pages import check
-from .conftest import SHIPPED, Workplace, given
+from .conftest import Workplace, given
 from .others import own_scores
 
 RULES = """
@@ -112,17 +112,3 @@ def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
     for side, own in lengths.items():
         assert found[side]["mean"] == pytest.approx(a * sum(own) / 4 + b, abs=1e-4)
         assert found[side]["lowest"] == pytest.approx(a * own[0] + b, abs=1e-4)
-
-
-def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
-    """Right wherever the longer response was chosen, wrong elsewhere: a gap of 1."""
-    command = ["reward=function", "reward.path=rules.py:length", "data.max_val_rows=null"]
-    command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
-    page, numbers, out = evaluate(place, "length", *command)
-    assert "preference pairs to look at: " in out
-    assert numbers["about_pairs"] in out
-    flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
-    assert flags["length gap"]["value"] > 0.9
-    assert "prefers the longer response" in flags["length gap"]["words"]
-    assert "length gap" in numbers["verdict"]
-    assert "| length gap | **flag** |" in page

@@ -12,8 +12,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lightning_rlhf.evaluation.policies import short_names
-
 from ..report.pages import check
 from .conftest import Workplace, given, rows, tree
 
@@ -62,17 +60,6 @@ def evaluated(pipeline: Workplace) -> Evaluated:
     )  # fmt: skip
     assert tree(ppo) == before
     return Evaluated(pipeline, outcome.succeeded.out)
-
-
-def test_short_names() -> None:
-    for sources, names in (
-        (["o/a/tiny/ppo/checkpoints/best.ckpt", "o/a/tiny/ppo/final"], ["ppo best", "ppo"]),
-        (
-            ["o/a/ppo/checkpoints/000005.ckpt", "o/b/ppo/checkpoints/000005.ckpt"],
-            ["a/ppo step 5", "b/ppo step 5"],
-        ),
-    ):
-        assert short_names(sources) == names
 
 
 def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: Evaluated) -> None:

@@ -15,7 +15,7 @@ from types import FrameType
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli import arguments, sweep
+from lightning_rlhf.cli import sweep
 from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 
@@ -181,17 +181,6 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     ):  # fmt: skip
         assert f"#SBATCH --{option}\n" in asked
     assert " holds mine and no config.json" in outcome.out
-
-
-def test_a_launcher_that_is_not_installed_or_not_used_is_named(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = "hydra/launcher=joblib", "stage=sft", "sft.lr=-1"
-    warning = "warning: hydra/launcher=joblib is for sweeps and is not used without -m"
-    assert warning in workplace.mini(*words).out
-    monkeypatch.setitem(arguments.PLUGINS, "hydra/launcher=joblib", "not_installed")
-    error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
-    assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 
 
 def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(

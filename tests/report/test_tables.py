@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from lightning_rlhf.report.tables import Table, before_after_table, collapsed, side_by_side
+from lightning_rlhf.report.tables import before_after_table, collapsed, side_by_side
 
 
 def shown(renderable: RenderableType, width: int = 120) -> str:
@@ -62,19 +62,6 @@ def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
     text = shown(side_by_side(before, after, n=5))
     assert text.count("question 2") == 1
     assert "newer" not in text
-
-
-def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None:
-    found = Table(title="T", columns=["", "<b>"], rows=[["a|b", "1.0 [0.5, 1.5]"]], note="n")
-    text = shown(found.console())
-    assert all(words in text for words in ("T", "<b>", "a|b", "1.0 [0.5, 1.5]", "n"))
-    lines = [r"|  | \<b\> |", "| --- | ---: |", r"| a\|b | 1.0 \[0.5, 1.5\] |"]
-    assert found.markdown(40).splitlines() == lines
-    html = found.html()
-    assert "<th>&lt;b&gt;</th>" in html
-    assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
-    assert html.endswith('<p class="soft">n</p>\n')
-    assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()
 
 
 # Of a run that went well: 4 nats over 14 tokens.

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.evaluation.build_rewards import file_of_module
-from lightning_rlhf.rewards import functions
 from lightning_rlhf.rewards.functions import (
     exact_match,
     json_validity,
@@ -78,19 +75,6 @@ def test_json_is_valid_or_not() -> None:
     assert json_validity([], wrong) == [0] * 8
     assert json_validity([], right, keys=["a", "b"]) == [0, 0, 0, 0, 0, 1]
     assert json_validity([], ['["a"]', '"a"', '{"b": "a"}'], keys=["a"]) == [0, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "message"),
-    [
-        ("length_band", {"shortest": 3, "longest": 2}, "longest is 2; allowed: a whole number and"),
-        ("regular_expression", {"pattern": "("}, r"pattern is '\(', no regular expression: miss"),
-        ("exact_match", {"answer": ["a"], "extract": "is .*"}, "extract .* a pattern with a group"),
-    ],
-)  # fmt: skip
-def test_a_bad_argument_is_named(name: str, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        getattr(functions, name)(["p"], ["r"], **arguments)
 
 
 def test_the_file_of_a_module_is_found_without_importing_its_packages(
