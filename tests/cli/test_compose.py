@@ -225,14 +225,6 @@ def test_every_field_is_read() -> None:
 # What is not known is refused.
 
 
-def test_a_component_may_weigh_nothing_but_not_all_of_them() -> None:
-    both = [f"+reward@reward.components.{name}=random" for name in "ab"]
-    command = ["stage=ppo", "reward=sum", *both, "reward.components.a.weight=0"]
-    read_settings(composed(*command))
-    with pytest.raises(ConfigError, match=r"^every weight of reward is 0; allowed: one"):
-        read_settings(composed(*command, "reward.components.b.weight=0"))
-
-
 @pytest.mark.parametrize(
     ("override", "stage"),
     [

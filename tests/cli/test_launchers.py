@@ -9,6 +9,7 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -64,13 +65,13 @@ while :; do sleep 0.05; done"""
 """A run that writes its checkpoint after a SIGTERM."""
 
 
-def send_when_begun(folder: Path, signum: signal.Signals) -> None:
-    def send() -> None:
+def when_begun(folder: Path, act: Callable[..., object], *arguments: object) -> None:
+    def wait() -> None:
         while not (folder / "begun").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signum)
+        act(*arguments)
 
-    threading.Thread(target=send, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_a_job_is_requeued_after_its_checkpoint(
@@ -83,7 +84,7 @@ def test_a_job_is_requeued_after_its_checkpoint(
 
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
-        send_when_begun(tmp_path, signal.SIGUSR2)
+        when_begun(tmp_path, os.kill, os.getpid(), signal.SIGUSR2)
         with pytest.raises(SystemExit, match="saved"):
             job(tmp_path, monkeypatch, BUSY.format(tmp_path))
     finally:
@@ -97,7 +98,7 @@ def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
     """After its checkpoint. After one to the command no further job begins."""
     with stoppable(is_apart=False):
         monkeypatch.setattr(sweep, "is_sweeper", lambda: is_sweeper)
-        send_when_begun(tmp_path, signal.SIGTERM)
+        when_begun(tmp_path, os.kill, os.getpid(), signal.SIGTERM)
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()
         assert stopped_by() == (signal.SIGTERM if is_sweeper else None)
@@ -109,13 +110,7 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stoppable(is_apart=True):
-
-        def receive() -> None:
-            while not (tmp_path / "begun").exists():
-                time.sleep(0.02)
-            Path(os.environ[STOP], str(int(signal.SIGTERM))).touch()
-
-        threading.Thread(target=receive, daemon=True).start()
+        when_begun(tmp_path, Path(os.environ[STOP], str(int(signal.SIGTERM))).touch)
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()
 

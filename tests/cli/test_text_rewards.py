@@ -47,7 +47,6 @@ def test_a_reward_model_of_another_vocabulary(judged: Workplace) -> None:
     [
         ("classifier reward.normalization=stored", "reward.normalization is 'stored'; allowed: "
          "none, running, since classifier was not trained by stage=rm, which measures mean"),
-        ("classifier reward.label=1", "reward.label is 1; allowed: 0 to 0 or LABEL_0, the outputs"),
         ("{judge} reward.label=0", "reward.label is 0; allowed: null, since"),
         ("{judge} reward.quantization=nf4", "reward.quantization is 'nf4'; allowed: none, since"),
     ],

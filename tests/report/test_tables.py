@@ -54,16 +54,6 @@ def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
     assert "gold +0.50, reward +4.00" in text
 
 
-def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
-    before = samples(tmp_path / "b.jsonl", ["same"] * 3, {"gold": -1.0})
-    after = samples(tmp_path / "a.jsonl", ["same", "new", "newer"], {"gold": 0.5})
-    for path in (before, after):
-        path.write_text(path.read_text().replace("question 1", "question 2"))
-    text = shown(side_by_side(before, after, n=5))
-    assert text.count("question 2") == 1
-    assert "newer" not in text
-
-
 # Of a run that went well: 4 nats over 14 tokens.
 WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}
 
