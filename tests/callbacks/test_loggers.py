@@ -31,6 +31,7 @@ from lightning_rlhf.callbacks.loggers import (
     RunTensorBoard,
     build_loggers,
     close_loggers,
+    fitted,
     log_pictures,
 )
 from lightning_rlhf.callbacks.metrics import PPOMetrics
@@ -238,6 +239,13 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def history_of(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [record["history"]["item"] for record in found if record["type"] == "history"]
+
+
+def test_long_tags_are_cut_and_stay_unique() -> None:
+    low, high = (fitted(f"{'x' * 70}{i}", 64) for i in (1, 2))
+    assert (len(low), len(high)) == (64, 64)
+    assert low != high
+    assert fitted("x" * 64, 64) == "x" * 64
 
 
 def test_a_run_goes_on_offline_where_wandb_is_away(

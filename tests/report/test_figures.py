@@ -12,8 +12,10 @@ from matplotlib.figure import Figure
 from lightning_rlhf.core.metrics import FAN, GOLD, METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, ppo_panels
 from lightning_rlhf.report.estimates import inner_range
-from lightning_rlhf.report.figures import draw, draw_curves, view
+from lightning_rlhf.report.figures import draw, draw_curves, draw_fitness, view
 from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
+
+from .pairs import measure, scored
 
 TRAINED = [stage for stage in map(find_stage, STAGES) if stage is not None and stage.trains]
 
@@ -119,3 +121,17 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(tmp_path: Path, drawn: dict[st
     assert [(marker, x) for marker, x, _ in marks] == [("^", 20.0), ("^", 21.0)]
     assert [y for *_, y in marks] == pytest.approx([4.2, 4.2])
     assert written(axes) == ["inf"]
+
+
+def test_a_picture_is_headed_by_the_runs_name_as_it_is(
+    tmp_path: Path, drawn: dict[str, Figure]
+) -> None:
+    """Broken over lines where it is long; $ is no mathematics."""
+    name = "default/tiny/$a^b$+" + "ppo.kl_coef-0.1+" * 6 + "seed-1/rm"
+    draw_fitness(
+        tmp_path / "rewards.png", name, measure(scored((1.0, 0.0, 3, 3), (0.0, 1.0, 4, 2)))
+    )
+    figure = drawn["rewards.png"]
+    assert "".join(figure.get_suptitle().split()) == name
+    assert max(map(len, figure.get_suptitle().splitlines())) <= 10 * figure.get_figwidth()
+    figure.draw_without_rendering()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.evaluation.build_rewards import file_of_module
 from lightning_rlhf.rewards.functions import (
     exact_match,
@@ -75,6 +76,13 @@ def test_json_is_valid_or_not() -> None:
     assert json_validity([], wrong) == [0] * 8
     assert json_validity([], right, keys=["a", "b"]) == [0, 0, 0, 0, 0, 1]
     assert json_validity([], ['["a"]', '"a"', '{"b": "a"}'], keys=["a"]) == [0, 0, 0]
+
+
+def test_a_bad_argument_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"pattern is '\(', no regular expression: miss"):
+        regular_expression(["p"], ["r"], pattern="(")
+    with pytest.raises(ConfigError, match=r"extract .* a pattern with a group"):
+        exact_match(["p"], ["r"], ["a"], extract="is .*")
 
 
 def test_the_file_of_a_module_is_found_without_importing_its_packages(
