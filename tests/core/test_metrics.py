@@ -37,18 +37,3 @@ time/y | sft | s: seconds
     }  # fmt: skip
     y = found["time/y"]
     assert (y.healthy, y.label, y.better, y.band) == ("-", None, None, None)
-
-
-def test_a_band_repeats_numbers_of_the_text_on_the_healthy_range() -> None:
-    """1 +- 0.01 and log 2 are written as words; "positive" is 0."""
-    said = {"update/ratio_mean": "within 0.01 of 1", "eval/reward_margin": "positive"}
-    banded = {name: metric for name, metric in METRICS.items() if metric.band is not None}
-    assert {"update/clip_fraction", "update/approx_kl", "eval/accuracy"} <= banded.keys()
-    for name, metric in banded.items():
-        assert metric.band is not None
-        if name in said:
-            assert metric.healthy == said[name]
-            continue
-        ends = [f"{end:g}" for end in metric.band if end is not None]
-        assert ends
-        assert all(end in metric.healthy for end in ends), name

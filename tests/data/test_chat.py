@@ -104,13 +104,6 @@ def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
     )
 
 
-def test_a_name_that_the_template_never_sees_is_refused(chatml: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.chat_template_kwargs is .*, which padding is not"
-    ):
-        ChatFormat(chatml, {"padding": 5})
-
-
 def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:
     tokenizer = make_tokenizer(None, bos_token="<|bos|>", eos_token="<|eos|>")
     chat = ChatFormat(tokenizer, {})

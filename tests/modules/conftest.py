@@ -47,11 +47,6 @@ PPO = OWN | {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(params=ARCHITECTURES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
