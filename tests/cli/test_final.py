@@ -160,3 +160,12 @@ def test_every_stage_exports_and_chooses(place: Workplace) -> None:
     one, two = manifest(place.folder / "rm6"), manifest(rm / "final")
     for key in ("reward_mean", "reward_std", "verdicts", "tokenizer_hash"):
         assert one[key] == two[key]
+
+
+def test_exports_that_are_refused(place: Workplace, tmp_path: Path) -> None:
+    run = str(folder(place, "reference"))
+    error = place.call("export", run, "--step", "7").error
+    assert error.endswith("has no checkpoint of step 7; kept are: 1, 2, 3, 4, 5, 6")
+    error = place.call("export", run, "--step", "6", "--out", str(tmp_path)).error
+    assert error == f"--out is '{tmp_path}'; allowed: a folder that does not exist"
+    assert "is no run" in place.call("export", str(place.outputs), "--step", "1").error

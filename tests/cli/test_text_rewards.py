@@ -95,6 +95,15 @@ def test_a_server_says_what_its_model_says(judged: Workplace) -> None:
     assert [sample["score"] for sample in said] == pytest.approx(expected, abs=1e-5)
 
 
+def test_what_cannot_be_served_is_said(judged: Workplace) -> None:
+    for word, message in (
+        ("reward.weight=2", "an option is 'reward.weight=2'; allowed: reward.KEY="),
+        ("reward.normalization=running", "reward.normalization is 'running'; allowed: none, "),
+    ):
+        error = judged.call("serve-reward", "classifier", word, "--port", "0").error
+        assert error.startswith(message)
+
+
 @pytest.mark.slow
 def test_a_policy_learns_what_a_model_of_another_vocabulary_likes(judged: Workplace) -> None:
     """From random weights large enough to prefer some tokens; two tokens a response.
