@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,7 @@ from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
+from lightning_rlhf.kernels import patch
 from lightning_rlhf.models.config import CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
@@ -112,6 +115,21 @@ def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
     return roles
 
 
+@cache
+def ready(architecture: str, spread: float, reward: Path, use_kernels: object) -> Roles:
+    """The base with a frozen reward and a new policy. To be copied.
+
+    use_kernels: what chooses its layers, which a test may replace.
+    """
+    roles = Roles(language_model(architecture, spread=spread))
+    roles.heads[REWARD] = ScalarHeads.random(
+        roles.hidden_size, 1, torch.Generator().manual_seed(2)
+    ).requires_grad_(False)
+    roles.load_adapter(REWARD, reward, trainable=False)
+    roles.add_adapter(POLICY, LORA, 3)
+    return roles
+
+
 def rm_roles(architecture: str) -> Roles:
     roles = Roles(language_model(architecture))
     roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
@@ -163,13 +181,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        roles = Roles(language_model(architecture, spread=spread))
-        roles.heads[REWARD] = ScalarHeads.random(
-            roles.hidden_size, 1, torch.Generator().manual_seed(2)
-        ).requires_grad_(False)
-        roles.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
-        roles.add_adapter(POLICY, LORA, 3)
-        config = ppo_config(**changes)
+        config, folder = ppo_config(**changes), reward_adapters[architecture]
+        roles = copy.deepcopy(ready(architecture, spread, folder, patch.use_kernels))
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
