@@ -143,7 +143,7 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
     prompts, count, at_once = RESPONSES[stage]
     batch = prompts_of(replace(workload, episodes=prompts))
     chat = SimpleNamespace(
-        end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, stop_at=lambda texts: None,
+        end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, tokenizer=None,
         decode_response=lambda tokens: "",
     )  # fmt: skip
     config = SimpleNamespace(

@@ -22,9 +22,13 @@ class Greedy:
 
     @torch.no_grad()
     def sample(
-        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        generator: torch.Generator,
+        share: torch.Tensor,
     ) -> SampledResponses:
-        prompts = prompts.repeat(samples_per_prompt)
+        prompts = prompts.select(share).repeat(samples_per_prompt)
         tokens, mask = prompts.tokens, prompts.mask
         end = torch.tensor(list(self.params.end_token_ids), device=tokens.device)
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)

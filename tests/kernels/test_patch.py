@@ -57,7 +57,9 @@ def test_plain_is_the_libraries_own_layers_from_end_to_end(family: str, make_pro
             "torch", "transformers", "peft",
         }  # fmt: skip
     prompts: Prompts = make_prompts([7, 8, 9], [13])
-    rollout = NativeSampler(roles, PARAMS).sample(prompts, 1, torch.Generator().manual_seed(0))
+    rollout = NativeSampler(roles, PARAMS).sample(
+        prompts, 1, torch.Generator().manual_seed(0), torch.arange(len(prompts))
+    )
     assert rollout.response_mask.all()
     assert not is_fast(roles)
 

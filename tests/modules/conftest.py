@@ -145,7 +145,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
 
 
 CHAT = SimpleNamespace(
-    end_token_ids=END, stop_at=lambda texts: None, decode_response=lambda tokens: str(tokens)
+    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens)
 )
 """All that PPO asks of a chat format where no text ends a response."""
 

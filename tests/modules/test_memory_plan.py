@@ -270,7 +270,9 @@ def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
         found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU).rollout
         with Peak() as peak:
             peak.sizes |= {x.untyped_storage()._cdata: 0 for x in roles.parameters()}
-            module.collector.sampler.sample(same_length(1), 2, torch.Generator().manual_seed(0))
+            module.collector.sampler.sample(
+                same_length(1), 2, torch.Generator().manual_seed(0), torch.arange(1)
+            )
     # Of q 2 heads of 16, of k and v one each, of o two; gate, up and down.
     copied = copied_number * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
     assert copied <= found.weights < 1.01 * copied

@@ -97,7 +97,9 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     module, shapes = make_ppo(max_response_tokens=1, critic="adapter"), []
     shuffled = prompts(width=8)
     shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
-    sampled = module.collector.sampler.sample(shuffled, 1, module.generator(TRAINING, 0))
+    sampled = module.collector.sampler.sample(
+        shuffled, 1, module.generator(TRAINING, 0), torch.arange(len(shuffled))
+    )
     hidden_at = module.roles.hidden_at
 
     def spy(tokens: Tensor, wanted: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ class Server:
 
 def sample(answer: Any) -> SampledResponses:
     sampler = CheckedSampler(Server(answer), NAME, max_response_tokens=3, vocab_size=10)
-    return sampler.sample(PROMPTS, 2, torch.Generator())
+    return sampler.sample(PROMPTS, 2, torch.Generator(), torch.arange(2))
 
 
 def changed(field: str, *at: int, to: float) -> SampledResponses:
@@ -132,4 +132,4 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     sampler = build_sampler(NAME, roles, params, None, key="own.rollout")
     assert sampler.is_exact is False
     with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
-        sampler.sample(PROMPTS, 1, torch.Generator())
+        sampler.sample(PROMPTS, 1, torch.Generator(), torch.arange(2))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.rollout.native import draw_tokens
+from lightning_rlhf.rollout.sampler import draw_tokens
 
 LARGEST = 1 - 2**-24
 """torch.rand's largest number in fp32."""

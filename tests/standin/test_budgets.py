@@ -48,7 +48,7 @@ def sampled(module: PPOModule, device: Device, longest: int) -> Counts:
     sampler.params = replace(sampler.params, max_response_tokens=longest, end_token_ids=NEVER)
     batch = prompts(4).to(NAME)
     with device.counted() as found:
-        sampler.sample(batch, 1, module.generator(TRAINING, 0))
+        sampler.sample(batch, 1, module.generator(TRAINING, 0), torch.arange(len(batch)))
     return found
 
 

@@ -168,7 +168,7 @@ class WeightAverage(Callback):
         else:
             self.average = {name: x.clone() for name, x in weights.items()}
 
-    def swap(self, module: LightningModule) -> None:
+    def swap(self, module: Any) -> None:
         """Exchange the module's weights and `average`, unless no step was made."""
         with torch.inference_mode(False), torch.no_grad():
             for name, weights in averaged_weights(module).items():
@@ -176,6 +176,7 @@ class WeightAverage(Callback):
                     before = weights.clone()
                     weights.copy_(self.average[name])
                     self.average[name].copy_(before)
+        module.weights_version = getattr(module, "weights_version", 0) + 1
         self._is_swapped = not self._is_swapped
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:

@@ -279,12 +279,13 @@ class Task:
             for start in range(0, len(self.prompts), size)
             for n in (min(most, count - made) for made in range(0, count, most))
         ]
-        shards = collector.shard(batches, run.replicas, divides=roles.caches)
+        shards = collector.shard(batches, run.replicas, divides=True)
         params = SamplingParams(
             max_response_tokens=config.max_response_tokens,
             temperature=temperature,
             end_token_ids=run.chat.end_token_ids,
-            stop=run.chat.stop_at(config.stop_strings),
+            stop_strings=config.stop_strings,
+            tokenizer=run.chat.tokenizer,
         )
         sampler = (native.NativeSampler if roles.caches else HFSampler)(roles, params)
         generator = torch.Generator().manual_seed(run.settings.seed)

@@ -96,6 +96,8 @@ class StageModule(L.LightningModule):
         """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0
         """Number of updates in a row whose loss or gradient was not finite."""
+        self.weights_version = 0
+        """Number of changes of the weights so far: optimizer steps, and swaps for their average."""
         self.logs_headline = True
         """False where a callback logs the headline metrics together with all others."""
 
@@ -128,6 +130,11 @@ class StageModule(L.LightningModule):
         trained = [p for group in optimizer.param_groups for p in group["params"]]
         table = self.replicas.sum_gradients(trained, numbers)
         return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+
+    def step(self) -> None:
+        """Let the optimizer change the weights."""
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.weights_version += 1
 
     def build_optimizer(
         self, groups: Sequence[tuple[float, Iterable[nn.Parameter]]], total_steps: int
@@ -196,10 +203,12 @@ class StageModule(L.LightningModule):
         return trainable_state(self)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        learner = {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+        kept = {"nonfinite": self.nonfinite, "weights_version": self.weights_version}
+        learner = {"microbatch_size": self.microbatch.rows, **kept}
         checkpoint.update(iteration=self.iteration, learner=learner)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)
         self.iteration, learner = checkpoint["iteration"], checkpoint["learner"]
         self.microbatch.rows, self.nonfinite = learner["microbatch_size"], learner["nonfinite"]
+        self.weights_version = learner["weights_version"]

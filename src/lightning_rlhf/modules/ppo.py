@@ -129,7 +129,7 @@ class PPOModule(optim.StageModule):
         if evaluates:
             count, where = 1, f"the evaluation after iteration {self.iteration}"
         try:
-            return self.collector.roll_out(prompts, generator, count)
+            return self.collector.roll_out(prompts, generator, count, self.weights_version)
         except errors.LogitsError as error:
             raise errors.LogitsError(
                 where, iterations=self.iteration, nonfinite=self.nonfinite
@@ -211,7 +211,7 @@ class PPOModule(optim.StageModule):
             self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
         )
         if is_finite and not (self.stopped or skipped):
-            self.optimizers().step()  # type: ignore[union-attr]
+            self.step()
         return records.UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,

@@ -177,8 +177,7 @@ def sample_local(
             sampler.draw(len(prompts) * count, generator)
             continue
         prompts = prompts.to(sampler.roles.device)
-        part = [rows] * (len(rows) < len(prompts))  # which the native sampler alone takes
-        yield batch.numbers, sampler.sample(prompts, count, generator, *part)
+        yield batch.numbers, sampler.sample(prompts, count, generator, rows)
 
 
 def sample_reference(
@@ -249,7 +248,8 @@ class Collector:
             max_response_tokens=config.max_response_tokens,
             temperature=config.temperature,
             end_token_ids=self.chat.end_token_ids,
-            stop=self.chat.stop_at(config.stop_strings),
+            stop_strings=config.stop_strings,
+            tokenizer=self.chat.tokenizer,
         )
         self.sampler = self.sampler or build_sampler(
             config.rollout, self.roles, params, self.critic, key=f"{self.stage}.rollout"
@@ -258,13 +258,20 @@ class Collector:
         """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
-        self, prompts: records.Prompts, generator: torch.Generator, samples_per_prompt: int = 1
+        self,
+        prompts: records.Prompts,
+        generator: torch.Generator,
+        samples_per_prompt: int = 1,
+        version: int = 0,
     ) -> records.Rollout:
         """Return responses of the active role, with its log-probabilities and the values.
 
         Each process samples and annotates its share of the prompts. Where the memory runs out,
         fewer are sampled at a time. Raises LogitsError, TrainingError or SamplerError.
+
+        version: number of changes of the role's weights so far, for `Sampler.sync`.
         """
+        self.sampler.sync(version)
         rows = self.replicas.share(masking.by_length(prompts.mask))
         return self.replicas.joined(
             samplers.response_numbers(rows, samples_per_prompt),
@@ -278,26 +285,14 @@ class Collector:
         generator: torch.Generator,
         samples_per_prompt: int,
     ) -> records.SampledResponses:
-        """Return the responses to some of the prompts, as many at a time as fit into memory.
-
-        The native sampler draws the same numbers for a response whatever `rows` are; another is
-        given a generator of its own for a part of a batch.
-        """
+        """Return the responses to some of the prompts, as many at a time as fit into memory."""
         start = generator.get_state()
 
         def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
-            for some in rows.split(max(1, count // samples_per_prompt)):
+            for share in rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                if isinstance(self.sampler, NativeSampler):
-                    drawn = self.sampler.sample(prompts, samples_per_prompt, generator, some)
-                else:
-                    own = generator
-                    if len(some) < len(prompts):
-                        seed = int(torch.randint(2**62, (), generator=generator)) + int(some[0])
-                        own = torch.Generator().manual_seed(seed)
-                    drawn = self.sampler.sample(prompts.select(some), samples_per_prompt, own)
-                parts.append(drawn)
+                parts.append(self.sampler.sample(prompts, samples_per_prompt, generator, share))
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))

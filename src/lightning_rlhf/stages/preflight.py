@@ -188,7 +188,9 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
         short = copy(sampler)
         short.params = replace(sampler.params, max_response_tokens=tokens)
         sampler = short
-    return sampler.sample(prompts, each, torch.Generator().manual_seed(0))
+    sampler.sync(0)
+    share = torch.arange(len(prompts), device=prompts.tokens.device)
+    return sampler.sample(prompts, each, torch.Generator().manual_seed(0), share)
 
 
 def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Iterator[Check]:
