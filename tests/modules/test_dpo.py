@@ -19,6 +19,7 @@ from lightning_rlhf.modules.supervised import DPOModule
 from .conftest import (
     LORA,
     Outputs,
+    beside,
     close,
     dpo_config,
     fit,
@@ -67,7 +68,7 @@ def dpo_roles(architecture: str, *, trained: bool = True) -> Roles:
 
 def slow_logprobs(roles: Roles, role: str, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Row by row without padding, from all logits in float64: the sum over the response."""
-    found = []
+    found, roles = [], roles.reference if role == REFERENCE else roles
     with roles.use_role(role):
         for row, length in enumerate(lengths):
             logits = roles.causal_lm(input_ids=tokens[row, :length][None]).logits[0].double()
@@ -142,11 +143,14 @@ def test_padding_changes_nothing(architecture: str) -> None:
     assert torch.equal(wide.chosen_tokens, narrow.chosen_tokens)
 
 
-def test_it_learns_to_prefer_the_chosen_side() -> None:
-    module = DPOModule(
-        Roles(language_model("qwen3")), dpo_config(lr=1e-2, beta=0.3, microbatch_size=6)
-    )
-    module.roles.add_adapter(POLICY, LORA, 3)
+@pytest.mark.parametrize(("finetune", "lr"), [("lora", 1e-2), ("full", 1e-3)])
+def test_it_learns_to_prefer_the_chosen_side(finetune: str, lr: float) -> None:
+    roles = Roles(language_model("qwen3"))
+    if finetune == "lora":
+        roles.add_adapter(POLICY, LORA, 3)
+    else:
+        roles = beside(roles, language_model("qwen3"))
+    module = DPOModule(roles, dpo_config(lr=lr, beta=0.3, microbatch_size=6))
     outputs = Outputs()
     fit(module, [preferences()] * 15, [outputs])
     first, last = outputs.steps[0], outputs.steps[-1]

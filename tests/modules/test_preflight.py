@@ -73,15 +73,19 @@ def failing(module: Any, kind: str = "prompts") -> set[str]:
     return {name for name, verdict in verdicts(module, kind).items() if verdict == "failed"}
 
 
-@pytest.mark.parametrize("critic", ["head", "adapter", "model"])
+@pytest.mark.parametrize(("critic", "finetune"), [
+    ("head", "lora"), ("adapter", "lora"), ("model", "lora"), ("adapter", "full"),
+])  # fmt: skip
 def test_a_new_ppo_passes_every_check(
-    make_ppo: Callable[..., PPOModule], architecture: str, critic: str
+    make_ppo: Callable[..., PPOModule], architecture: str, critic: str, finetune: str
 ) -> None:
-    module = make_ppo(architecture, fresh=True, critic=critic, samples_per_prompt=2)
+    changes = {"critic": critic, "finetune": finetune, "samples_per_prompt": 2}
+    module = make_ppo(architecture, fresh=True, **changes)
     found = verdicts(module)
     assert set(found.values()) == {"passed"}
-    trained = {f"trainable: {role}" for role in ("base", POLICY, REWARD, "critic")}
-    own = {"padding: critic"} if critic == "model" else set()
+    policy = POLICY if finetune == "lora" else REFERENCE
+    trained = {f"trainable: {role}" for role in ("base", policy, REWARD, "critic")}
+    own = {"padding: critic"} if critic == "model" or finetune == "full" else set()
     assert found.keys() == OF_PPO | own | trained
 
 
