@@ -258,6 +258,7 @@ class Task:
                     role = POLICY
                     roles.add_adapter(role, policy.lora, seed)
                 select.load_weights(roles, policy.path, policy.origin, prefix="roles.")
+                roles.requires_grad_(False)  # as the weights of a final/ folder
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         rows, response = config.batch_size, config.max_response_tokens
