@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,10 +20,8 @@ from lightning_rlhf.models.roles import probe_tokens
 from .conftest import Workplace, given, rows, tree, weights
 
 FULL = ("stage=ppo", "run=full", "ppo.finetune=full", "ppo.critic=adapter", "record=true")
-VOWELS = """
-def share(prompts, responses):
-    return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in responses]
-"""
+VOWELS = """def share(prompts, responses):
+    return [sum(letter in "aeiou" for letter in text) / max(1, len(text)) for text in responses]"""
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +36,7 @@ def fingerprint(final: Path) -> dict[str, Tensor]:
     return load_file(final / "roles" / "fingerprint.safetensors")
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one, other, atol=1e-5, rtol=0)
+same = partial(torch.allclose, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
@@ -55,9 +53,8 @@ def test_final_is_a_whole_model(place: Workplace) -> None:
     policies = f"{folder}/final,{folder}/checkpoints/000003.ckpt"
     words = ["eval_policy.samples_per_prompt=1", f"eval_policy.policies=[{policies}]"]
     place.mini("stage=eval_policy", "run=full", *words, *given(place)).succeeded  # noqa: B018
-    samples = place.stage("eval_policy", "full") / "final" / "samples.jsonl"
-    for line in samples.read_text().splitlines():
-        _, final, kept = json.loads(line)["responses"].values()
+    samples = (place.stage("eval_policy", "full") / "final" / "samples.jsonl").read_text()
+    for _, final, kept in (json.loads(x)["responses"].values() for x in samples.splitlines()):
         assert final == kept
 
 
@@ -92,8 +89,7 @@ def test_it_starts_from_an_adapter_that_is_merged(place: Workplace, stage: str) 
     steps = "dpo.epochs=0.125" if stage == "dpo" else "ppo.iterations=1"
     words = [f"{stage}.finetune=full", f"{stage}.lr=1e-30", steps, "reward=random"]
     place.mini(f"stage={stage}", run, *words, "preflight=strict").succeeded  # noqa: B018
-    own = fingerprint(place.stage(stage, f"from_{stage}") / "final")
-    before = fingerprint(sft)
+    own, before = map(fingerprint, (place.stage(stage, f"from_{stage}") / "final", sft))
     assert same(own["self"], before["self"])
     assert same(own["below"], before["self"])
     assert (before["self"] - before["below"]).abs().max() > 1e-3  # the adapter does something

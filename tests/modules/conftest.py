@@ -166,10 +166,7 @@ CHAT = SimpleNamespace(
 
 @pytest.fixture
 def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
-    """A PPO module: frozen reward adapter and head, policy and value head as if trained a while.
-
-    The policy is an adapter, or with finetune=full a model of its own.
-    """
+    """A PPO module: frozen reward adapter and head, policy and value head as if trained a while."""
 
     def make(
         architecture: str = "qwen3",

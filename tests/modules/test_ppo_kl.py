@@ -16,6 +16,7 @@ from .conftest import close, parameters, prompts, within_fit
 from .experiences import Make, nothing_to_gain, off_policy, on_policy, update, updated
 
 ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
+WAYS = [("k2", "lora"), ("k3", "full"), ("full", "lora"), ("full", "full")]
 LOSSES = {"k2": lambda p, q: (p - q) ** 2 / 2, "k3": lambda p, q: (q - p).exp() - 1 - (q - p)}
 
 
@@ -42,9 +43,7 @@ def kl_alone(module: PPOModule) -> Experience:
     return replace(off_policy(module), advantages=nothing_to_gain(module))
 
 
-@pytest.mark.parametrize(
-    ("estimator", "finetune"), [("k2", "lora"), ("k3", "full"), ("full", "lora"), ("full", "full")]
-)
+@pytest.mark.parametrize(("estimator", "finetune"), WAYS)
 def test_the_term_is_the_slow_estimate_of_the_policy_now(
     make_ppo: Make, estimator: str, finetune: str
 ) -> None:
@@ -87,14 +86,10 @@ def test_a_term_of_the_loss_is_not_paid_in_the_reward_too(make_ppo: Make, estima
     assert experience.kl.abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("finetune", ["lora", "full"])
-def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(
-    make_ppo: Make, architecture: str, finetune: str
-) -> None:
+def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(make_ppo: Make, architecture: str) -> None:
     module = make_ppo(
-        architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=0.7,
-        finetune=finetune,
-    )  # fmt: skip
+        architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=0.7
+    )
     rollout = module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
     scores = module.collector.score(module.collector.decode(rollout, "train"))
     experience = on_policy(module)

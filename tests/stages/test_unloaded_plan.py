@@ -62,14 +62,12 @@ def test_whole_weights_are_trained_beside_a_frozen_base(tmp_path: Path) -> None:
     words = ("model=hub", "model.name=small", f"model.name_or_path={tmp_path}", "data=files")
     words += ("trainer=gpu", "ppo.finetune=full", "ppo.critic=adapter", "dpo.finetune=full")
     whole, adapter, head = 4 * (LINEAR + OTHERS), Bytes(weights=ADAPTER), 4 * 33
-    trained, critic = (
-        Bytes(weights=n, gradients=n, optimizer=2 * n) for n in (whole, ADAPTER + head)
-    )
-    frozen = {"base": trained, "reference": Bytes(weights=whole // 2), "sft": adapter}
-    stages = ("ppo", "dpo")
-    assert plan_run(configuration("dpo", *words, stages=stages)).roles == frozen
-    reward = {"reward": Bytes(weights=ADAPTER + head), "critic": critic}
-    assert plan_run(configuration("ppo", *words, stages=stages)).roles == frozen | reward
+    sizes = whole, ADAPTER + head
+    trained, critic = (Bytes(weights=n, gradients=n, optimizer=2 * n) for n in sizes)
+    dpo = {"base": trained, "reference": Bytes(weights=whole // 2), "sft": adapter}
+    ppo = dpo | {"reward": Bytes(weights=ADAPTER + head), "critic": critic}
+    for stage, expected in {"dpo": dpo, "ppo": ppo}.items():
+        assert plan_run(configuration(stage, *words, stages=("dpo", "ppo"))).roles == expected
 
 
 @pytest.mark.parametrize(("targets", "numbers"), [

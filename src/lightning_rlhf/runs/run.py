@@ -164,18 +164,14 @@ class Run:
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         settings, sft = self.settings, self.parents.get(config.SFT)
+        is_full = getattr(settings.config, "finetune", None) == "full"
         load = partial(build_roles.start_from, settings.model, sft, seed=settings.seed)
         with Working("loading the model"):
-            roles = load(trainable=getattr(settings.config, "finetune", None) == "full")
-            if has_frozen_base(settings.config):
+            roles = load(trainable=is_full)
+            if is_full and isinstance(settings.config, PPOConfig | DPOConfig):
                 roles.frozen = load(trainable=False)
         build_roles.check_vocabulary(roles, self.tokenizer)
         return roles
-
-
-def has_frozen_base(config: Any) -> bool:
-    """Return whether a stage trains all weights of a policy, whose reference is another base."""
-    return isinstance(config, PPOConfig | DPOConfig) and config.finetune == "full"
 
 
 def check_trained_weights(settings: stage.Settings) -> None:

@@ -250,7 +250,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     is_full = getattr(config, "finetune", "lora") == "full"
     roles = empty_base(settings, trainable=is_full)
     model, base = roles.causal_lm, list(roles.parameters())
-    if run.has_frozen_base(config):
+    if is_full and isinstance(config, PPOConfig | DPOConfig):
         roles.frozen = empty_base(settings, trainable=False)
     assume_roles(settings, roles, is_full=is_full)
     found = by_role(SimpleNamespace(roles=roles))

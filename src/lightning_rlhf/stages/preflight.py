@@ -30,7 +30,7 @@ from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout import collector, native, score
 from lightning_rlhf.rollout.sampler import HFSampler
-from lightning_rlhf.runs.run import Run, has_frozen_base
+from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
 
 Verdict = Literal["passed", "warning", "failed", "not applicable"]
@@ -146,7 +146,7 @@ def trainable(module: Any) -> Iterator[Check]:
         some = sum(p.numel() for p in group if p.requires_grad)
         allowed: tuple[str, ...] = ("none", "all")
         if isinstance(module, PPOModule | supervised.DPOModule):
-            whole = BASE if has_frozen_base(module.config) else POLICY
+            whole = POLICY if module.roles.frozen is None else BASE
             allowed = ("all",) if role in (whole, CRITIC) else ("none",)
         elif isinstance(module, supervised.RewardModule) and role == REWARD:
             allowed = ("all",)
