@@ -50,9 +50,8 @@ def test_final_is_a_whole_model(place: Workplace) -> None:
     assert same(model(probe_tokens(model)).logits[0, -1], own["self"])
     speaker = load_speaker("full", find(str(folder / "final"), "x"), torch.device("cpu"))
     assert same(speaker.roles.probe(speaker.role), own["self"])
-    policies = f"{folder}/final,{folder}/checkpoints/000003.ckpt"
-    words = ["eval_policy.samples_per_prompt=1", f"eval_policy.policies=[{policies}]"]
-    place.mini("stage=eval_policy", "run=full", *words, *given(place)).succeeded  # noqa: B018
+    policies = f"eval_policy.policies=[{folder}/final,{folder}/checkpoints/000003.ckpt]"
+    place.mini("stage=eval_policy", "run=full", policies, *given(place)).succeeded  # noqa: B018
     samples = (place.stage("eval_policy", "full") / "final" / "samples.jsonl").read_text()
     for _, final, kept in (json.loads(x)["responses"].values() for x in samples.splitlines()):
         assert final == kept
@@ -71,14 +70,15 @@ def test_it_is_resumed_exported_and_replayed_bit_for_bit(place: Workplace) -> No
 
 
 def test_it_learns_what_is_rewarded(place: Workplace) -> None:
+    """At a temperature that makes some tokens of a model that knows little likelier than others."""
     (place.folder / "vowels.py").write_text(VOWELS)
-    words = ["ppo.iterations=8", "ppo.rollout_batch_size=64", "ppo.minibatch_size=32"]
-    words += ["ppo.microbatch_size=32", "ppo.checkpoint_every=8", "ppo.lr=3.0e-3", "ppo.kl_coef=0"]
-    words += ["reward=function", "reward.path=vowels.py:share", "ppo.finetune=full"]
-    place.mini("stage=ppo", "run=learns", *words, given(place)[0]).succeeded  # noqa: B018
+    words = ["ppo.iterations=8", "ppo.rollout_batch_size=64", "ppo.minibatch_size=32", "run=learns"]
+    words += ["ppo.microbatch_size=32", "ppo.checkpoint_every=8", "ppo.temperature=0.1"]
+    words += ["reward=function", "reward.path=vowels.py:share", "ppo.missing_eos=none"]
+    words += ["ppo.kl_coef=0", "ppo.lr_schedule=constant", "ppo.finetune=full", given(place)[0]]
+    place.mini("stage=ppo", *words).succeeded  # noqa: B018
     found = [float(row["reward_mean"]) for row in rows(place.stage("ppo", "learns"))[1:]]
-    print(found)
-    assert found[-1] > found[0] + 0.1
+    assert found[-1] > found[0] + 0.15
 
 
 @pytest.mark.parametrize("stage", ["ppo", "dpo"])

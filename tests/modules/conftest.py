@@ -117,8 +117,11 @@ def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
     return roles
 
 
-def beside(base: Roles, model: PreTrainedModel) -> Roles:
-    """A policy of which all weights are trained, and a frozen base."""
+def with_policy(base: Roles, model: PreTrainedModel, finetune: str) -> Roles:
+    """A new policy: an adapter on the base, or the model, beside the frozen base."""
+    if finetune == "lora":
+        base.add_adapter(POLICY, LORA, 3)
+        return base
     roles = Roles(model.requires_grad_(True))
     roles.frozen = base
     roles.assign(POLICY)
@@ -177,16 +180,13 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        base = roles = Roles(language_model(architecture, spread=spread))
+        base = Roles(language_model(architecture, spread=spread))
         base.heads[REWARD] = ScalarHeads.random(
             base.hidden_size, 1, torch.Generator().manual_seed(2)
         ).requires_grad_(False)
         base.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
         config = ppo_config(**changes)
-        if config.finetune == "lora":
-            roles.add_adapter(POLICY, LORA, 3)
-        else:
-            roles = beside(base, language_model(architecture, spread=spread))
+        roles = with_policy(base, language_model(architecture, spread=spread), config.finetune)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(base.rewards, 0.1, 0.5, 0.0, batch_size)

@@ -19,7 +19,6 @@ from lightning_rlhf.modules.supervised import DPOModule
 from .conftest import (
     LORA,
     Outputs,
-    beside,
     close,
     dpo_config,
     fit,
@@ -27,6 +26,7 @@ from .conftest import (
     same_direction,
     sft_roles,
     shake,
+    with_policy,
 )
 from .test_reward import CHOSEN, REJECTED, pad_to
 
@@ -145,11 +145,7 @@ def test_padding_changes_nothing(architecture: str) -> None:
 
 @pytest.mark.parametrize(("finetune", "lr"), [("lora", 1e-2), ("full", 1e-3)])
 def test_it_learns_to_prefer_the_chosen_side(finetune: str, lr: float) -> None:
-    roles = Roles(language_model("qwen3"))
-    if finetune == "lora":
-        roles.add_adapter(POLICY, LORA, 3)
-    else:
-        roles = beside(roles, language_model("qwen3"))
+    roles = with_policy(Roles(language_model("qwen3")), language_model("qwen3"), finetune)
     module = DPOModule(roles, dpo_config(lr=lr, beta=0.3, microbatch_size=6))
     outputs = Outputs()
     fit(module, [preferences()] * 15, [outputs])

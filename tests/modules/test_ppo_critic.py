@@ -98,8 +98,7 @@ def test_iterations_touch_nothing_but_policy_and_critic(
     make_ppo: Make, architecture: str, kind: str, finetune: str
 ) -> None:
     module, outputs = make_ppo(architecture, critic=kind, finetune=finetune), Outputs()
-    before, policy = parameters(module), module.roles.probe(POLICY)
-    frozen = module.roles.reference
+    before, policy, frozen = parameters(module), module.roles.probe(POLICY), module.roles.reference
     probes = {role: frozen.probe(role) for role in (REFERENCE, REWARD)}
     trainer = fit(module, [prompts(seed=seed) for seed in range(2)], [outputs])
     own = ADAPTER if finetune == "lora" else "roles.model."
