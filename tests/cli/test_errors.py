@@ -14,8 +14,8 @@ from .conftest import Workplace, given, tree
 def test_checkpoints_that_do_not_fit(finished: Workplace) -> None:
     """Each is refused; the folder of the run is not there afterwards, so the right command runs.
 
-    An adapter of other random weights: the reward model's does not stand on it, and it is not
-    trained in full. The output layer: its log-probabilities are read off the layer itself.
+    An adapter of other random weights: the reward model's does not stand on it. The output layer:
+    its log-probabilities are read off the layer itself.
     """
     lora = ["run=other", "seed=1", "sft.finetune=lora", "sft.epochs=0.125"]
     finished.mini("stage=sft", *lora).succeeded  # noqa: B018
@@ -24,7 +24,6 @@ def test_checkpoints_that_do_not_fit(finished: Workplace) -> None:
     before = tree(finished.outputs)
     for words, told in (
         (["stage=ppo", sft, f"reward.checkpoint={reward}"], f"{reward} does not fit"),
-        (["stage=rm", "rm.finetune=full", sft], "finetune=lora"),
         (["stage=rm", given(finished)[0], f"{key}=[c_attn]"], "c_attn"),
         (["stage=ppo", "reward=random", given(finished)[0], f"{key}=[q_proj,lm_head]"],
          "output layer"),

@@ -89,11 +89,12 @@ def test_before_the_first_step_the_ratio_is_one(make_ppo: Make, architecture: st
     assert last.approx_kl > 1e-7
 
 
-def test_a_fresh_policy_is_the_reference(make_ppo: Make, architecture: str) -> None:
-    experience = on_policy(make_ppo(architecture, fresh=True))
+@pytest.mark.parametrize("finetune", ["lora", "full"])
+def test_a_fresh_policy_is_the_reference(make_ppo: Make, architecture: str, finetune: str) -> None:
+    experience = on_policy(make_ppo(architecture, fresh=True, finetune=finetune))
     assert experience.kl.abs().max() <= 1e-5
     assert torch.equal(experience.old_values, torch.zeros_like(experience.old_values))
-    assert on_policy(make_ppo(architecture)).kl.abs().max() > 1e-3
+    assert on_policy(make_ppo(architecture, finetune=finetune)).kl.abs().max() > 1e-3
 
 
 def test_update_is_the_slow_version(

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": "model", "generation_batch_size": 2, "whiten_advantages": "minibatch",
         "critic_warmup": 1, "weight_decay": 0.1, "ptx_batch_size": 3,
     },
+    "all weights": {"finetune": "full", "critic": "adapter", "critic_warmup": 1},
     "grpo, uneven minibatches": {
         "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
         "minibatch_size": 10, "microbatch_size": 5,

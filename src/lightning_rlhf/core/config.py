@@ -76,6 +76,8 @@ class StopConfig(BestConfig):
 class StageConfig:
     """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
 
+    finetune: Literal["lora", "full"]
+    """What is trained: a LoRA adapter, or all weights."""
     lr: validation.PositiveFloat
     adam_beta2: Annotated[float, Field(gt=0, lt=1)]
     adam_eps: validation.PositiveFloat
@@ -113,7 +115,6 @@ class StageConfig:
 class SupervisedConfig(StageConfig):
     """Settings common to the stages that read examples with their labels."""
 
-    finetune: Literal["lora", "full"]
     epochs: Annotated[float, Field(gt=0, le=validation.MOST)]
     batch_size: validation.Count
 
@@ -220,8 +221,6 @@ class RMConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
-    finetune: Literal["lora"]
-    """Always an adapter: the reference is the same base with the adapter switched off."""
     beta: validation.PositiveFloat
     """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
     loss_type: LossType

@@ -8,7 +8,8 @@ Every role is the base model with a stack of active adapters:
     critic      SFT + critic adapter     trained by PPO, where ppo.critic=adapter
 
 One copy of the base weights serves all roles, and the reference is the SFT model by construction,
-whether the SFT adapter was merged or is a separate adapter.
+whether the SFT adapter was merged or is a separate adapter. A policy of which all weights are
+trained has a frozen base beside it, which holds the reference, reward and critic adapters.
 """
 
 import re
@@ -133,10 +134,17 @@ class Roles(nn.Module):
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self.role = BASE
         """Role that is active; `set_role` and `use_role` change it."""
+        self.frozen: Roles | None = None
+        """Frozen base with the reference, for a policy whose weights are all trained; else None."""
         self._merged = False
         if getattr(causal_lm, "recomputes", False):
             self.recompute_layers()
         check_output_layer(causal_lm)
+
+    @property
+    def reference(self) -> "Roles":
+        """Return the models of the role reference and of adapters on it: these, or `frozen`."""
+        return self if self.frozen is None else self.frozen
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -307,8 +315,10 @@ class Roles(nn.Module):
     def set_role(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.
 
-        Raises RuntimeError inside `merged`.
+        Raises RuntimeError inside `merged`, and for the reference where `frozen` has it.
         """
+        if role == REFERENCE and self.frozen is not None:
+            raise RuntimeError("these weights are trained: the reference is in roles.reference")
         if self._merged:
             raise RuntimeError(f"{role} cannot be activated while {self.role} is merged")
         self.role = role

@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.loggers import build_loggers, tags_of
+from lightning_rlhf.core.config import DPOConfig, PPOConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
@@ -157,15 +159,17 @@ class Run:
     def load_model(self) -> Roles:
         """Return the model that the run starts from, on the CPU: the SFT model, or the base.
 
-        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section.
+        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section; a
+        policy then has a frozen model beside it as the reference.
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         settings, sft = self.settings, self.parents.get(config.SFT)
         is_full = getattr(settings.config, "finetune", None) == "full"
+        load = partial(build_roles.start_from, settings.model, sft, seed=settings.seed)
         with Working("loading the model"):
-            roles = build_roles.start_from(
-                settings.model, sft, trainable=is_full, seed=settings.seed
-            )
+            roles = load(trainable=is_full)
+            if is_full and isinstance(settings.config, PPOConfig | DPOConfig):
+                roles.frozen = load(trainable=False)
         build_roles.check_vocabulary(roles, self.tokenizer)
         return roles
 

@@ -24,7 +24,7 @@ from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
-from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
@@ -208,18 +208,20 @@ def plan_of(
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     """Return role -> its own parameters: the base's without adapters, an adapter's, a head's.
 
-    A value head belongs to the critic.
+    A value head belongs to the critic. A frozen base beside a trained one is the reference's.
     """
     found: dict[str, list[nn.Parameter]] = defaultdict(list, {BASE: []})
     for name, parameter in module.roles.named_parameters():
-        match = re.search(r"^heads\.([^.]+)\.|\.lora_\w+\.([^.]+)(?:\.|$)", name)
-        role = (match[1] or match[2]) if match else BASE
+        base = REFERENCE if name.startswith("frozen.") else BASE
+        match = re.search(r"^(?:frozen\.)?heads\.([^.]+)|\.lora_\w+\.([^.]+)", name)
+        role = (match[1] or match[2]) if match else base
         found[CRITIC if role == VALUE else role].append(parameter)
     if isinstance(module, PPOModule):
-        if module.critic is not None and module.critic.roles is not module.roles:
+        shared = (module.roles, module.roles.reference)
+        if module.critic is not None and module.critic.roles not in shared:
             found[CRITIC] = list(module.critic.roles.parameters())
         for name, (model, _) in module.collector.reward.models.items():
-            if model is not module.roles:
+            if model not in shared:
                 found[f"{REWARD} {name}"] = list(model.parameters())
     return dict(found)
 
@@ -246,10 +248,11 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
             "your own with one of their configurations"
         )
     is_full = getattr(config, "finetune", "lora") == "full"
-    model = loading.empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
-    model.recomputes = own.gradient_checkpointing
-    base = list(model.requires_grad_(is_full).parameters())
-    roles = assumed_roles(settings, Roles(model, "plain"), is_full=is_full)
+    roles = empty_base(settings, trainable=is_full)
+    model, base = roles.causal_lm, list(roles.parameters())
+    if is_full and isinstance(config, PPOConfig | DPOConfig):
+        roles.frozen = empty_base(settings, trainable=False)
+    assume_roles(settings, roles, is_full=is_full)
     found = by_role(SimpleNamespace(roles=roles))
     if getattr(config, "critic", None) == "model":
         found[CRITIC] += [nn.Parameter(torch.empty_like(p, dtype=torch.float32)) for p in base]
@@ -282,15 +285,24 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     )  # fmt: skip
 
 
-def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:
-    """Return the roles with those that a stage adds to its base, without any weights.
+def empty_base(settings: stage.Settings, *, trainable: bool) -> Roles:
+    """Return the base of a run on torch's device `meta`, trained in fp32 or frozen."""
+    own = settings.model
+    dtype = torch.float32 if trainable else getattr(torch, own.dtype)
+    model = loading.empty_model(own).to(dtype).requires_grad_(trainable)
+    model.recomputes = own.gradient_checkpointing
+    return Roles(model, "plain")
+
+
+def assume_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> None:
+    """Add those that a stage adds to its base, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
     default; a reward model with a base of its own is not counted. Heads are in fp32.
 
-    is_full: whether the stage trains all weights.
+    is_full: whether the stage trains all weights, into which the SFT model is merged.
     """
-    config = settings.config
+    config, owner = settings.config, roles.reference
     starts_from_sft = settings.definition.reads_sft and settings.policy.checkpoint != BASE
     frozen, trained, heads = [SFT] * starts_from_sft, [POLICY], {}
     if is_rm := isinstance(config, RMConfig):
@@ -305,15 +317,17 @@ def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> R
                 frozen.append(folders.reward_role(settings, name))
         heads |= {VALUE: 1} if config.has_critic else {}
         trained += [CRITIC] if config.has_critic and config.critic == "adapter" else []
+    if is_full:  # adapters are on a frozen base alone
+        trained = [role for role in trained if role == CRITIC]
+        frozen = [] if owner is roles else frozen
     with torch.device("meta"):
-        for role in () if is_full else (*frozen, *trained):
-            roles.add_adapter(role, settings.model.lora)
-            for parameter in roles.trained_by(role):
+        for role in (*frozen, *trained):
+            owner.add_adapter(role, settings.model.lora)
+            for parameter in owner.trained_by(role):
                 parameter.requires_grad_(role in trained)
         for role, count in heads.items():
             head = nn.Linear(roles.hidden_size, count)
             roles.heads[role] = head.requires_grad_(is_rm or role == VALUE)
-    return roles
 
 
 def print_plan(settings: stage.Settings) -> None:

@@ -146,7 +146,8 @@ def trainable(module: Any) -> Iterator[Check]:
         some = sum(p.numel() for p in group if p.requires_grad)
         allowed: tuple[str, ...] = ("none", "all")
         if isinstance(module, PPOModule | supervised.DPOModule):
-            allowed = ("all",) if role in (POLICY, CRITIC) else ("none",)
+            whole = POLICY if module.roles.frozen is None else BASE
+            allowed = ("all",) if role in (whole, CRITIC) else ("none",)
         elif isinstance(module, supervised.RewardModule) and role == REWARD:
             allowed = ("all",)
         counts = {"none": 0, "all": size}
@@ -158,7 +159,7 @@ def trainable(module: Any) -> Iterator[Check]:
 
 def of_models(module: Any, data: StageData, device: torch.device) -> Iterator[Check]:
     """Yield the checks that compute with the models of a stage, on a few short rows."""
-    limit = LIMITS[min(4, computing_dtype(module.roles.causal_lm).itemsize)]
+    limit = LIMITS[min(4, computing_dtype(module.roles.reference.causal_lm).itemsize)]
     rows = sorted(data.train[:LOOKED_AT], key=lambda example: example.length)[: 2 * ROWS : 2]
     batch: Any = data.collate(rows).to(device)
     if isinstance(module, PPOModule):
@@ -196,6 +197,7 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
 def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Iterator[Check]:
     """Yield the checks that the policy is the one that sampled, and a new one the reference."""
     roles, rollout = module.roles, module.collector.annotate(sampled)
+    reference = roles.reference
     yield at_most("ratio", ratio(module, rollout) - 1, limit)
     name, factors = "KL to the reference", f"lora_B.{POLICY}."
     # A new adapter adds 0, as every second factor of it is 0.
@@ -203,9 +205,10 @@ def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Ite
         reason = "the policy's adapter is not 0: it has been trained before"
         yield Check(name, reason, "", "not applicable")
         return
-    with roles.use_role(REFERENCE):
-        reference, _ = score.predict(sampled, roles, None, module.config.temperature, len(sampled))
-    yield at_most(name, (rollout.logprobs - reference)[sampled.response_mask], limit, "nats")
+    with reference.use_role(REFERENCE):
+        heat, size = module.config.temperature, len(sampled)
+        expected, _ = score.predict(sampled, reference, None, heat, size)
+    yield at_most(name, (rollout.logprobs - expected)[sampled.response_mask], limit, "nats")
 
 
 def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
