@@ -163,6 +163,14 @@ def test_a_model_s_own_numbers_apply_to_it_alone(option: str) -> None:
         assert OmegaConf.to_container(cfg[stage]) == expected
 
 
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo", "dpo"])
+def test_the_memory_plan_chooses_micro_batches_but_of_tiny(stage: str) -> None:
+    """The floating-point sums of the default do not depend on the memory of the machine."""
+    sizes = [read_settings(composed(f"stage={stage}", f"model={model}")).config.microbatch_size
+             for model in ("smollm2_135m", "tiny")]  # fmt: skip
+    assert sizes == ["auto", 32 if stage == "ppo" else 16]
+
+
 def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:
     """Other numbers of threads round differently."""
     found = [

@@ -82,7 +82,7 @@ class StageModule(L.LightningModule):
         stage: name of the section that holds `config`.
         replicas: processes that divide the rows of each batch.
         microbatch: size of the micro-batches, shared with other models and halved for all at once;
-            None makes one from `config.microbatch_size`.
+            None makes one from `config.microbatch_rows`.
         """
         super().__init__()
         self.automatic_optimization = False
@@ -91,7 +91,7 @@ class StageModule(L.LightningModule):
         self.config = config
         self.replicas = replicas
         key = f"{stage}.microbatch_size"
-        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_size)
+        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_rows)
         self.iteration = 0
         """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0

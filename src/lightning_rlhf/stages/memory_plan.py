@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightning_rlhf.core import logprobs, memory
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
@@ -27,6 +28,7 @@ from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
 
@@ -101,8 +103,8 @@ class MemoryPlan:
 
 def plan_memory(
     config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Sequence[Any],
-    demonstrations: Sequence[DemonstrationTokens], *, number: int, copied: int, processes: int,
-    device: int = 0,
+    demonstrations: Sequence[DemonstrationTokens], *, size: int, number: int, copied: int,
+    processes: int, device: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run.
 
@@ -110,15 +112,16 @@ def plan_memory(
         config: section of the stage.
         model: language model, of which the shapes are read: loaded, or on torch's device `meta`.
         rows: examples, of which the longest counts; demonstrations: those of ppo.ptx_coef.
+        size: rows of a micro-batch.
         number: bytes of a number in the computation.
         copied: bytes of the copies of weights that sampling reads.
         processes: number of processes, which divide the responses.
         device: bytes that the process can have.
     """
-    longest, rollout, batch = max(row.length for row in rows), Bytes(), None
+    longest, rollout = max(row.length for row in rows), Bytes()
     logits = LOGITS_COPIES * 4 * model.get_output_embeddings().out_features
     if isinstance(config, PPOConfig):
-        batch, text = config.minibatch_size, model.config.get_text_config()
+        text = model.config.get_text_config()
         # The responses that a process samples at a time, with their prompts.
         samples, at_once = config.samples_per_prompt, config.generation_batch_size
         prompts = max(1, (at_once or config.rollout_batch_size) // samples)
@@ -139,7 +142,7 @@ def plan_memory(
         sides = max(len(row.chosen) + len(row.rejected) for row in rows)
         predicted = sides if isinstance(config, DPOConfig) else 0
     row = Bytes(activations=longest * number * activation_numbers(model), logits=logits * predicted)
-    size, batch = config.microbatch_size, batch or config.batch_size
+    batch = getattr(config, config.step_key)
     return MemoryPlan(roles=roles, rollout=rollout, row=row, device=device, rows=size, batch=batch)
 
 
@@ -200,9 +203,38 @@ def plan_of(
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
-        config, model, found, rows, demonstrations,
+        config, model, found, rows, demonstrations, size=module.microbatch.rows,
         number=number, copied=copied, processes=processes, device=free // sharing,
     )  # fmt: skip
+
+
+def plan_built(ready: run.Run, module: Any, data: StageData) -> MemoryPlan | None:
+    """Return the plan of a stage that is built, whose models are moved to the device of the run.
+
+    There is none of a module or a section of another kind than those of the package.
+    """
+    is_known = isinstance(module, SupervisedModule | PPOModule)
+    if not (is_known and isinstance(module.config, PLANNED)):
+        return None
+    device, trainer = ready.device, ready.settings.trainer
+    module.to(device)
+    sharing = trainer.devices if device.type == "cpu" else 1
+    is_mixed = trainer.precision == "bf16-mixed"
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
+        return plan_of(module, (*data.train, *data.val), device, trainer.processes, sharing)
+
+
+def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
+    """Set the size of micro-batches of a stage that is built to the largest that fits, for `auto`.
+
+    It is the smallest of those of all processes. A run that resumes goes on with the size of its
+    checkpoint, as sums of another size are rounded otherwise.
+    """
+    is_auto = ready.settings.config.microbatch_size == "auto" and ready.checkpoint is None
+    if is_auto and (plan := plan_built(ready, module, data)) is not None:
+        module.microbatch.rows = rows = -ready.replicas.largest(-(plan.largest or 1))
+        told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
+        print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -277,7 +309,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
     return plan_memory(
-        config, model, sizes, [row], demonstrations,
+        config, model, sizes, [row], demonstrations, size=config.microbatch_rows,
         number=number, copied=copied, processes=trainer.processes,
     )  # fmt: skip
 
@@ -322,7 +354,8 @@ def print_plan(settings: stage.Settings) -> None:
     run.check_trained_weights(settings)
     accelerator.quiet_libraries()
     data, count = settings.data, settings.trainer.processes
-    get_console().print(plan_shown(plan_run(settings)))
+    plan = plan_run(settings)
+    get_console().print(plan_shown(plan))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
     print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
@@ -330,6 +363,9 @@ def print_plan(settings: stage.Settings) -> None:
         f"responses of {response} tokens, without what libraries take; models of earlier stages "
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
+    if settings.config.microbatch_size == "auto":
+        one, told = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
+        print_line(f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}")
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")
