@@ -98,7 +98,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
     assert groups == {
         "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
-        "advantage"
+        "advantage", "optimizer"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
     assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]

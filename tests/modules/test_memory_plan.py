@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,6 +24,7 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import MuonAdamW
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 from lightning_rlhf.rewards.weighted import Reward
@@ -199,6 +203,25 @@ def test_auto_is_the_largest_micro_batch_that_fits_in_every_process(
     module.microbatch.rows, ready.checkpoint = 5, Path("a checkpoint, whose size it is")
     choose_microbatch(ready, module, rows)
     assert module.microbatch.rows == 5
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, AdamW8bit, MuonAdamW])
+def test_a_plan_has_the_moments_of_the_optimizer(optimizer: Any) -> None:
+    """Of all weights: matrices with less and more than 4096 numbers, an embedding, and vectors."""
+    roles = Roles(language_model("qwen3").requires_grad_(True))
+    roles.causal_lm.resize_token_embeddings(200)  # of width 32
+    module = SFTModule(roles, sft_config())
+    module.optimizer_class = partial(optimizer)
+    found = plan_memory(module, data(DemonstrationTokens([1] * 5, [2] * 3)), CPU)
+    made = module.build_optimizer([(1.0, module.parameters())], 4)["optimizer"]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    # Without numbers of one step, and tables that all moments share.
+    held = (
+        x for one in made.state.values() for n, x in one.items() if n[:4] not in ("step", "qmap")
+    )
+    assert sum(x.nbytes for x in held) == found.roles["base"].optimizer
 
 
 class Peak(TorchDispatchMode):

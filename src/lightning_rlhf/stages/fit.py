@@ -172,6 +172,7 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     select.check_final(run.settings, getattr(run.settings.config, "iterations", None))
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
+    module.optimizer_class = run.optimizer
     choose_microbatch(run, module, data)
     return module, data, callbacks
 

@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
-from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
+from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SupervisedModule
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
@@ -49,7 +50,7 @@ class Bytes:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """Two moments of AdamW for each trained number, and with ema_decay its average."""
+    """Moments of the optimizer, and with ema_decay the average of each trained number."""
     activations: int = 0
     """Numbers kept for the backward pass, or of one layer where there is none."""
     logits: int = 0
@@ -190,8 +191,10 @@ def plan_of(
     """
     model, config, copied = module.roles.causal_lm, module.config, 0
     demonstrations: Sequence[DemonstrationTokens] = ()
+    name = module.optimizer_class.func.__name__
+    moments = partial(moment_bytes, name, layer_matrices(module))
     found = {
-        role: bytes_of([p for p in group if p.device.type == device.type], config)
+        role: bytes_of([p for p in group if p.device.type == device.type], config, moments)
         for role, group in by_role(module).items()
     }
     loaded = sum(role.weights for role in found.values())
@@ -256,12 +259,31 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     return dict(found)
 
 
-def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
-    """Return the memory of the weights of a role, of which some are trained by AdamW."""
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
+def bytes_of(
+    parameters: Sequence[nn.Parameter], config: Any, moments: Callable[[nn.Parameter], int]
+) -> Bytes:
+    """Return the memory of the weights of a role, of which some are trained, with these moments."""
+    own = [p for p in parameters if p.requires_grad]
+    trained = sum(p.nbytes for p in own)
     weights = sum(p.nbytes + loading.scale_bytes(p) for p in parameters)
-    copies = 2 + (config.ema_decay is not None)
-    return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
+    optimizer = sum(map(moments, own)) + trained * (config.ema_decay is not None)
+    return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
+
+
+def moment_bytes(
+    optimizer: str, matrices: Collection[nn.Parameter], parameter: nn.Parameter
+) -> int:
+    """Return the bytes of an optimizer's moments of a trained parameter.
+
+        AdamW8bit   two bytes a number and two fp32 scales a block of 256, from 4096 numbers on
+        MuonAdamW   one moment of the matrices of layers, two of all others
+        any other   two moments, as AdamW
+
+    optimizer: name of its class. matrices: those of layers.
+    """
+    if optimizer == "AdamW8bit" and parameter.numel() >= 4096:
+        return 2 * parameter.numel() + 2 * 4 * ceil(parameter.numel() / 256)
+    return parameter.nbytes * (1 if optimizer == "MuonAdamW" and parameter in matrices else 2)
 
 
 def plan_run(settings: stage.Settings) -> MemoryPlan:
@@ -285,7 +307,9 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     found = by_role(SimpleNamespace(roles=roles))
     if getattr(config, "critic", None) == "model":
         found[CRITIC] += [nn.Parameter(torch.empty_like(p, dtype=torch.float32)) for p in base]
-    sizes = {role: bytes_of(group, config) for role, group in found.items()}
+    name = str(settings.optimizer.get("_target_")).rpartition(".")[2]
+    moments = partial(moment_bytes, name, layer_matrices(roles))
+    sizes = {role: bytes_of(group, config, moments) for role, group in found.items()}
     if (size := LINEAR_BYTES[own.quantization]) is not None:
         weights = sizes[BASE].weights + sum(
             int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
