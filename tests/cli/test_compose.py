@@ -97,7 +97,7 @@ def test_groups_are_those_that_the_tests_below_go_through() -> None:
     groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
     assert groups == {
         "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
-        "advantage"
+        "advantage", "optimizer"
     }  # fmt: skip
     assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
     assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
@@ -160,6 +160,14 @@ def test_a_model_s_own_numbers_apply_to_it_alone(option: str) -> None:
     for name, expected in ((model, stage_keys(stage) | own), ("hub", stage_keys(stage))):
         cfg = composed(f"stage={stage}", *model_overrides(name))
         assert OmegaConf.to_container(cfg[stage]) == expected
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo", "dpo"])
+def test_the_memory_plan_chooses_micro_batches_but_of_tiny(stage: str) -> None:
+    """The floating-point sums of the default do not depend on the memory of the machine."""
+    sizes = [read_settings(composed(f"stage={stage}", f"model={model}")).config.microbatch_size
+             for model in ("smollm2_135m", "tiny")]  # fmt: skip
+    assert sizes == ["auto", 32 if stage == "ppo" else 16]
 
 
 def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -85,7 +85,10 @@ class StageConfig:
     max_grad_norm: validation.PositiveFloat
     lr_schedule: Schedule
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)]
-    microbatch_size: validation.Count
+    microbatch_size: Annotated[
+        validation.Count | Literal["auto"], validation.described("a whole number >= 1, auto")
+    ]
+    """Number of rows of a backward pass; auto is the largest that the memory plan allows."""
     val_every: validation.PositiveInt
     checkpoint_every: validation.PositiveInt
     checkpoint_minutes: validation.PositiveFloat | None
@@ -102,6 +105,14 @@ class StageConfig:
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
     best: Annotated[BestConfig, validation.nested(BestConfig)]
     stop: Annotated[StopConfig, validation.nested(StopConfig)]
+    step_key: ClassVar[str] = "batch_size"
+    """Field with the number of rows of an optimizer step, which a micro-batch divides."""
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Return microbatch_size; for auto all rows of a step, until a memory plan takes fewer."""
+        size = self.microbatch_size
+        return int(getattr(self, self.step_key)) if size == "auto" else size
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.
@@ -242,6 +253,8 @@ class PPOStopConfig(StopConfig):
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOConfig(StageConfig):
     """Settings of proximal policy optimization. None switches a rule off."""
+
+    step_key: ClassVar[str] = "minibatch_size"
 
     # sampling
     iterations: validation.PositiveInt

@@ -81,6 +81,15 @@ def linear_layers(
             yield name, layer, layer.in_features, layer.out_features
 
 
+def layer_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of the layers of all language models in a module, adapters included.
+
+    Embeddings, output layers and scalar heads are outside of the layers.
+    """
+    layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+    return {p for layer in layers for p in layer.parameters() if p.ndim == 2}
+
+
 def trainable_names(module: nn.Module) -> list[str]:
     """Return the names of the trainable parameters."""
     return [name for name, parameter in module.named_parameters() if parameter.requires_grad]

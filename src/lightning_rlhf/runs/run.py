@@ -50,6 +50,8 @@ class Run:
     """Loggers of the user's own."""
     arguments: Mapping[str, Any]
     """Arguments of lightning.Trainer of the user's own, except callbacks."""
+    optimizer: partial[Any]
+    """Class of the optimizer, with its arguments."""
     checkpoint: Path | None = None
     """Checkpoint from which training resumes; None for a run that starts."""
     export: folders.Export | None = None

@@ -134,6 +134,7 @@ class Stage:
         """Return the keys of the configuration that the stage does not read."""
         reads = {f"data.{kind}": kind in (self.data, *self.also_reads) for kind in DATA_KINDS}
         reads |= {"data.judge": self.reads_judge, "reward": self.reads_reward}
+        reads["optimizer"] = self.trains
         return tuple(key for key, is_read in reads.items() if not is_read)
 
 
@@ -244,6 +245,8 @@ class Settings:
     """Logger of the user's own, as `_target_` and arguments; None for a logger of the package."""
     callbacks: Mapping[str, Any]
     """Callbacks of the user's own: name -> `_target_` and arguments."""
+    optimizer: Mapping[str, Any]
+    """Class of the optimizer as `_target_`, and arguments; empty for AdamW."""
     policy: PolicySource
     run: str
     job: str | None

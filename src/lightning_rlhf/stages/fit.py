@@ -34,6 +34,7 @@ from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
+from lightning_rlhf.stages.memory_plan import choose_microbatch
 from lightning_rlhf.stages.preflight import preflight
 
 
@@ -171,6 +172,8 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     select.check_final(run.settings, getattr(run.settings.config, "iterations", None))
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
+    module.optimizer_class = run.optimizer
+    choose_microbatch(run, module, data)
     return module, data, callbacks
 
 

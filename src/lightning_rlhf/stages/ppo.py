@@ -72,7 +72,7 @@ class PPO(stage.Stage):
         if ptx is not None:
             longest = max(example.length for example in ptx.examples)
             check_positions(roles, longest, "the longest demonstration")
-        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
+        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_rows)
         reward = build_reward(roles.reference, microbatch)
         roles.to(run.device)
         check_formats(run, reward)

@@ -31,7 +31,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout import collector, native, score
 from lightning_rlhf.rollout.sampler import HFSampler
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
+from lightning_rlhf.stages.memory_plan import MemoryPlan, by_role, plan_built, plan_shown
 
 Verdict = Literal["passed", "warning", "failed", "not applicable"]
 STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}
@@ -110,17 +110,12 @@ def examine(
 
     There is no plan of a module of another kind than those of the package.
     """
-    device, trainer, plan = ready.device, ready.settings.trainer, None
+    device, trainer = ready.device, ready.settings.trainer
     module.to(device)
-    checks, memory = [*trainable(module)], []
+    checks, plan = [*trainable(module)], plan_built(ready, module, data)
+    memory = [] if plan is None else [of_memory(plan, f"{module.stage}.microbatch_size")]
     is_mixed = trainer.precision == "bf16-mixed"
     with isolate_rng(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-        is_known = isinstance(module, supervised.SupervisedModule | PPOModule)
-        if is_known and isinstance(module.config, PLANNED):
-            sharing = trainer.devices if device.type == "cpu" else 1
-            rows = (*data.train, *data.val)
-            plan = plan_of(module, rows, device, trainer.processes, sharing)
-            memory = [of_memory(plan, f"{module.stage}.microbatch_size")]
         try:
             checks += [] if resumed else of_models(module, data, device)
         except torch.OutOfMemoryError:
