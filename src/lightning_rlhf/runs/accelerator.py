@@ -25,7 +25,8 @@ from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
-from lightning_rlhf.parallel.replicas import Replicas, ended_processes
+from lightning_rlhf.parallel import sharding
+from lightning_rlhf.parallel.replicas import Replicas, collective
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.console import shown_warning
 from lightning_rlhf.runs.stage import Settings
@@ -143,12 +144,18 @@ class ReplicaStrategy(DDPStrategy):
     def __init__(self) -> None:
         super().__init__(cluster_environment=cluster(), timeout=TIMEOUT)
 
-    reduce = ended_processes()(DDPStrategy.reduce)
-    broadcast = ended_processes()(DDPStrategy.broadcast)
-    all_gather = ended_processes()(DDPStrategy.all_gather)
+    reduce = collective()(DDPStrategy.reduce)
+    broadcast = collective()(DDPStrategy.broadcast)
+    all_gather = collective()(DDPStrategy.all_gather)
 
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
+
+    def teardown(self) -> None:
+        """Leave sharded weights on their device: the first process still computes with them."""
+        super().teardown()
+        if sharding.models and self.lightning_module is not None:
+            self.lightning_module.to(self.root_device)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""

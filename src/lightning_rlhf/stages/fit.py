@@ -27,6 +27,7 @@ from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
@@ -114,6 +115,7 @@ def fit(settings: Settings) -> Path:
                 if saver.measured != progress.trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
             if not replicas.is_first:
+                sharding.arrive()  # as the first process does when it has written final/
                 sys.exit()
             last = progress.trained(trainer)
             chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
@@ -137,7 +139,9 @@ def fit(settings: Settings) -> Path:
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
             metrics |= computed
-        return stage.finish(run, module, metrics)
+        final = stage.finish(run, module, metrics)
+        sharding.arrive()
+        return final
 
 
 @contextmanager
