@@ -62,8 +62,6 @@ class ShardedModel:
         model.base_model.forward = self._forward
         model.compute_trunk = self._compute
         register_fsdp_forward_method(model, "compute_trunk")
-        if not models:
-            arrivals.append(arrive)
         models.append(self)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +114,11 @@ class ShardedModel:
 
 @cache
 def mesh(device: torch.device) -> DeviceMesh:
-    """Return all processes as a mesh; all call it at once. device: as of `Replicas`."""
+    """Return all processes as a mesh, over which models are sharded in turn from then on.
+
+    All processes call it at once. device: as of `Replicas`.
+    """
+    arrivals.append(arrive)
     return DeviceMesh.from_group(distributed.new_group(timeout=TIMEOUT), device.type)
 
 
@@ -145,12 +147,12 @@ def follow(number: int) -> None:
 
 
 def arrive() -> None:
-    """Take part in the passes of other processes until all have come here, if models are sharded.
+    """Take part in the passes of other processes until all have come here.
 
-    Embeddings and output layers are dropped before and after it.
+    Embeddings and output layers are dropped before and after it. Does nothing without a mesh.
     """
     number = 1
-    while models and number:
+    while arrivals and number:
         for sharded in models:
             sharded.model.reshard()
         if number := agreed(0):

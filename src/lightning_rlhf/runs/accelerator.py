@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -150,6 +151,13 @@ class ReplicaStrategy(DDPStrategy):
 
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up for a fit or an evaluation, before which Lightning would broadcast the weights."""
+        assert self.model is not None
+        names = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
+        self.model._ddp_params_and_buffers_to_ignore = names  # as torch's DDP names it
+        super().setup(trainer)
 
     def teardown(self) -> None:
         """Leave sharded weights on their device: the first process still computes with them."""
