@@ -29,6 +29,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -243,15 +244,11 @@ class Roles(nn.Module):
         if self.sharded is not None:
             return
         patch.unpatch(self.causal_lm)
-        trunk, order = self.causal_lm.base_model, list[nn.Module]()
-        hooks = [
-            layer.register_forward_pre_hook(lambda layer, _: order.append(layer))
-            for layer in trunk.modules()
-            if isinstance(layer, GradientCheckpointingLayer)
-        ]
-        trunk(input_ids=probe_tokens(self.causal_lm), use_cache=False)
-        for hook in hooks:
-            hook.remove()
+        called = list[nn.Module]()
+        hook = register_module_forward_pre_hook(lambda module, _: called.append(module))
+        self.hidden(probe_tokens(self.causal_lm))
+        hook.remove()
+        order = [m for m in called if isinstance(m, GradientCheckpointingLayer)]
         if not order:
             raise ConfigError(
                 f"trainer.strategy is 'fsdp', but {self.causal_lm.config.model_type} has no layers "

@@ -1,17 +1,10 @@
 """Frozen models whose weights are divided among the processes, by torch's FSDP2.
 
-A process holds its part of every weight, and gathers those of a layer while it computes the layer.
-Gathering takes all processes, but they compute different numbers of passes. So each says which pass
-it wants to compute, 0 while it waits for the others in a collective operation, and all gather the
-layers of the pass with the largest number: those that want another one drop each layer again, and
-ask once more.
-
-    FORWARD     layers in their order
-    BACKWARD    layers in reverse
-    WHOLE       layers in their order, which sampling then holds to its end
-
-Embedding, last norm and output layer are gathered with the first pass, and held until the next
-collective operation: 1 is added to the number of a pass for which a process lacks them.
+A process holds its part of every weight, and gathers a layer while it computes it. That takes all
+processes, which compute different numbers of passes. So each gives the number of the pass that it
+wants, 0 while it waits in a collective operation, and all gather the layers of the largest number:
+those that want another pass drop them, and ask again. Embedding, last norm and output layer are
+held from the first pass to the next collective operation: 1 is added where a process lacks them.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +23,8 @@ from lightning_rlhf.core.errors import InterruptedPassError, ProcessEndedError, 
 from lightning_rlhf.parallel.replicas import arrivals, ended_processes
 
 FORWARD, BACKWARD, WHOLE, NUMBERS = 2, 4, 6, 8
-"""Kinds of passes; the kind of a pass through model i is added to i * NUMBERS."""
+"""Kinds of passes: layers in their order, in reverse, and in their order and held by sampling; a
+pass through model i has the number i * NUMBERS + kind."""
 TIMEOUT = timedelta(minutes=10)
 """Longest time that a process waits for the others within a pass, which all of them have begun."""
 models: list["ShardedModel"] = []

@@ -26,7 +26,6 @@ from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
-from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas, collective
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.console import shown_warning
@@ -154,16 +153,10 @@ class ReplicaStrategy(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         """Set up for a fit or an evaluation, before which Lightning would broadcast the weights."""
-        assert self.model is not None
-        names = [name for name, _ in (*self.model.named_parameters(), *self.model.named_buffers())]
-        self.model._ddp_params_and_buffers_to_ignore = names  # as torch's DDP names it
+        module: Any = self.model
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        module._ddp_params_and_buffers_to_ignore = names  # as torch's DDP names it
         super().setup(trainer)
-
-    def teardown(self) -> None:
-        """Leave sharded weights on their device: the first process still computes with them."""
-        super().teardown()
-        if sharding.models and self.lightning_module is not None:
-            self.lightning_module.to(self.root_device)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""

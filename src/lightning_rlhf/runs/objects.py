@@ -73,8 +73,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     for key, value in arguments.items():
         require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
-    named = own is None or own in (AUTO, "single_device", *STRATEGIES)
-    is_alone = named or isinstance(own, SingleDeviceStrategy)
+    named = (None, AUTO, "single_device", *STRATEGIES)
+    is_alone = own in named or isinstance(own, SingleDeviceStrategy)
     shown = own if isinstance(own, str) else type(own).__name__
     require(is_alone, "trainer.strategy", shown, ALONE)
     for _, logger in loggers:

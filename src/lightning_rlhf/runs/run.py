@@ -196,16 +196,14 @@ class Run:
 
 def check_sharded(settings: stage.Settings) -> None:
     """Raise ConfigError where a base cannot be sharded that trainer.strategy=fsdp would shard."""
-    model = settings.model
-    finetune = getattr(settings.config, "finetune", "lora")
     if settings.shards:
-        shards = "as trainer.strategy=fsdp shards frozen weights, which the library's layers read"
+        why = "as trainer.strategy=fsdp shards frozen weights, which the library's layers read"
         for key, found, allowed in (
-            ("model.quantization", model.quantization, ("none",)),
-            ("model.kernels", model.kernels, ("auto", "plain")),
-            (f"{settings.stage}.finetune", finetune, ("lora",)),
+            ("model.quantization", settings.model.quantization, ("none",)),
+            ("model.kernels", settings.model.kernels, ("auto", "plain")),
+            (f"{settings.stage}.finetune", getattr(settings.config, "finetune", "lora"), ("lora",)),
         ):
-            require(found in allowed, key, found, f"{', '.join(allowed)}, {shards}")
+            require(found in allowed, key, found, f"{', '.join(allowed)}, {why}")
 
 
 def check_trained_weights(settings: stage.Settings) -> None:

@@ -114,8 +114,10 @@ def fit(settings: Settings) -> Path:
                 # The last checkpoint is written before the evaluation of the same step.
                 if saver.measured != progress.trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
+            if sharding.models:  # which the first process goes on to compute with
+                module.to(run.device)
             if not replicas.is_first:
-                sharding.arrive()  # as the first process does when it has written final/
+                sharding.arrive()  # as the first process does once it has written final/
                 sys.exit()
             last = progress.trained(trainer)
             chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
@@ -139,9 +141,7 @@ def fit(settings: Settings) -> Path:
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
             metrics |= computed
-        final = stage.finish(run, module, metrics)
-        sharding.arrive()
-        return final
+        return stage.finish(run, module, metrics)
 
 
 @contextmanager
@@ -165,6 +165,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
         settings = replace(settings, resume=resume, overwrite=overwrite)
         with entered(settings, checkpoint=checkpoint) as entry:
             yield entry
+        sharding.arrive()
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
