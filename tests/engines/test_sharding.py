@@ -19,7 +19,14 @@ from ..cli.test_processes import assert_close, assert_same_rows, in_processes
 from ..modules.conftest import make_ppo, prompts, reward_adapters  # noqa: F401
 from ..modules.experiences import Make
 from ..modules.test_ptx import with_ptx
-from ..modules.test_replicas import CASES, ITERATIONS, STEP, assert_all_same, in_all
+from ..modules.test_replicas import (
+    CASES,
+    ITERATIONS,
+    STEP,
+    assert_all_same,
+    assert_same,
+    in_all,
+)
 from ..modules.test_supervised import STAGES
 
 SPREAD = {"qwen3": 0.2, "qwen3_5": 0.1}
@@ -27,44 +34,55 @@ SPREAD = {"qwen3": 0.2, "qwen3_5": 0.1}
 WAYS = ("as it is", "recomputed", "averaged")
 
 
-def made(make: Callable[[], Any], way: str) -> Any:
-    """With the library's layers, whose rounding a hybrid would magnify, and as sharded models."""
-    module = make()
-    module.roles._kernel_choice = "plain"
-    module.roles._set_kernels()
-    if way == "recomputed":
-        module.roles.recompute_layers()
-    return module
+def compare(
+    make: Callable[[], Any], way: str, batches: list[Any], held_out: list[Any], folder: Path,
+    *, magnified: bool = False,
+) -> None:  # fmt: skip
+    """Bit for bit as in two processes with whole models, and as in one but for rounding.
+
+    All with the library's layers. magnified: whether the run magnifies what the order of sums
+    makes, so that it differs from one process with whole models too.
+    """
+
+    def made() -> Any:
+        module = make()
+        module.roles._kernel_choice = "plain"
+        module.roles._set_kernels()
+        if way == "recomputed":
+            module.roles.recompute_layers()
+        return module
+
+    callbacks = [WeightAverage(0.5)] if way == "averaged" else []
+    both = partial(in_all, 2, made, batches, held_out, folder, callbacks=callbacks)
+    (_, whole), (expected, found) = both(), both(shards=True)
+    for one, other in zip(found, whole, strict=True):
+        assert_same(one, other)
+        for name, weight in other["weights"].items():
+            assert weight.equal(one["weights"][name]), name
+    if not magnified:
+        assert_all_same(found, expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("architecture", [*SPREAD])
 @pytest.mark.parametrize("case", [*CASES])
 def test_ppo(make_ppo: Make, architecture: str, case: str, way: str, tmp_path: Path) -> None:  # noqa: F811
-    config = STEP | CASES[case]
+    config = STEP | CASES[case] | {"spread": SPREAD[architecture]}
     rows = config.get("rollout_batch_size", 8) // config.get("samples_per_prompt", 1)
     batches = [prompts(rows, seed=number) for number in range(ITERATIONS)]
-    config |= {"spread": SPREAD[architecture]}
     make = partial(with_ptx, make_ppo) if "ptx_batch_size" in config else make_ppo
-    expected, found = in_all(
-        2, lambda: made(lambda: make(architecture, **config), way), batches, [prompts(2)], tmp_path,
-        shards=True, callbacks=[WeightAverage(0.5)] if way == "averaged" else [],
-    )  # fmt: skip
-    assert_all_same(found, expected)
+    module = partial(make, architecture, **config)
+    compare(module, way, batches, [prompts(2)], tmp_path, magnified="target_kl" in config)
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_5"])
+@pytest.mark.parametrize("architecture", [*SPREAD])
 @pytest.mark.parametrize("stage", [*STAGES])
 def test_supervised(architecture: str, stage: str, way: str, tmp_path: Path) -> None:
     build, make_batch, _ = STAGES[stage]
     batch = make_batch()
     short = batch.select(slice(0, 3))
-    expected, found = in_all(
-        2, lambda: made(lambda: build(architecture), way), [batch, short, batch], [batch, short],
-        tmp_path, shards=True, callbacks=[WeightAverage(0.5)] if way == "averaged" else [],
-    )  # fmt: skip
-    assert_all_same(found, expected)
+    compare(partial(build, architecture), way, [batch, short, batch], [batch, short], tmp_path)
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
