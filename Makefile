@@ -32,7 +32,7 @@ malformed: $(BIN)/.installed  ## give commands input that is malformed at random
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
 
-engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process: docs/scaling.md; ten minutes
+engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process: docs/scaling.md; a quarter of an hour
 	$(BIN)/python -m pytest -n 0 tests/engines $(ARGS)
 
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
