@@ -113,7 +113,7 @@ def settings_of(**sections: Any) -> Settings:
     [
         ("callbacks", "callbacks.ModelCheckpoint", "checkpoint_every"),
         ("plugins", "plugins.io.AsyncCheckpointIO", "checkpoint_every"),
-        ("strategy", "strategies.DDPStrategy", "allowed: auto"),
+        ("strategy", "strategies.DDPStrategy", "allowed: auto, ddp, fsdp, single_device:"),
     ],
 )
 def test_objects_that_do_what_a_stage_does_are_refused_with_what_to_use_instead(

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -275,7 +276,9 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in module.named_parameters()}
+    """Copies of all parameters, whole where processes share them."""
+    found = ((name, p.detach()) for name, p in module.named_parameters())
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in found}
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:

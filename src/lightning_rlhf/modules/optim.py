@@ -17,8 +17,9 @@ from torch.optim import AdamW, Muon, Optimizer
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.models.roles import layer_matrices, trainable_names
+from lightning_rlhf.models.roles import layer_matrices
 from lightning_rlhf.parallel.replicas import Replicas
+from lightning_rlhf.parallel.sharding import uninterrupted
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
@@ -63,8 +64,7 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters; others are in the checkpoints it started from."""
-    state = nn.Module.state_dict(module)
-    return {name: state[name] for name in trainable_names(module)}
+    return {name: x.detach() for name, x in module.named_parameters() if x.requires_grad}
 
 
 def build_with(
@@ -176,7 +176,7 @@ class StageModule(L.LightningModule):
         gradients add up to that of the minibatch.
         """
         # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False), uninterrupted():
             self.manual_backward(loss)
         return loss.detach()
 

@@ -192,12 +192,13 @@ class HFSampler(BatchSampler):
             pad_token_id=params.end_token_ids[0],
         )
         try:
-            tokens = model.generate(
-                input_ids=prompts.tokens,
-                attention_mask=prompts.mask.long(),
-                logits_processor=transformers.LogitsProcessorList([drawn]),
-                stopping_criteria=transformers.StoppingCriteriaList(stops),
-            )
+            with self.roles.whole():
+                tokens = model.generate(
+                    input_ids=prompts.tokens,
+                    attention_mask=prompts.mask.long(),
+                    logits_processor=transformers.LogitsProcessorList([drawn]),
+                    stopping_criteria=transformers.StoppingCriteriaList(stops),
+                )
         finally:
             model.generation_config = models_own
         responses = tokens[:, width:]

@@ -26,7 +26,7 @@ from lightning_rlhf.modules.optim import build_with
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs.accelerator import ReplicaStrategy
 from lightning_rlhf.runs.folders import check_writable
-from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
+from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig
 
 _AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
 _TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
@@ -41,7 +41,9 @@ REFUSED: Mapping[tuple[type, ...], str] = {
 }
 """Classes of Lightning that a run cannot use -> the reason, and what to use instead."""
 TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
-ALONE = "auto, single_device: the processes of a run sum their gradients themselves"
+STRATEGIES = ("ddp", FSDP)
+"""Strategies of several processes; in one process, and for Lightning, they are auto."""
+ALONE = "auto, ddp, fsdp, single_device: the processes of a run sum their gradients themselves"
 """Allowed values of an argument of the Trainer, and of its strategy."""
 
 
@@ -75,7 +77,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     for key, value in arguments.items():
         require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
-    is_alone = own in (None, AUTO, "single_device") or isinstance(own, SingleDeviceStrategy)
+    named = (None, AUTO, "single_device", *STRATEGIES)
+    is_alone = own in named or isinstance(own, SingleDeviceStrategy)
     shown = own if isinstance(own, str) else type(own).__name__
     require(is_alone, "trainer.strategy", shown, ALONE)
     for _, logger in loggers:
@@ -122,6 +125,8 @@ def build_trainer(
     target, plugins = config.options["_target_"], listed(options.get("plugins"))
     given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
+    if given.get("strategy") in STRATEGIES:
+        given["strategy"] = AUTO
     if world().size > 1:
         given |= {"devices": config.devices, "num_nodes": config.num_nodes}
         given["strategy"] = ReplicaStrategy()

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
 SUM = "sum"
+FSDP = "fsdp"
+"""Value of trainer.strategy with which each process holds a part of the frozen weights."""
 PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
@@ -270,6 +272,11 @@ class Settings:
     def definition(self) -> Stage:
         """Return the stage, which takes seconds to import."""
         return self.find()
+
+    @property
+    def shards(self) -> bool:
+        """Return whether the processes of a training share the weights of frozen models."""
+        return self.trainer.options.get("strategy") == FSDP and self.definition.trains
 
 
 def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:

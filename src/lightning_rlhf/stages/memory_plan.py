@@ -30,6 +30,7 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
 
@@ -115,7 +116,7 @@ def plan_memory(
         rows: examples, of which the longest counts; demonstrations: those of ppo.ptx_coef.
         size: rows of a micro-batch.
         number: bytes of a number in the computation.
-        copied: bytes of the copies of weights that sampling reads.
+        copied: bytes of the copies of weights that sampling reads, or that are gathered for it.
         processes: number of processes, which divide the responses.
         device: bytes that the process can have.
     """
@@ -203,6 +204,7 @@ def plan_of(
     if isinstance(module, PPOModule):
         demonstrations = () if module.ptx is None else module.ptx.examples
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
+        copied += sum(p.nbytes - held(p).nbytes for p in model.parameters())  # gathered to sample
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
@@ -267,7 +269,7 @@ def bytes_of(
     """Return the memory of the weights of a role, of which some are trained, with these moments."""
     own = [p for p in parameters if p.requires_grad]
     trained = sum(p.nbytes for p in own)
-    weights = sum(p.nbytes + loading.scale_bytes(p) for p in parameters)
+    weights = sum(held(p).nbytes + loading.scale_bytes(p) for p in parameters)
     optimizer = sum(map(moments, own)) + trained * (config.ema_decay is not None)
     return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
 
@@ -331,7 +333,10 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
         number = computing_dtype(model).itemsize
         is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
-        if is_fast and family(model) and own.quantization == "none":
+        if settings.shards:
+            weights = ceil(sizes[BASE].weights / trainer.processes)
+            copied, sizes[BASE] = sizes[BASE].weights - weights, Bytes(weights=weights)
+        elif is_fast and family(model) and own.quantization == "none":
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
