@@ -80,8 +80,8 @@ def test_a_pass_that_fails_midway_ends_all_processes_by_name(
 ) -> None:
     """Also inside `gather`, where an error outside of a pass is exchanged."""
     roles = sft_roles("qwen3")
-    limit = 3 if fault == "delay" else 60
-    monkeypatch.setattr(sharding, "TIMEOUT", sharding.timedelta(seconds=limit))
+    if fault == "delay":
+        monkeypatch.setattr(sharding, "TIMEOUT", sharding.timedelta(seconds=3))
 
     def fail(*_: Any) -> None:
         if fault == "delay":
@@ -104,9 +104,7 @@ def test_a_pass_that_fails_midway_ends_all_processes_by_name(
 
         return replicas.gather(compute)
 
-    started = time.monotonic()
     first, second = replicated(2, work, tmp_path)
-    assert time.monotonic() - started < 30
     assert isinstance(first, ProcessEndedError)
     assert isinstance(second, InterruptedPassError)
     assert "too small for a pass through the sharded model (no memory is left)" in str(second)
