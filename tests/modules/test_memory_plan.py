@@ -93,7 +93,7 @@ def test_the_largest_micro_batch_divides_the_batch() -> None:
         (105, 4, None, "failed"),  # the rollout does not fit
     ):
         found = plan(device=device, rows=rows)
-        assert (found.largest, of_memory(found, "a key").verdict) == (largest, verdict)
+        assert (found.largest(), of_memory(found, "a key").verdict) == (largest, verdict)
 
 
 def linear_elements(layers: int = 2) -> int:
@@ -190,9 +190,9 @@ def test_auto_is_the_largest_micro_batch_that_fits_in_every_process(
     assert module.microbatch.rows == 6
     rows = data(DemonstrationTokens([1] * 5, [2] * 3))
     trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
-    # Weights are counted as allowed; gradients and two moments are to come, and the rows.
+    # Weights are counted as allowed; gradients and two moments are to come, and the rows, twice.
     a_row = 8 * 4 * linear_elements() + 3 * 4 * 3 * 64
-    free = 3 * trained + fits * a_row
+    free = 3 * trained + 2 * fits * a_row
     monkeypatch.setattr(memory, "available_memory", lambda _: free)
     trainer = SimpleNamespace(devices=1, processes=1, precision="32-true")
     settings = SimpleNamespace(config=module.config, trainer=trainer)

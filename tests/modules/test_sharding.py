@@ -83,18 +83,23 @@ def test_a_pass_that_fails_midway_ends_all_processes_by_name(
     if fault == "delay":
         monkeypatch.setattr(sharding, "TIMEOUT", sharding.timedelta(seconds=3))
 
+    ended = tmp_path / "ended"
+
     def fail(*_: Any) -> None:
-        if fault == "delay":
-            time.sleep(6)
+        left = 20.0
+        while fault == "delay" and not ended.exists() and left > 0:
+            time.sleep(0.1)  # until the first process has given up
+            left -= 0.1
+        assert left > 0
         raise torch.OutOfMemoryError("no memory is left")
 
     def work(replicas: Replicas) -> Any:
         roles.shard(sharding.mesh(replicas.device))
-        last = roles.causal_lm.base_model.layers[-1]
+        layer = roles.causal_lm.base_model.layers[0]
         if replicas.rank == 1 and fault == "backward":
-            last.self_attn.register_full_backward_hook(fail)
+            roles.causal_lm.base_model.layers[-1].self_attn.register_full_backward_hook(fail)
         elif replicas.rank == 1:
-            last.mlp.register_forward_pre_hook(fail)
+            layer.mlp.register_forward_pre_hook(fail)
         tokens = torch.tensor([[5, 6, 7]])
 
         def compute() -> None:
@@ -102,7 +107,11 @@ def test_a_pass_that_fails_midway_ends_all_processes_by_name(
             with sharding.uninterrupted():
                 loss.backward()
 
-        return replicas.gather(compute)
+        try:
+            return replicas.gather(compute)
+        finally:
+            if replicas.rank == 0:
+                ended.touch()
 
     first, second = replicated(2, work, tmp_path)
     assert isinstance(first, ProcessEndedError)

@@ -263,8 +263,10 @@ class Roles(nn.Module):
         patch.unpatch(self.causal_lm)
         called = list[nn.Module]()
         hook = register_module_forward_pre_hook(lambda module, _: called.append(module))
-        self.hidden(probe_tokens(self.causal_lm))
-        hook.remove()
+        try:
+            self.hidden(probe_tokens(self.causal_lm))
+        finally:
+            hook.remove()
         order = [m for m in called if isinstance(m, GradientCheckpointingLayer)]
         if not order:
             raise ConfigError(

@@ -190,9 +190,8 @@ class StageModule(L.LightningModule):
         table = self.replicas.sum_gradients(trained, numbers)
         return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
 
-    def step(self) -> None:
-        """Let the optimizer change the weights."""
-        self.optimizers().step()  # type: ignore[union-attr]
+    def weights_changed(self, *_: Any) -> None:
+        """Count a change of the trained weights; the optimizer calls it after each step."""
         self.weights_version += 1
 
     def build_optimizer(
@@ -212,6 +211,7 @@ class StageModule(L.LightningModule):
                 if chosen := [p for p in trained if (p.ndim > 1) == matrices]:
                     parameter_groups.append({"params": chosen, **group})
         optimizer = self.make_optimizer(parameter_groups)
+        optimizer.register_step_post_hook(self.weights_changed)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)
         )

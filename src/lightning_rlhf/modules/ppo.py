@@ -211,7 +211,7 @@ class PPOModule(optim.StageModule):
             self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
         )
         if is_finite and not (self.stopped or skipped):
-            self.step()
+            self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,

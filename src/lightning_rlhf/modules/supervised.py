@@ -46,7 +46,7 @@ class SupervisedModule(optim.StageModule):
         scores = self.joined(parts, batch, loss)
         is_made = self.check_finite(loss, grad_norm)
         if is_made:
-            self.step()
+            self.optimizers().step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.iteration += 1
         step = results.Step(loss=loss, grad_norm=grad_norm, is_made=is_made, scores=scores)

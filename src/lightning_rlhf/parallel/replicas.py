@@ -95,8 +95,8 @@ class Replicas:
             return [work()]
         try:
             mine: tuple[T | None, errors.RLHFError | None] = work(), None
-        except errors.InterruptedPassError:
-            raise  # other processes wait within the pass, and not here
+        except (errors.InterruptedPassError, errors.ProcessEndedError):
+            raise  # other processes wait within the pass, and not here, or have ended
         except errors.RLHFError as error:
             mine = None, error
         found: list[Any] = [None] * self.size

@@ -59,8 +59,9 @@ class ShardedModel:
         models.append(self)
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.is_whole:
-            self._begin(FORWARD)
+        if self.is_whole:
+            return self.model.compute_trunk(*args, **kwargs)
+        self._begin(FORWARD)
         with uninterrupted():
             return self.model.compute_trunk(*args, **kwargs)
 
@@ -92,12 +93,12 @@ class ShardedModel:
     def whole(self) -> Iterator[None]:
         """Hold all weights inside the block, in which passes need no other process."""
         self._begin(WHOLE)
-        with uninterrupted():
-            for layer in self.layers:
-                layer.unshard()
-                layer.set_reshard_after_forward(False)
-        self.is_whole = True
         try:
+            with uninterrupted():
+                for layer in self.layers:
+                    layer.unshard()
+                    layer.set_reshard_after_forward(False)
+            self.is_whole = True
             yield
         finally:
             self.is_whole = False

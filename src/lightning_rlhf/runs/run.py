@@ -191,6 +191,7 @@ class Run:
             if world().local_rank == number:
                 found.append(load())
                 found[0].shard(processes)
+                found[0].to(self.device)  # with adapters, which are not sharded
 
         for number in range(self.settings.trainer.devices):
             replicas.gather(partial(take_turn, number))

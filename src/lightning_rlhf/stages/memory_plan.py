@@ -96,11 +96,15 @@ class MemoryPlan:
         roles = sum(role.total for role in self.roles.values())
         return roles + max(self.rollout.total, self.update(rows).total)
 
-    @property
-    def largest(self) -> int | None:
-        """Return the largest divisor of the batch that fits as a micro-batch, None if none does."""
+    def largest(self, factor: int = 1) -> int | None:
+        """Return the largest divisor of the batch that fits as a micro-batch, None if none does.
+
+        factor: memory of a phase of the run over what the plan says of it.
+        """
+        roles = sum(role.total for role in self.roles.values())
         sizes = (n for n in range(self.batch, 0, -1) if self.batch % n == 0)
-        return next((n for n in sizes if self.peak(n) <= self.device), None)
+        fits = (n for n in sizes if roles + factor * (self.peak(n) - roles) <= self.device)
+        return next(fits, None)
 
 
 def plan_memory(
@@ -233,11 +237,13 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
     """Set the size of micro-batches of a stage that is built to the largest that fits, for `auto`.
 
     It is the smallest of those of all processes. A run that resumes goes on with the size of its
-    checkpoint, as sums of another size are rounded otherwise.
+    checkpoint, as sums of another size are rounded otherwise. On a CPU, whose system ends a process
+    that takes too much, phases may take twice what the plan says.
     """
     is_auto = ready.settings.config.microbatch_size == "auto" and ready.checkpoint is None
     if is_auto and (plan := plan_built(ready, module, data)) is not None:
-        module.microbatch.rows = rows = -ready.replicas.largest(-(plan.largest or 1))
+        size = plan.largest(2 if ready.device.type == "cpu" else 1) or 1
+        module.microbatch.rows = rows = -ready.replicas.largest(-size)
         told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
         print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
 

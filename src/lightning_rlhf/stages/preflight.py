@@ -126,7 +126,7 @@ def examine(
 
 def of_memory(plan: MemoryPlan, key: str) -> Check:
     """Return the check that a run fits into its device; key: that of the micro-batch's size."""
-    peak, largest = plan.peak(plan.rows), plan.largest
+    peak, largest = plan.peak(plan.rows), plan.largest()
     verdict: Verdict = "passed" if peak <= plan.device else "warning" if largest else "failed"
     fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
     measured = f"{readable(peak)} with {key}={plan.rows}"
