@@ -84,6 +84,13 @@ def test_every_cell_keeps_its_characters(tmp_path: Path) -> None:
         assert found == [(cell, f"{cell}|") for cell in CELLS], ending
 
 
+def test_a_field_that_stands_twice_in_one_line_is_named(tmp_path: Path) -> None:
+    """JSON does not say which of the two values counts."""
+    file = tmp_path / "x.jsonl"
+    file.write_text('{"prompt": "a", "response": "b", "prompt": "c"}')
+    assert "line 1: broken JSON (the field 'prompt' stands twice" in error(file)
+
+
 def test_a_download_that_was_cut_off_is_refused_also_where_rows_are_skipped(tmp_path: Path) -> None:
     file = tmp_path / "x.jsonl.gz"
     file.write_bytes(gzip.compress(GOOD * 99, mtime=0)[:-9])

@@ -110,7 +110,7 @@ def randomise(roles: Roles, role: str, seed: int) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _calm() -> None:
-    """Loading says nothing."""
+    """Silence what transformers prints while it loads."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -146,6 +146,36 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     assert asked == []
 
 
+def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run" / "final"
+    roles = Roles(build_model("llama"))
+    roles.assign(SFT)
+
+    def cut_off(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
+    assert not folder.exists()
+
+    write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
+    (folder / "notes.txt").write_text("of the user")
+    with monkeypatch.context() as patched:
+        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft")
+
+    write_final(folder, roles, SFT, tokenizer, build_manifest("sft", base="other"), None)
+    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft", base="other")
+    assert (folder / "notes.txt").read_text() == "of the user"
+    assert [path.name for path in folder.parent.iterdir()] == ["final"]
+
+
 # Refused as a reward
 
 
