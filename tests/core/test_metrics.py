@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from lightning_rlhf.core.metrics import METRICS, check_names, metric_rows
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import METRICS, Goal, check_names, metric_rows, require_metrics
 from lightning_rlhf.core.records import UpdateStats
 
 
@@ -37,3 +38,12 @@ time/y | sft | s: seconds
     }  # fmt: skip
     y = found["time/y"]
     assert (y.healthy, y.label, y.better, y.band) == ("-", None, None, None)
+
+
+def test_a_goal_that_was_not_measured_is_named_with_what_was() -> None:
+    goal: Goal = [("eval/loss", "min"), ("eval/x", "max")]
+    require_metrics("sft.best.metric", goal, {"eval/loss": 1.0, "eval/x": 2.0})
+    for measured, says in (({"eval/b": 1.0, "eval/a": 1.0, "kl": 0.0}, "eval/a, eval/b"),
+                           ({}, "no metric was logged")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"sft.best.metric.*eval/loss.*{says}"):
+            require_metrics("sft.best.metric", goal, measured)

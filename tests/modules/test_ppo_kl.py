@@ -103,14 +103,6 @@ def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(make_ppo: Make, archite
     assert slow.max() > 0.01
 
 
-def test_the_whole_vocabulary_is_not_read_for_nothing(make_ppo: Make) -> None:
-    for changes in ({"kl_estimator": "k1"}, {"kl_estimator": "full", "kl_in": "loss"}):
-        module = make_ppo(**changes)
-        rollout = module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
-        scores = module.collector.score(module.collector.decode(rollout, "train"))
-        assert scores.vocabulary_kl is None
-
-
 @pytest.mark.parametrize("estimator", ["k2", "full"])
 def test_a_policy_that_has_strayed_is_pulled_back(make_ppo: Make, estimator: str) -> None:
     module = make_ppo(kl_estimator=estimator, lr=1e-3, **ALONE | {"kl_coef": 100.0})
