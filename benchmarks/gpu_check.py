@@ -29,7 +29,9 @@ from gpu_worker import Outcome, Worker
 from lightning_rlhf.runs.accelerator import BUILT
 from machine import circumstances
 
-NEEDED = "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes"
+NEEDED = (
+    "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes; rows of all GPUs are left out on one"
+)
 LATE = 3
 """Multiple of its usual duration after which a row is ended."""
 HEADER = [
@@ -77,7 +79,7 @@ def obstacle(row: Row, place: Place, left: float) -> str | None:
     if missing:
         return f"not installed: {', '.join(missing)}"
     if row.on_all and place.gpus == 1:
-        return "one GPU"
+        return "it needs two GPUs"
     return None if left >= row.seconds else "time"
 
 
@@ -162,6 +164,7 @@ def main() -> None:
         require_gpu()
     except CheckError as error:
         sys.exit(f"error: {error}")
+    print(f"gpu-check needs {NEEDED}", flush=True)
     place = Place(
         device=torch.device("cuda", 0), words=("trainer=gpu",), arguments=on_gpu,
         gpus=torch.cuda.device_count(), folder=args.folder.resolve(),

@@ -217,6 +217,9 @@ ROWS = (
     Row(name="fast layers", shape=TRUE, work=stage, words=FAST, seconds=20),
     *(Row(name=f"bitsandbytes {kind}", shape=TRUE, work=stage, seconds=25, needs=("bitsandbytes",),
           words=(f"model.quantization={kind}",)) for kind in ("nf4", "int8")),
+    Row(name="full weights", shape=TRUE, work=stage, words=("ppo.finetune=full",), seconds=25),
+    *(Row(name=f"{shape} ppo, base sharded, all GPUs", shape=shape, work=command, seconds=50,
+          words=("trainer.strategy=fsdp",), on_all=True) for shape in (TINY, TRUE)),
     Row(name="flash-linear-attention", shape=TRUE, work=logits, seconds=10, needs=FLA),
 )  # fmt: skip
 """Rows in the order in which they are run; where the time is over, the last ones are left out."""

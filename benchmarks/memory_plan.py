@@ -2,19 +2,25 @@
 
     .venv/bin/python benchmarks/memory_plan.py
 
-Each row is the plan of `lightning-rlhf plan` with the overrides of SETUPS. Nothing is measured.
+Each row is the plan of `lightning-rlhf plan` with the overrides of SETUPS. A second table says for
+each model and number of GPUs the first of WAYS that fits, with the seconds of an iteration of PPO
+by arithmetic (`seconds_of`). Nothing is measured.
 `lightning-rlhf plan stage=ppo model=...` prints that of any other model and configuration.
 """
 
 from __future__ import annotations
 
+from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from transformers import PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
+import torch
+from transformers import AutoConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from common import markdown_table
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.library import configuration
+from lightning_rlhf.models.build_roles import cache_bytes
 from lightning_rlhf.models.loading import empty_model
 from lightning_rlhf.runs.stage import Settings
 from lightning_rlhf.stages.memory_plan import MemoryPlan, plan_run
@@ -69,6 +75,21 @@ SETUPS = {
     ),
 }  # fmt: skip
 """Name of a row -> stage and overrides; all but one with gradient checkpointing."""
+BATCH = (
+    "ppo.rollout_batch_size=512", "ppo.minibatch_size=128", "ppo.generation_batch_size=64",
+    "ppo.max_response_tokens=512", CHECKPOINTING,
+)  # fmt: skip
+WAYS = (
+    (), ("model.quantization=nf4",), ("trainer.strategy=fsdp",), ("ppo.finetune=full",),
+    ("ppo.finetune=full", "trainer.strategy=fsdp"),
+)  # fmt: skip
+"""Overrides of a set-up, those that are simpler first."""
+DEVICE = 77e9
+"""Bytes of a GPU of 80 GiB that a process may plan with."""
+FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
+"""Operations, and bytes of its memory, that an H100 is taken to reach a second."""
+LINK = {1: 300e9, 8: 40e9}
+"""Machines -> bytes a second that a collective is taken to reach in one, or between several."""
 EXCHANGED = ("sft, LoRA, bf16", "sft, full weights", "ppo, bf16")
 """Rows whose processes' exchanges are computed too."""
 
@@ -104,6 +125,65 @@ def exchanged(plan: MemoryPlan, settings: Settings) -> list[str]:
     records = config.rollout_batch_size * of_response
     updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
     return [gradients, str(updates), f"{records / 1e6:.2f}"]
+
+
+def seconds_of(plan: MemoryPlan, settings: Settings, numbers: int, gpus: int) -> list[float]:
+    """Return the seconds of sampling, scoring, updates and exchanges of an iteration of PPO.
+
+        pass     = 2 N tokens / FLOPS                     of the responses of one process
+        sampling = pass of the prompts + T (weights a piece + keys and values) / BANDWIDTH
+        scoring  = 2 passes: reference and reward
+        updates  = epochs (forward, recomputed forward, 1 pass back, or 2 for full weights)
+        exchange = gradients of each update, and each weight that fsdp gathers, over LINK
+
+    numbers: N, the parameters of the model. Attention's operations are left out.
+    """
+    config, own, prompt = settings.config, settings.model, settings.data.max_prompt_tokens
+    rows, length = config.rollout_batch_size / gpus, config.max_response_tokens
+    forward = 2 * numbers * rows * (prompt + length) / FLOPS
+    shape = AutoConfig.from_pretrained(own.name_or_path).get_text_config()
+    cache = rows * (prompt + length / 2) * cache_bytes(shape, torch.bfloat16)
+    base, shards = 2 * numbers, settings.shards
+    read = ceil(rows / config.generation_batch_size) * base + cache
+    sampling = forward * prompt / (prompt + length) + length * read / BANDWIDTH
+    back = 2 if config.finetune == "full" else 1
+    updates = config.ppo_epochs * (config.rollout_batch_size // config.minibatch_size)
+    summed = 2 * updates * sum(role.gradients for role in plan.roles.values())
+    gathers = 1 + (2 + 2 * config.ppo_epochs) * ceil(rows / plan.rows)
+    bytes_sent = (summed + gathers * base * shards) * (1 - 1 / gpus)
+    link = LINK[max(n for n in LINK if n <= max(1, gpus // 8))]
+    times = (sampling, 2 * forward, config.ppo_epochs * (2 + back) * forward, bytes_sent / link)
+    return list(times)
+
+
+def fitting(name: str, folder: Path, numbers: int) -> list[list[str]]:
+    """Return a row of the table of set-ups for each number of GPUs, for LoRA and full weights."""
+    rows = []
+    for gpus in (1, 8, 64):
+        for is_full in (False, True):
+            for words in WAYS:
+                if ("ppo.finetune=full" in words) != is_full or (
+                    gpus == 1 and "fsdp" in str(words)
+                ):
+                    continue
+                machines = (
+                    f"trainer.devices={min(gpus, 8)}",
+                    f"trainer.num_nodes={max(1, gpus // 8)}",
+                )
+                try:
+                    settings = settings_of(name, folder, ("ppo", *BATCH, *machines, *words))
+                except ConfigError:
+                    continue
+                plan = plan_run(settings)
+                if plan.peak(plan.rows) <= DEVICE:
+                    break
+            else:
+                continue
+            times = seconds_of(plan, settings, numbers, gpus)
+            shown = (f"{plan.peak(plan.rows) / 1e9:.0f}", *(f"{x:.1f}" for x in times))
+            trained = "full" if is_full else "LoRA"
+            rows.append([f"{name}, {trained}", str(gpus), " ".join(words), *shown])
+    return rows
 
 
 def main() -> None:
