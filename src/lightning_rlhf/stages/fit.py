@@ -166,7 +166,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
         settings = replace(settings, resume=resume, overwrite=overwrite)
         with entered(settings, checkpoint=checkpoint) as entry:
             yield entry
-        sharding.arrive()
+        sharding.leave()
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:

@@ -29,7 +29,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout import collector, native, score
-from lightning_rlhf.rollout.sampler import HFSampler
+from lightning_rlhf.rollout.sampler import HFSampler, synchronise
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import MemoryPlan, by_role, plan_built, plan_shown
 
@@ -184,7 +184,7 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
         short = copy(sampler)
         short.params = replace(sampler.params, max_response_tokens=tokens)
         sampler = short
-    sampler.sync(0)
+    synchronise(sampler, module.weights_version)
     share = torch.arange(len(prompts), device=prompts.tokens.device)
     return sampler.sample(prompts, each, torch.Generator().manual_seed(0), share)
 
@@ -224,7 +224,8 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     The responses of a batch are read together and one by one; functions and servers are not called.
     """
     critic, reward = module.critic, module.collector.reward
-    if critic is not None and critic.roles is not module.roles:
+    shared = (module.roles, module.roles.reference)
+    if critic is not None and critic.roles not in shared:
         yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
     decoded = collector.decode_responses(sampled, module.collector.prompts["train"], module.chat)
     tokens, mask = wider(sampled.tokens, sampled.mask)
@@ -232,7 +233,7 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
     for term, source in zip(reward.terms, reward.sources, strict=True):
         name = f"padding: {term.name}"
-        if reward.models.get(term.name, (module.roles,))[0] is module.roles:
+        if reward.models.get(term.name, shared)[0] in shared:
             continue
         try:
             together = torch.as_tensor(source(replace(decoded, rollout=wide)))
