@@ -10,6 +10,7 @@ by arithmetic (`seconds_of`). Nothing is measured.
 
 from __future__ import annotations
 
+from itertools import product
 from math import ceil
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +19,6 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, Qwen3_5TextConfig, Qwen3Config
 
 from common import markdown_table
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.library import configuration
 from lightning_rlhf.models.build_roles import cache_bytes
 from lightning_rlhf.models.loading import empty_model
@@ -79,11 +79,12 @@ BATCH = (
     "ppo.rollout_batch_size=512", "ppo.minibatch_size=128", "ppo.generation_batch_size=64",
     "ppo.max_response_tokens=512", CHECKPOINTING,
 )  # fmt: skip
-WAYS = (
-    (), ("model.quantization=nf4",), ("trainer.strategy=fsdp",), ("ppo.finetune=full",),
-    ("ppo.finetune=full", "trainer.strategy=fsdp"),
-)  # fmt: skip
-"""Overrides of a set-up, those that are simpler first."""
+FSDP = "trainer.strategy=fsdp"
+WAYS = {
+    "LoRA": ((), ("model.quantization=nf4",), (FSDP,)),
+    "full": (("ppo.finetune=full",), ("ppo.finetune=full", FSDP)),
+}
+"""Weights that are trained -> overrides of the set-ups, those that are simpler first."""
 DEVICE = 77e9
 """Bytes of a GPU of 80 GiB that a process may plan with."""
 FLOPS, BANDWIDTH = 0.4 * 989e12, 0.6 * 3.35e12
@@ -151,51 +152,39 @@ def seconds_of(plan: MemoryPlan, settings: Settings, numbers: int, gpus: int) ->
     summed = 2 * updates * sum(role.gradients for role in plan.roles.values())
     gathers = 1 + (2 + 2 * config.ppo_epochs) * ceil(rows / plan.rows)
     bytes_sent = (summed + gathers * base * shards) * (1 - 1 / gpus)
-    link = LINK[max(n for n in LINK if n <= max(1, gpus // 8))]
-    times = (sampling, 2 * forward, config.ppo_epochs * (2 + back) * forward, bytes_sent / link)
-    return list(times)
+    link = LINK[min(8, ceil(gpus / 8))]
+    return [sampling, 2 * forward, config.ppo_epochs * (2 + back) * forward, bytes_sent / link]
 
 
 def fitting(name: str, folder: Path, numbers: int) -> list[list[str]]:
-    """Return a row of the table of set-ups for each number of GPUs, for LoRA and full weights."""
+    """Return the rows of a model in the table of set-ups; one that fits no GPU has no times."""
     rows = []
-    for gpus in (1, 8, 64):
-        for is_full in (False, True):
-            for words in WAYS:
-                if ("ppo.finetune=full" in words) != is_full or (
-                    gpus == 1 and "fsdp" in str(words)
-                ):
-                    continue
-                machines = (
-                    f"trainer.devices={min(gpus, 8)}",
-                    f"trainer.num_nodes={max(1, gpus // 8)}",
-                )
-                try:
-                    settings = settings_of(name, folder, ("ppo", *BATCH, *machines, *words))
-                except ConfigError:
-                    continue
-                plan = plan_run(settings)
-                if plan.peak(plan.rows) <= DEVICE:
-                    break
-            else:
-                continue
-            times = seconds_of(plan, settings, numbers, gpus)
-            shown = (f"{plan.peak(plan.rows) / 1e9:.0f}", *(f"{x:.1f}" for x in times))
-            trained = "full" if is_full else "LoRA"
-            rows.append([f"{name}, {trained}", str(gpus), " ".join(words), *shown])
+    for gpus, (trained, ways) in product((1, 8, 64), WAYS.items()):
+        machines = f"trainer.devices={min(gpus, 8)}", f"trainer.num_nodes={ceil(gpus / 8)}"
+        for words in ways:
+            settings = settings_of(name, folder, ("ppo", *BATCH, *machines, *words))
+            plan = plan_run(settings)
+            peak = plan.peak(plan.rows)
+            if peak <= DEVICE:
+                break
+        times = seconds_of(plan, settings, numbers, gpus) if peak <= DEVICE else []
+        shown = [f"{x:.1f}" for x in times] or ["does not fit", "", "", ""]
+        overrides = " ".join((*machines, *words))
+        rows.append([f"{name}, {trained}", str(gpus), overrides, f"{peak / 1e9:.0f}", *shown])
     return rows
 
 
 def main() -> None:
     args = options(str(__doc__))
-    parts, traffic = [], []
+    parts, traffic, set_ups = [], [], []
     for name, shape in list(SHAPES.items())[: 1 if args.quick else None]:
         with TemporaryDirectory() as folder:
             shape.save_pretrained(folder)
             runs = {row: settings_of(name, Path(folder), s) for row, s in SETUPS.items()}
             plans = {row: plan_run(settings) for row, settings in runs.items()}
             model = empty_model(runs["ppo, bf16"].model)
-        count = sum(p.numel() for p in model.parameters())
+            count = sum(p.numel() for p in model.parameters())
+            set_ups += fitting(name, Path(folder), count)
         header = [f"{name}: {count / 1e9:.2f}B parameters", "base", "adapters, heads, own models",
                   "gradients", "optimizer", "rollout: cache", "rollout: logits, activations",
                   "update: activations", "update: logits", "peak"]  # fmt: skip
@@ -207,7 +196,7 @@ def main() -> None:
         args,
         "memory_plan",
         "Memory by role and set-up, computed",
-        {"tables": parts, "exchanged": traffic},
+        {"tables": parts, "exchanged": traffic, "set_ups": set_ups},
         "GB (10^9 bytes) of one process by `lightning-rlhf plan` (docs/preflight.md), on shapes "
         "without weights; nothing here was measured. Defaults of conf with trainer=gpu and "
         "data=files, and model.gradient_checkpointing=true where a row does not say otherwise: "
@@ -222,7 +211,14 @@ def main() -> None:
         "Bytes that processes exchange: gradients are summed in each update, records exchanged "
         "twice an iteration; docs/scaling.md has the formulas and their test.",
         markdown_table(header, traffic),
-    )
+        "The first set-up that fits GPUs of 80 GiB (77 GB of each), with the seconds of an iteration "
+        "of PPO by arithmetic (`seconds_of`), on H100s at 40% of 989 TFLOP/s and 60% of 3.35 TB/s, "
+        f"with 300 GB/s in a machine and 40 between several: {' '.join(BATCH)}.",
+        markdown_table(
+            ["model, trained", "GPUs", "overrides", "peak of a process, GB", "sampling, s",
+             "scoring, s", "updates, s", "exchange, s"], set_ups,
+        ),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
