@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lightning_rlhf.core.shaping import (
     NO_SCORES,
     RunningMoments,
     apply_missing_eos,
+    rewards_overflow,
     shape_rewards,
     shape_score,
 )
@@ -55,6 +57,14 @@ def test_a_row_without_tokens_gets_no_reward() -> None:
     mask = torch.tensor([[F, F], [T, F]])
     rewards = shape_rewards(torch.tensor([3.0, 4.0]), torch.zeros(2, 2), mask, kl_coef=1.0)
     assert rewards.tolist() == [[0, 0], [4, 0]]
+
+
+@pytest.mark.parametrize(("reward", "kl", "is_cause"), [(1, 1, F), (1e20, 1, T), (1e20, 1e20, F)])
+def test_squares_of_rewards_are_too_large_where_those_of_the_kl_are_not(
+    reward: float, kl: float, is_cause: bool
+) -> None:
+    experience: Any = SimpleNamespace(rewards=torch.tensor([[reward]]), kl=torch.tensor([[kl]]))
+    assert rewards_overflow(experience) == is_cause
 
 
 @drawn

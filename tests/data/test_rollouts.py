@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -64,5 +66,11 @@ def test_a_damaged_file_is_one_line(tmp_path: Path) -> None:
     rollouts.write_table(path, columns(has_critic=True))
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
+    with pytest.raises(DataError, match="cannot be read as an iteration"):
+        rollouts.read_recorded(path)
+    group = pq.ParquetFile(BytesIO(whole)).metadata.row_group(0)
+    pages = {group.column(i).path_in_schema: group.column(i) for i in range(group.num_columns)}
+    last = pages["score"].data_page_offset + pages["score"].total_compressed_size - 1
+    path.write_bytes(whole[:last] + bytes([whole[last] ^ 1]) + whole[last + 1 :])
     with pytest.raises(DataError, match="cannot be read as an iteration"):
         rollouts.read_recorded(path)

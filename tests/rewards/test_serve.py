@@ -23,7 +23,7 @@ from lightning_rlhf import rewards
 from lightning_rlhf.cli import commands
 from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.rewards.server import RewardServer, read_request
+from lightning_rlhf.rewards.server import RewardServer, listening_socket, read_request
 
 from .conftest import messages, serving
 
@@ -51,6 +51,16 @@ def scorer() -> Scorer:
 def server(scorer: Scorer) -> Iterator[RewardServer]:
     with serving(scorer) as server:
         yield server
+
+
+def test_a_port_is_free_again_at_once() -> None:
+    """Although the system still keeps connections that its server has closed."""
+    with listening_socket("127.0.0.1", 0) as first:
+        first.listen()
+        address = first.getsockname()
+        with socket.create_connection(address):
+            first.accept()[0].close()
+    listening_socket(*address).close()
 
 
 def ask(
