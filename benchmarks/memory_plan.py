@@ -211,9 +211,9 @@ def main() -> None:
         "Bytes that processes exchange: gradients are summed in each update, records exchanged "
         "twice an iteration; docs/scaling.md has the formulas and their test.",
         markdown_table(header, traffic),
-        "The first set-up that fits GPUs of 80 GiB (77 GB of each), with the seconds of an iteration "
-        "of PPO by arithmetic (`seconds_of`), on H100s at 40% of 989 TFLOP/s and 60% of 3.35 TB/s, "
-        f"with 300 GB/s in a machine and 40 between several: {' '.join(BATCH)}.",
+        "The first set-up that fits GPUs of 80 GiB (77 GB of each), with the seconds of an "
+        "iteration of PPO by arithmetic (`seconds_of`), on H100s at 40% of 989 TFLOP/s, 60% of "
+        f"3.35 TB/s, 300 GB/s in a machine and 40 between several: {' '.join(BATCH)}.",
         markdown_table(
             ["model, trained", "GPUs", "overrides", "peak of a process, GB", "sampling, s",
              "scoring, s", "updates, s", "exchange, s"], set_ups,
