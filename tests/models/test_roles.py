@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.kernels.patch import rounding_of
+from lightning_rlhf.models.adapters import adapter_to_export
 from lightning_rlhf.models.build_roles import (
     add_critic,
     attach_reward,
@@ -24,7 +25,6 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles, trainable_names
-from lightning_rlhf.stages.final import adapter_to_export
 
 from .conftest import build_model, randomise
 

@@ -39,13 +39,31 @@ GROUPED = ("rloo", "grpo", "dr_grpo")
 
 SamplerName = Annotated[
     str,
-    Field(pattern=r"^(native|hf)$|:"),
-    validation.described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+    Field(pattern=r"^(native|hf|vllm)$|:"),
+    validation.described("native, hf, vllm, 'path/to/file.py:Class' or 'package.module:Class'"),
 ]
 """Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
+
+
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
+class ServerConfig:
+    """Settings of the servers of rollout=vllm."""
+
+    url: validation.Texts
+    """Addresses of the servers, of which each answers an equal share of the requests."""
+    adapters: validation.Text | None
+    """Folder that this program and the servers see; None for a temporary one of this machine."""
+    timeout_s: validation.PositiveFloat
+    """Seconds that a request may take, with all tries."""
+    retries: validation.NonNegativeInt
+    """Number of tries after the first."""
+    max_gap: validation.PositiveFloat
+    """Largest mean difference of a token's log-probability here from the server's, nats."""
+    token_env: validation.Text | None
+    """Environment variable that holds the token of the servers; None for none."""
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
