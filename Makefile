@@ -6,7 +6,7 @@ PEERS := .venv-parity
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test golden faults soak malformed parity bench gpu-check gpu-driver browser lint types lock clean
+.PHONY: help quickstart test golden faults soak malformed parity engines-check bench gpu-check gpu-driver browser lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +31,9 @@ malformed: $(BIN)/.installed  ## give commands input that is malformed at random
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
+
+engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process: docs/scaling.md; a quarter of an hour
+	$(BIN)/python -m pytest -n 0 tests/engines $(ARGS)
 
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
 	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \

@@ -77,7 +77,7 @@ def settings_of(name: str, folder: Path, setup: tuple[str, ...]) -> Settings:
     """Return the configuration of a row; folder: one with the model's config.json."""
     stage, *words = setup
     model = (f"model.name={name}", f"model.name_or_path={folder}")
-    return configuration(stage, *COMMON, *model, *words)
+    return configuration(stage, *COMMON, *model, f"{stage}.microbatch_size=8", *words)
 
 
 def row(name: str, plan: MemoryPlan) -> list[str]:

@@ -7,7 +7,6 @@ from wandb_workspaces.reports.v2 import (
 )
 
 from lightning_rlhf.cli.commands import SECTIONS, SWEPT, build_workspace, dashboard
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.metrics import HEADLINES, METRICS
 
 WORKSPACE = build_workspace("team", "project", "name", SWEPT)
@@ -53,15 +52,3 @@ def test_a_dry_run_prints_the_panels(capsys: pytest.CaptureFixture[str]) -> None
     printed = capsys.readouterr().out
     assert printed.startswith("team/project: lightning-rlhf")
     assert all(title in printed for title in (*PANELS, "kl_divergence", "runs of a sweep"))
-
-
-def test_what_wandb_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    import wandb
-    from wandb_workspaces.workspaces import Workspace
-
-    def refuse(self: Workspace) -> None:
-        raise wandb.errors.CommError("project not found")
-
-    monkeypatch.setattr(Workspace, "save", refuse)
-    with pytest.raises(ConfigError, match=r"save the workspace in team/project: project not found"):
-        dashboard(["team/project"])

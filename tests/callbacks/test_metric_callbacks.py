@@ -65,17 +65,6 @@ class SaveAt(Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_resumed_run_continues_the_file_without_doubled_rows(fit: Fit, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "three.ckpt"
-    callbacks = [PPOMetrics(), SaveAt(3, checkpoint)]
-    fit(FakePPO(), callbacks, [MetricsFile(tmp_path)], batches=6)
-    MetricsFile(tmp_path).log_metrics({"reward_mean": -99.0}, step=7)
-
-    fit(FakePPO(), [PPOMetrics()], [MetricsFile(tmp_path)], batches=6, ckpt_path=checkpoint)
-    assert column(tmp_path, "reward_mean") == {k: k + 0.5 for k in range(1, 7)}
-    assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 1 + 6
-
-
 @pytest.mark.parametrize("cut", [None, 3])
 def test_the_last_row_covers_as_many_steps_as_the_others(
     fit: Fit, tmp_path: Path, cut: int | None

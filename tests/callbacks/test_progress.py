@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import io
-import math
-from pathlib import Path
 from typing import Any
 
 import pytest
-import rich
-from rich.console import Console
 
-from lightning_rlhf.callbacks.evaluation import Samples
 from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
-from lightning_rlhf.callbacks.progress import Progress, metric_text
+from lightning_rlhf.callbacks.progress import Progress
 from lightning_rlhf.io import console
 from lightning_rlhf.io.console import Working
 from lightning_rlhf.stages.ppo import PPO
 from lightning_rlhf.stages.supervised import SFT
 
 from .conftest import FakePPO, FakeSFT, Fit
-
-
-def test_a_metric_stays_short_whatever_its_size() -> None:
-    numbers = {0.0: "0.000", 9999.0: "9999.000", -1.23456e38: "-1.235e+38", math.nan: "nan"}
-    assert [metric_text(x) for x in numbers] == [*numbers.values()]
 
 
 def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(
@@ -45,23 +34,6 @@ def test_progress_counts_optimizer_steps(fit: Fit, capsys: pytest.CaptureFixture
     fit(FakeSFT(), [StepMetrics(), Progress("sft", SFT.headlines)], [], batches=6, **options)
     shown = [line.split()[1] for line in capsys.readouterr().out.splitlines() if "sft" in line]
     assert shown == ["1/3", "2/3", "3/3"]
-
-
-def test_on_a_terminal_there_is_one_bar_that_survives_tables(
-    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    terminal = Console(file=io.StringIO(), force_terminal=True, width=140)
-    monkeypatch.setattr(rich, "_console", terminal)
-    samples = Samples(tmp_path, 2, 1, 40)
-    callbacks = [PPOMetrics(), samples, Progress("ppo", PPO.headlines)]
-    fit(FakePPO(), callbacks, [], batches=4, enable_progress_bar=True, val_check_interval=2)
-    assert isinstance(terminal.file, io.StringIO)
-    shown = terminal.file.getvalue()
-    assert "4/4" in shown
-    assert "ppo eval" in shown
-    assert "samples of iteration 4" in shown
-    assert "reward_mean 4.500" in shown
-    assert shown.endswith("\x1b[?25h"), "the cursor is shown again"
 
 
 def test_the_lines_come_by_themselves(

@@ -29,7 +29,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-import torch
 from hydra import compose, initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -269,11 +268,6 @@ def fork_python(words: Any, *given: Any) -> int:
 TRAIN_PY = [sys.executable, str(HOME / "train.py")]
 MODULE = [sys.executable, "-m", "lightning_rlhf"]
 CONSOLE = [str(Path(sys.executable).with_name("lightning-rlhf"))]
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @contextlib.contextmanager

@@ -159,11 +159,8 @@ def test_every_final_has_a_model_card(place: Workplace) -> None:
         card = ModelCard.load(folder / "README.md")
         assert (card.data.library_name, card.data.pipeline_tag) == kind
         assert {"lightning-rlhf", stage} <= set(card.data.tags)
-        assert "random weights of seed 0" in card.text
-        assert "not stated with its weights" in card.text
         assert f'name = "outputs/default/mini/{stage}/final"' in card.text
         assert str(place.folder) not in card.text
-    assert "| prompts, train | prompts\\_train.jsonl |" in card.text
     metrics = find(str(folder), "x").require_manifest("ppo").metrics
     [row] = re.findall(r"\| `eval/reward_mean` \| (\S+) \| (\S+) to (\S+) \| (\S+) \|", card.text)
     value, low, high, before = map(float, row)

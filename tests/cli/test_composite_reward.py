@@ -86,10 +86,3 @@ def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) ->
         paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
         assert paid == pytest.approx(shaped, abs=1e-5)
     assert abs(float(first["rollout/reward/noise"])) > 1e-3
-
-
-def test_what_is_paid_is_not_said_where_it_is_what_is_reported(pipeline: Workplace) -> None:
-    """A head is standardised by what stage=rm measured, in what is reported too."""
-    found = [row for row in rows(pipeline.stage("ppo")) if "reward_mean" in row]
-    assert len(found) == 3
-    assert not any("rollout/reward_paid" in row for row in found)

@@ -8,8 +8,6 @@ import shlex
 
 import pytest
 
-from lightning_rlhf.runs import console
-
 from .conftest import ROWS, Workplace
 from .others import until_called
 
@@ -34,13 +32,6 @@ def test_rows_left_out_or_cut_are_counted(
     counts[data] = [counts[data][0] + used, 1]
     assert [int(n) for n in re.findall(r"\d+", train)] == counts["train"]
     assert [int(n) for n in re.findall(r"\d+", val)] == counts["val"]
-
-
-def test_a_warning_of_ours_is_one_line_and_a_library_s_has_its_place() -> None:
-    ours, theirs = console.__file__, "/x/torch/y.py"
-    assert console.shown_warning("less memory", UserWarning, ours, 3) == "warning: less memory\n"
-    shown = console.shown_warning("old", UserWarning, theirs, 3)
-    assert shown.startswith("/x/torch/y.py:3: UserWarning: old\n")
 
 
 def test_a_stage_ends_with_the_next_command(workplace: Workplace) -> None:

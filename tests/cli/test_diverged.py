@@ -44,15 +44,6 @@ def test_an_evaluation_that_is_not_finite_ends_the_run(finished: Workplace) -> N
     assert not has_final(finished, "sft")
 
 
-def test_ppo_says_after_which_iteration_nothing_can_be_sampled(finished: Workplace) -> None:
-    own = (ONE_STEP["ppo"], "ppo.val_every=1")
-    failed = command(finished, "ppo", *infinite_weights("ppo"), *own)
-    error = finished.mini(*failed).error
-    assert error.startswith("the evaluation after iteration 1: the model's logits are NaN")
-    assert "A smaller ppo.lr may hold the model" in error
-    assert not has_final(finished, "ppo")
-
-
 def test_weights_that_no_evaluation_shows_are_looked_at(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

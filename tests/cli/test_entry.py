@@ -15,12 +15,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from lightning_rlhf import __version__
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
+from lightning_rlhf.core import losses
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
-from lightning_rlhf.runs.stage import STAGES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, forking, given
 
@@ -47,21 +46,6 @@ def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
         assert f"\n  {command} " in shown
 
 
-def test_the_shell_completes(workplace: Workplace) -> None:
-    """`eval "$(lightning-rlhf -sc install=bash)"`, then Tab."""
-    typed = "lightning-rlhf stage="
-    with forking():
-        command = workplace.process([sys.executable, *CONSOLE], "-sc", "install=bash")
-    script = (
-        f'PATH="{Path(sys.executable).parent}:$PATH"; eval "$INSTALLED"; '
-        f"COMP_LINE='{typed}' COMP_POINT={len(typed)} COMP_CWORD=1; "
-        'hydra_bash_completion; printf "%s\\n" "${COMPREPLY[@]}"'
-    )
-    environment = {"INSTALLED": command.succeeded.out}
-    outcome = workplace.process(["bash", "-c", script], environment=environment).succeeded
-    assert set(outcome.out.split()) == {f"stage={name}" for name in STAGES}, outcome
-
-
 INTERRUPTED = """
 import os, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -79,26 +63,23 @@ def test_ctrl_c_while_it_starts_is_one_line(workplace: Workplace) -> None:
     assert scripts == {"lightning-rlhf": "lightning_rlhf.__main__:main"}
 
 
-def test_the_version_is_ours(workplace: Workplace) -> None:
-    assert workplace.call("--version").succeeded.out == f"lightning-rlhf {__version__}\n"
-
-
-def test_a_training_step_is_six_frames_below_the_command(
+def test_the_clipped_loss_is_five_frames_below_the_step_and_that_six_below_the_command(
     finished: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Frames of our own, train.py and the step included; and PPO's step can be read aloud."""
-    found: list[list[str]] = []
-    step = PPOModule.training_step
+    """Frames of our own, train.py and the loss included; and PPO's step can be read aloud."""
+    found: set[tuple[str, ...]] = set()
+    policy_loss = losses.policy_loss
 
-    def counted(self: Any, *batch: Any) -> Any:
+    def spy(*args: Any, **options: Any) -> Any:
         stack = traceback.extract_stack()
-        found.append([f.name for f in stack if Path(f.filename).is_relative_to(PACKAGE)])
-        return step(self, *batch)
+        found.add(tuple(f.name for f in stack if Path(f.filename).is_relative_to(PACKAGE)))
+        return policy_loss(*args, **options)
 
-    monkeypatch.setattr(PPOModule, "training_step", counted)
+    monkeypatch.setattr(losses, "policy_loss", spy)
     finished.mini("stage=ppo", "run=own", "ppo.iterations=1", *given(finished)).succeeded  # noqa: B018
-    assert found == [["main", "compose", "execute", "fit"]]
-    assert len(inspect.getsource(step).splitlines()) <= 25
+    command, step = ("main", "compose", "execute", "fit"), "training_step"
+    assert found == {(*command, step, "update", "accumulate", "loss_terms", "policy_losses")}
+    assert len(inspect.getsource(PPOModule.training_step).splitlines()) <= 25
 
 
 @pytest.mark.slow
@@ -143,24 +124,6 @@ def test_a_stop_is_seen_in_the_exit_status(
     assert outcome.err == ""
     execute.assert_called_once()
     assert "Sweep" not in outcome.out
-
-
-def test_ctrl_c_says_in_one_line_how_to_go_on(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stopped = Mock(side_effect=KeyboardInterrupt)
-    monkeypatch.setattr("lightning_rlhf.cli.main.execute", stopped)
-    folder = workplace.stage("sft")
-    (folder / "checkpoints").mkdir(parents=True)
-    for name in ("config.json", "checkpoints/000004.ckpt"):
-        (folder / name).touch()
-    told = workplace.mini("stage=sft")
-    assert told.out == "stopped; resume=auto goes on from the checkpoint of step 4\n"
-    assert told.err == ""
-    (folder / "final").mkdir()
-    assert workplace.mini("stage=sft", "overwrite=true").out == "stopped\n"
-    out = workplace.mini("recipe=quickstart", "overwrite=true").out
-    assert out == "stopped; the same command, without overwrite=true, goes on\n"
 
 
 def test_what_the_configuration_tells_is_told_without_slow_imports(workplace: Workplace) -> None:

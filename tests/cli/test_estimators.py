@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-from lightning_rlhf.core.records import Experience, Rollout
-from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Workplace, given, rows, weights
 from .others import until_called
@@ -44,28 +40,6 @@ def same(a: Any, b: Any) -> bool:
     return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
 
 
-def seen_by(patched: pytest.MonkeyPatch) -> list[Rollout]:
-    """The rollouts of a run to come."""
-    seen, make = list[Rollout](), PPOModule.make_experience
-
-    def spy(self: PPOModule, rollout: Rollout) -> Experience:
-        seen.append(rollout)
-        return make(self, rollout)
-
-    patched.setattr(PPOModule, "make_experience", spy)
-    return seen
-
-
-def check_groups(rollouts: Sequence[Rollout], samples: int) -> None:
-    """Check that both iterations are of 8 responses, `samples` to each prompt."""
-    assert len(rollouts) == 2
-    for rollout in rollouts:
-        groups = rollout.index.view(-1, samples)
-        assert groups.shape == (8 // samples, samples)
-        assert (groups == groups[:, :1]).all()
-        assert len({*groups[:, 0].tolist()}) == 8 // samples
-
-
 def check_ends(folder: Path) -> None:
     """Check that a text which any model of English letters says soon ends the responses.
 
@@ -80,16 +54,11 @@ def check_ends(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_resumed_run_is_the_unbroken_one(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch, variant: str
-) -> None:
+def test_a_resumed_run_is_the_unbroken_one(finished: Workplace, variant: str) -> None:
     """Resumed after iteration 1, between two evaluations."""
     command = ["stage=ppo", "run=whole", *VARIANTS[variant], *given(finished)]
     command.append("ppo.iterations=2")
-    with monkeypatch.context() as patched:
-        rollouts = seen_by(patched)
-        finished.mini(*command).succeeded  # noqa: B018
-    check_groups(rollouts, 4 if variant == "grpo" else 1)
+    finished.mini(*command).succeeded  # noqa: B018
     whole = finished.stage("ppo", "whole")
     if variant == "grpo":
         check_ends(whole)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ..report.pages import check
-from .conftest import SHIPPED, Workplace, given
+from .conftest import Workplace, given
 from .others import own_scores
 
 RULES = """
@@ -17,10 +17,6 @@ def length(prompts, responses):
 
 def threes(prompts, responses):
     return [3.0] * len(responses)
-
-
-def broken(prompts, responses):
-    return [float("nan")] * len(responses)
 """
 
 
@@ -51,25 +47,12 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
-    assert "Measured on 4 held-out pairs of 4 prompts and 8 SFT samples" in page
-    assert "4 held-out pairs, too few to measure with" in out
     assert "held-out pairs read through PPO's path" in out
     report = check((place.stage("eval_reward", "head") / "report.html").read_text()).text
     assert numbers["verdict"].rstrip(".") in report
-    assert "nothing was evaluated" not in report.lower()
-    assert "definitions, checks and pictures: final/report.md" in report
-    assert "Fitness of a reward: not judged." in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
     assert all((place.stage("eval_reward", "head") / "final" / name).is_file() for name in pictures)
-
-
-def test_what_is_no_number_stops_it(place: Workplace) -> None:
-    command = ["stage=eval_reward", "run=broken", given(place)[0], "reward=function"]
-    command.append("eval_reward.samples=8")
-    error = place.mini(*command, "reward.path=rules.py:broken").error
-    assert " gave nan for the response '" in error
-    assert not (place.stage("eval_reward", "broken") / "final").exists()
 
 
 def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:
@@ -112,17 +95,3 @@ def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:
     for side, own in lengths.items():
         assert found[side]["mean"] == pytest.approx(a * sum(own) / 4 + b, abs=1e-4)
         assert found[side]["lowest"] == pytest.approx(a * own[0] + b, abs=1e-4)
-
-
-def test_a_taste_for_length_is_flagged(place: Workplace) -> None:
-    """Right wherever the longer response was chosen, wrong elsewhere: a gap of 1."""
-    command = ["reward=function", "reward.path=rules.py:length", "data.max_val_rows=null"]
-    command += [f"data.preferences.val={SHIPPED / 'preferences_val.jsonl'}"]
-    page, numbers, out = evaluate(place, "length", *command)
-    assert "preference pairs to look at: " in out
-    assert numbers["about_pairs"] in out
-    flags = {f["subject"]: f for f in numbers["findings"] if f["outcome"] == "flag"}
-    assert flags["length gap"]["value"] > 0.9
-    assert "prefers the longer response" in flags["length gap"]["words"]
-    assert "length gap" in numbers["verdict"]
-    assert "| length gap | **flag** |" in page

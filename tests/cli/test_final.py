@@ -130,17 +130,6 @@ def test_a_run_ends_without_gain_and_so_does_a_resumed_one(place: Workplace) -> 
     assert (weights(final), rows(folder(place, "patient"))) == before
 
 
-def test_a_run_ends_where_the_kl_is_above_its_bound(place: Workplace) -> None:
-    kl = [float(row["kl_divergence"]) for row in rows(folder(place, "reference"))[1:]]
-    bound = 0.9 * max(kl[:5])
-    step = next(i for i, x in enumerate(kl, start=1) if x > bound)
-    ppo(place, "kl", f"ppo.stop.max_kl={bound!r}").succeeded  # noqa: B018
-    final = folder(place, "kl") / "final"
-    assert weights(final) == weights(exported(place, "reference", step))
-    assert "above ppo.stop.max_kl=" in manifest(final)["chosen"]["stopped"]
-    assert rows(folder(place, "kl"))[-1]["step"] == str(step)
-
-
 def test_a_finished_run_is_not_made_longer(place: Workplace) -> None:
     before = tree(folder(place, "reference"))
     for resume, told in (("auto", "ppo.iterations was 6, is 9"), ("true", "that finished")):

@@ -1,10 +1,9 @@
-"""Run folders behind symbolic links, folders that cannot be written, and the modes of files."""
+"""Run folders behind symbolic links, and folders that cannot be written."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Any
 
@@ -116,30 +115,3 @@ def test_outputs_that_cannot_be_written(workplace: Workplace) -> None:
     done = workplace.sweep("stage=sft", "seed=1", "outputs=/dev/null")
     assert done.status == 1
     assert "Traceback" not in done.out + done.err
-
-
-# Modes.
-
-
-def modes(folder: Path) -> dict[str, set[str]]:
-    """Mode -> the endings of the files, or "/" of folders, that have it."""
-    found: dict[str, set[str]] = {}
-    for path in folder.rglob("*"):
-        if path.is_symlink():  # as W&B leaves; a link has no mode of its own
-            continue
-        mode = f"{stat.S_IMODE(path.stat().st_mode):o}"
-        found.setdefault(mode, set()).add("/" if path.is_dir() else path.suffix)
-    return found
-
-
-def current_umask() -> int:
-    umask = os.umask(0o077)
-    os.umask(umask)
-    return umask
-
-
-def test_all_files_of_all_stages_have_the_modes_of_new_files(pipeline: Workplace) -> None:
-    """Weights, which safetensors writes for their owner alone, and rm/final with its pages too."""
-    assert modes(pipeline.outputs).keys() == {
-        f"{0o666 & ~current_umask():o}", f"{0o777 & ~current_umask():o}",
-    }  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,21 +16,6 @@ from .conftest import SHIPPED, Workplace, tree
 from .others import TEMPLATE, classifier_scores, save_classifier, until_called
 
 TOKENIZER = RECIPES / "quickstart" / "tokenizer"
-
-
-@pytest.fixture
-def changed(judged: Workplace, tmp_path: Path) -> Callable[[str], Path]:
-    """changed(template): a copy of the reward model that writes dialogues so."""
-
-    def copy(template: str) -> Path:
-        folder = tmp_path / "changed"
-        shutil.copytree(judged.outputs / "other" / "other" / "rm" / "final", folder)
-        file = folder / "chat_template.jinja"
-        assert file.read_text() == TEMPLATE
-        file.write_text(template)
-        return folder
-
-    return copy
 
 
 def stopped(place: Workplace, *command: str) -> list[str]:
@@ -51,13 +35,15 @@ def stopped(place: Workplace, *command: str) -> list[str]:
     return [*said[start:], error.removeprefix(f"{said[start]}. ")]
 
 
-def test_a_fault_in_the_format_stops_ppo(judged: Workplace, changed: Callable[[str], Path]) -> None:
+def test_a_fault_in_the_format_stops_ppo_or_is_told(judged: Workplace, tmp_path: Path) -> None:
     """Here a space in the place of each line's end."""
     start = f"policy.checkpoint={judged.stage('sft') / 'final'}"
-    model, here = changed(TEMPLATE.replace("\\n", " ")), " [assistant]"
-    first, there_line, here_line, difference, last = stopped(
-        judged, "stage=ppo", "run=stopped", "reward=model", start, f"reward.name_or_path={model}"
-    )
+    model, here = tmp_path / "changed", " [assistant]"
+    shutil.copytree(judged.outputs / "other" / "other" / "rm" / "final", model)
+    assert (model / "chat_template.jinja").read_text() == TEMPLATE
+    (model / "chat_template.jinja").write_text(TEMPLATE.replace("\\n", " "))
+    words = ("stage=ppo", "reward=model", start, f"reward.name_or_path={model}")
+    first, there_line, here_line, difference, last = stopped(judged, *words, "run=stopped")
     assert first.startswith("reward model: 4 held-out pairs read through PPO's path, ")
     assert float(first.partition("differ by ")[2].split()[0]) > 0.05
     prompt = json.loads((judged.folder / "data" / "preferences_val.jsonl").open().readline())
@@ -67,18 +53,8 @@ def test_a_fault_in_the_format_stops_ppo(judged: Workplace, changed: Callable[[s
     assert here in here_line
     assert difference.startswith("  first difference: at character ")
     assert "reward.format_check=warn" in last
-
-
-def test_warn_says_it_and_does_not_refuse(
-    judged: Workplace, changed: Callable[[str], Path]
-) -> None:
-    folder = changed("{{ bos_token }}" + TEMPLATE)
-    out = until_called(
-        judged, "stage=ppo", "run=warned", f"policy.checkpoint={judged.stage('sft') / 'final'}",
-        "reward=model", f"reward.name_or_path={folder}", "reward.format_check=warn", "debug=true",
-    )  # fmt: skip
-    assert "text of a pair here:  '[start][start][user]" in out
-    assert "first difference: at character 8, " in out
+    out = until_called(judged, *words, "run=warned", "reward.format_check=warn", "debug=true")
+    assert difference in out
 
 
 def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(

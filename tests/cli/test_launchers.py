@@ -9,13 +9,14 @@ import stat
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 import pytest
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli import arguments, sweep
+from lightning_rlhf.cli import sweep
 from lightning_rlhf.cli.sweep import STOP, STOPPED, run_job, stoppable, stopped_by
 from lightning_rlhf.parallel.world import SRUN
 
@@ -64,13 +65,13 @@ while :; do sleep 0.05; done"""
 """A run that writes its checkpoint after a SIGTERM."""
 
 
-def send_when_begun(folder: Path, signum: signal.Signals) -> None:
-    def send() -> None:
+def when_begun(folder: Path, act: Callable[..., object], *arguments: object) -> None:
+    def wait() -> None:
         while not (folder / "begun").exists():
             time.sleep(0.02)
-        os.kill(os.getpid(), signum)
+        act(*arguments)
 
-    threading.Thread(target=send, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def test_a_job_is_requeued_after_its_checkpoint(
@@ -83,7 +84,7 @@ def test_a_job_is_requeued_after_its_checkpoint(
 
     before = signal.signal(signal.SIGUSR2, requeue)
     try:
-        send_when_begun(tmp_path, signal.SIGUSR2)
+        when_begun(tmp_path, os.kill, os.getpid(), signal.SIGUSR2)
         with pytest.raises(SystemExit, match="saved"):
             job(tmp_path, monkeypatch, BUSY.format(tmp_path))
     finally:
@@ -97,7 +98,7 @@ def test_a_signal_to_a_launcher_s_process_ends_its_job_alone(
     """After its checkpoint. After one to the command no further job begins."""
     with stoppable(is_apart=False):
         monkeypatch.setattr(sweep, "is_sweeper", lambda: is_sweeper)
-        send_when_begun(tmp_path, signal.SIGTERM)
+        when_begun(tmp_path, os.kill, os.getpid(), signal.SIGTERM)
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()
         assert stopped_by() == (signal.SIGTERM if is_sweeper else None)
@@ -109,13 +110,7 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with stoppable(is_apart=True):
-
-        def receive() -> None:
-            while not (tmp_path / "begun").exists():
-                time.sleep(0.02)
-            Path(os.environ[STOP], str(int(signal.SIGTERM))).touch()
-
-        threading.Thread(target=receive, daemon=True).start()
+        when_begun(tmp_path, Path(os.environ[STOP], str(int(signal.SIGTERM))).touch)
         assert job(tmp_path, monkeypatch, BUSY.format(tmp_path)) == STOPPED
         assert (tmp_path / "saved").exists()
 
@@ -181,17 +176,6 @@ def test_slurm_jobs_have_a_gpu_for_each_process(
     ):  # fmt: skip
         assert f"#SBATCH --{option}\n" in asked
     assert " holds mine and no config.json" in outcome.out
-
-
-def test_a_launcher_that_is_not_installed_or_not_used_is_named(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = "hydra/launcher=joblib", "stage=sft", "sft.lr=-1"
-    warning = "warning: hydra/launcher=joblib is for sweeps and is not used without -m"
-    assert warning in workplace.mini(*words).out
-    monkeypatch.setitem(arguments.PLUGINS, "hydra/launcher=joblib", "not_installed")
-    error = workplace.sweep("hydra/launcher=joblib", "stage=sft", "seed=1,2").error
-    assert error.endswith("which is not installed; pip install 'lightning-rlhf[sweeps]'")
 
 
 def test_a_sweep_in_several_processes_is_refused_and_leaves_nothing(

@@ -18,7 +18,7 @@ import pytest
 from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.core.metrics import MACHINE
 
-from .conftest import MINI, MODULE, STAGES, Workplace, forking, given, rows, weights
+from .conftest import MINI, MODULE, STAGES, Workplace, forking, rows, weights
 
 STEPS = {"sft": 6, "rm": 6, "ppo": 3}
 """Batches of each stage: 0.75 * 32 / 4, and ppo.iterations."""
@@ -142,18 +142,6 @@ def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(
     assert untimed(manifest(folder)["metrics"]) == untimed(manifest(unbroken)["metrics"])
     assert rows(folder) == rows(unbroken)
     assert samples(folder) == samples(unbroken)
-
-
-def test_a_run_shorter_than_val_every_validates_at_tenths_and_learns_the_same(
-    finished: Workplace,
-) -> None:
-    """A tenth of 3 iterations, rounded up, is 1. run=default validated at 2."""
-    finished.mini("stage=ppo", "run=short", *given(finished), "ppo.val_every=1000").succeeded  # noqa: B018
-    short, default = finished.stage("ppo", "short"), finished.stage("ppo")
-    names = [name for name in weights(default) if "fingerprint" not in name]
-    assert names
-    assert {n: weights(short)[n] for n in names} == {n: weights(default)[n] for n in names}
-    assert [row["step"] for row in rows(short) if "eval/reward_mean" in row] == [*"0123"]
 
 
 def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:

@@ -137,6 +137,33 @@ def test_a_run_goes_on_in_another_number_of_processes(
         assert_close(folder / "final", unbroken / "final")
 
 
+def test_processes_that_share_the_base_leave_what_one_does(
+    place: Workplace, tmp_path: Path
+) -> None:
+    """Also where one process goes on, which then holds the whole base."""
+    found = place.copied(tmp_path / "work")
+    words = ["stage=ppo", "run=shared", *given(place), "trainer.strategy=fsdp"]
+    outcome = in_processes(found, 2, *words, "preflight=strict", folder=tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert "kernels: plain (the weights are sharded)" in outcome.out
+    one, shared = place.stage("ppo"), found.stage("ppo", "shared")
+    assert tree(shared).keys() == tree(one).keys()
+    assert_close(shared / "final", one / "final")
+    assert_same_rows(shared, one)
+    shutil.rmtree(shared / "final")
+    found.mini(*words, "resume=2").succeeded  # noqa: B018
+    assert_close(shared / "final", one / "final")
+
+
+def test_a_base_that_cannot_be_shared_is_refused(place: Workplace) -> None:
+    words = ["stage=sft", "run=refused", "trainer.strategy=fsdp"]
+    for word in ("sft.finetune=full", "model.kernels=fast"):
+        key, _, value = word.partition("=")
+        error = place.mini(*words, word).error
+        assert f"{key} is '{value}'; allowed: " in error
+        assert "as trainer.strategy=fsdp shards" in error
+
+
 def test_a_reward_is_asked_once_a_response(place: Workplace, tmp_path: Path) -> None:
     (place.folder / "count.py").write_text(
         "def score(prompts, responses):\n"

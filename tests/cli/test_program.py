@@ -89,13 +89,6 @@ def test_a_claim_that_fails_fails_the_command(workplace: Workplace, recipes: Pat
     assert out.count(" broken ") == 1
 
 
-def test_what_the_program_does_not_read_is_refused(workplace: Workplace, recipes: Path) -> None:
-    serve(recipes, 0.0)
-    error = workplace.call("recipe=small", "ppo.gae_lambda=1").error
-    assert "does not read ppo.gae_lambda; allowed: ppo.lr, iterations, gamma" in error
-    assert not workplace.outputs.exists()
-
-
 def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None:
     out = workplace.call("recipe=bandit").succeeded.out
     folder = workplace.outputs / "default" / "bandit"

@@ -35,17 +35,3 @@ def test_a_resumed_run_ends_with_the_same_bits(place: Workplace) -> None:
     place.mini(*PTX, *given(place), "resume=2").succeeded  # noqa: B018
     assert weights(folder) == final
     assert tree(folder / "rollouts") == recorded
-
-
-def test_other_demonstrations_are_no_longer_the_same_run(place: Workplace) -> None:
-    folder, file = place.stage("ppo", "ptx"), place.folder / "data" / "sft_train.jsonl"
-    text = file.read_text()
-    first, second, *others = text.splitlines(keepends=True)
-    (folder / "final").rename(place.folder / "final")
-    file.write_text("".join([second, first, *others]))
-    try:
-        resumed = place.mini(*PTX, *given(place), "resume=true").error
-    finally:
-        file.write_text(text)
-        (place.folder / "final").rename(folder / "final")
-    assert "the demonstrations of ppo.ptx_coef are others now, or in another order" in resumed

@@ -176,19 +176,6 @@ def test_a_recipe_may_end_with_an_evaluation_and_promise_its_gain(done: Kitchen)
     assert row["measured"].startswith(f"{policy - sft:.3f} [")  # with an interval over prompts
 
 
-def test_it_ends_with_what_compute_bought_and_its_total(done: Kitchen) -> None:
-    file = done.folder("ppo") / "diminishing.json"  # a run of so few iterations writes none
-    sentence = "after iteration 7 a further 10% bought nothing"
-    file.write_text(json.dumps({"sentence": sentence, "curves": [], "divergence": None}))
-    summary = done.cook().succeeded.out.split("The same prompts")[1]
-    assert "diminishing returns: after iteration 7 a further 10% bought nothing (" in summary
-    manifests = [json.loads((done.folder(s) / "final/manifest.json").read_text()) for s in STAGES]
-    trained = sum(found["metrics"]["compute/trained_tokens"] for found in manifests)
-    (line,) = [line for line in summary.splitlines() if line.startswith("compute")]
-    assert line.startswith("compute of sft, rm, ppo: tokens ")
-    assert f" scored, {trained:,.0f} trained; " in line
-
-
 def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) -> None:
     """With a row less and so with other weights, in the same folder and configuration."""
     before = {stage: weights(done.folder(stage)) for stage in STAGES}
@@ -315,17 +302,6 @@ def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(done: Ki
     assert done.ran == []
     assert out.count("not measured") == 2
     assert "Not as the recipe is written: ppo.iterations; so its promises are shown" in out
-
-
-def test_what_to_try_next_is_said_for_this_run(done: Kitchen) -> None:
-    """With what the stages were told, and without what only other stages understand."""
-    done.write(next=["see {folder}", "try stage=ppo{given} ppo.kl_coef=0"])
-    shutil.copytree(done.place.outputs / "default", done.place.outputs / "mine")
-    out = done.cook("run=mine", "sft.max_grad_norm=1.0", "ppo.gamma=1.0").succeeded.out
-    assert done.ran == []
-    assert "see outputs/mine/mini\n" in out
-    told = f"--config-dir={PRESETS} model=mini data=small seed=3 run=mine ppo.gamma=1.0"
-    assert f"try stage=ppo {told} ppo.kl_coef=0" in out
 
 
 def settings_of(recipe: Recipe) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation.compare import keep_recipe, runs_of, write_report
-from lightning_rlhf.runs.folders import CONFIG, METRICS
+from lightning_rlhf.runs.folders import CONFIG
 from lightning_rlhf.stages.supervised import sample_held_out
 
 from ..report.pages import check
@@ -122,48 +122,3 @@ def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:
     (folder / "steps.json").write_text("3")
     with pytest.raises(CheckpointError, match=r"steps\.json is damaged"):
         runs_of(folder)
-
-
-def make_run(folder: Path, seed: int, kl_coef: float, rewards: list[float], **other: Any) -> None:
-    """A run of stage=ppo as its files tell it: KL 0, 1, 2 at its three evaluations."""
-    folder.mkdir(parents=True)
-    tree = {"stage": "ppo", "run": folder.parts[-3], "model": {"name": "mini"}, "seed": seed,
-            "ppo": {"kl_coef": kl_coef, **other}}  # fmt: skip
-    (folder / CONFIG).write_text(json.dumps(tree))
-    rows = [f"{step},{reward},{float(step)}" for step, reward in enumerate(rewards)]
-    (folder / METRICS).write_text("\n".join(["step,eval/reward_mean,eval/kl", *rows, ""]))
-
-
-def test_runs_that_differ_in_seed_alone_are_one_group(workplace: Workplace) -> None:
-    """Rewards 1, 2, 3: mean 2 and 2 ± 4.303 / sqrt(3) = 2.484; at KL 0.4, a fifth of it, 0.4."""
-    place = workplace.folder
-    for seed, last in ((0, 1.0), (1, 2.0), (2, 3.0)):
-        make_run(place / f"s{seed}/mini/ppo", seed, 0.1, [0.0, last / 2, last])
-    make_run(place / "other/mini/ppo", 0, 0.5, [0.0, 0.2, 0.6], note="<script>")
-    out = workplace.call("compare", "s0", "s1", "s2", "other", "--out", "c.html").succeeded.out
-    page = check((place / "c.html").read_text())
-    for text in ("2.000 [-0.484, 4.484]", "0.400 [-0.097, 0.897]", "kl_coef=0.1",
-                 "kl_coef=0.5, note=<script>"):  # fmt: skip
-        assert text in page.text
-    assert "0, 1, 2" in out
-    assert "seed" not in page.text.split("What differs in configuration")[1].split("Runs")[0]
-
-
-def test_an_evaluation_of_policies_is_a_page(workplace: Workplace) -> None:
-    """Its gain over the SFT model, 0.5 [0.4, 0.6], makes the verdict."""
-    folder = workplace.folder / "run/mini/eval_policy"
-    make_run(folder, 0, 0.1, [0.0])
-    (folder / METRICS).unlink()
-    (folder / "final").mkdir()
-    metrics = {"eval/reward_mean": 1.5, "eval/reward_gain": 0.5, "eval/reward_gain_low": 0.4,
-               "eval/reward_gain_high": 0.6, "eval/kl": 3.0}  # fmt: skip
-    compared = {"policy": "<ppo>", "other": "sft", "decoding": "sampled", "number": "reward",
-                "difference": 0.5, "interval": [0.4, 0.6], "win_rate": 0.75, "win_interval": None,
-                "ties": None}  # fmt: skip
-    numbers = {"sampled": {"eval/reward_mean": 1.5, "eval/distinct_1": None}}
-    found = {"metrics": metrics, "policies": {"<ppo>": numbers}, "comparisons": [compared]}
-    (folder / "final" / "evaluation.json").write_text(json.dumps(found))
-    workplace.call("report", str(folder)).succeeded  # noqa: B018
-    page = check((folder / "report.html").read_text())
-    assert "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1.5." in page.text
-    assert "<ppo> - sft" in page.text

@@ -61,14 +61,6 @@ def test_problems_of_the_data_are_said_before_training(finished: Workplace) -> N
     assert out.index(said) < out.index("preference pairs to validate on")
 
 
-def test_a_pair_without_the_margin_that_is_priced(finished: Workplace) -> None:
-    rewrite(pairs(finished), lambda i, row: row if i == 4 else row | {"margin": 1.0})
-    error = finished.mini("stage=rm", "job=margins", "rm.margin_coef=0.5").error
-    assert error.startswith("rm.margin_coef is above 0, but 1 of 32 pairs of ")
-    assert "no field 'margin' (the first is pair 5)" in error
-    assert not (finished.outputs / "default" / "mini" / "margins").exists()
-
-
 # An ensemble.
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import sys
 from typing import Any
 
 import pytest
@@ -66,21 +65,3 @@ def test_other_addresses(
     out = workplace.call(*command, "::1").succeeded.out
     assert f"reward=http 'reward.url=\"http://[::1]:{made[-1].port}/score\"'; " in out
     assert parsed(made[-1].url, "reward.url").port == made[-1].port
-
-
-def test_without_its_libraries_it_says_how_to_install_them(
-    workplace: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, "lightning_rlhf.rewards.server", raising=False)
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    error = workplace.call("serve-reward", "final").error
-    assert error == "serve-reward needs uvicorn: pip install 'lightning-rlhf[serve]'"
-
-
-@pytest.mark.usefixtures("loaded")
-def test_what_is_wrong_is_one_message(workplace: Workplace) -> None:
-    for words, told in (
-        (["--host", "256.0.0.1"], "there can be no server at '256.0.0.1', port "),
-        (["--token-env", "NOT_THERE"], "--token-env is 'NOT_THERE'; allowed: an env"),
-    ):
-        assert workplace.call("serve-reward", "final", *words).error.startswith(told)

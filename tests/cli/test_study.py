@@ -203,17 +203,6 @@ def test_a_job_is_told_its_study_and_a_pruner_that_holds_another(tmp_path: Path)
     assert found["pruner.wrapped_pruner._target_"] == "optuna.pruners.MedianPruner"
 
 
-def test_a_metric_or_a_direction_that_misleads_is_refused_before_a_trial(
-    workplace: Workplace,
-) -> None:
-    command = ["hydra/sweeper=optuna", "stage=sft", "seed=1,2", "hydra.sweeper.metric=eval/loss"]
-    error = workplace.sweep(*command, "hydra.sweeper.direction=maximize").error
-    assert error.startswith("hydra.sweeper.direction is 'maximize'; allowed: minimize ")
-    error = workplace.sweep(*command[:3], "hydra.sweeper.metric=loss").error
-    assert error.startswith("hydra.sweeper.metric is 'loss'; allowed: eval/loss, eval/perplexity")
-    assert not [*workplace.outputs.glob("default/*.log")]
-
-
 @pytest.mark.parametrize("sweep", ["sft.lr=tag(lgo,interval(1,2))", "seed=range(5,1)"])
 def test_a_sweep_of_no_values_is_refused(sweep: str) -> None:
     with pytest.raises(ConfigError, match="allowed: values, interval") as error:

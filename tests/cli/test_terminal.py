@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console
 
-from lightning_rlhf.cli.sweep import Job, jobs_table
 from lightning_rlhf.io.console import is_hidden
-from lightning_rlhf.models.checkpoint import Verdict
-from lightning_rlhf.report.tables import before_after_table, side_by_side
 
 from .conftest import Workplace
 
@@ -55,28 +51,3 @@ def test_the_command_line_comes_back_as_text(workplace: Workplace) -> None:
     failed = workplace.call("stage=sft", "-m", f"sft.nothing='{EVIL}','a'")
     assert failed.status != 0
     check(outcome.out, outcome.err, failed.out, failed.err)
-
-
-def test_tables(tmp_path: object) -> None:
-    """Rich reads no markup in names and texts, and escapes are written out."""
-    console = Console(width=400, force_terminal=True, no_color=True, color_system=None)
-    metrics = {f"eval/judge/{EVIL}": 1.0, "eval/kl": 0.5}
-    sample = {"prompt": EVIL, "response": EVIL, "score": 1.0, "judge": {}}
-    files = []
-    for name in ("before", "after"):
-        files.append(tmp_path / f"{name}.jsonl")  # type: ignore[operator]
-        files[-1].write_text(json.dumps(sample) + "\n")
-    tables = [
-        before_after_table(metrics, metrics, {EVIL: Verdict(True, EVIL, (EVIL,))}),
-        side_by_side(files[0], files[1], 1),
-        jobs_table([Job(overrides=[f"run={EVIL}"])], None).console(),
-    ]
-    for table in tables:
-        with console.capture() as capture:
-            console.print(table)
-        text = capture.get()
-        assert SEEN in text
-        assert "[red][link=http://y]z[/link]" in text
-        for code in ("\x1b[0m", "\x1b[1m", "\x1b[2m", "\x1b[3m", "\x1b[1;2m"):
-            text = text.replace(code, "")
-        check(text)

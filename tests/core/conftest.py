@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import pytest
 import torch
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -14,11 +13,6 @@ NAN = float("nan")
 T, F = True, False
 
 drawn = settings(deadline=None, max_examples=25, derandomize=True, database=None)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from dataclasses import fields
 
 import pytest
 
-from lightning_rlhf.core.metrics import METRICS, check_names, metric_rows
+from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.metrics import METRICS, Goal, check_names, metric_rows, require_metrics
 from lightning_rlhf.core.records import UpdateStats
 
 
@@ -39,16 +40,10 @@ time/y | sft | s: seconds
     assert (y.healthy, y.label, y.better, y.band) == ("-", None, None, None)
 
 
-def test_a_band_repeats_numbers_of_the_text_on_the_healthy_range() -> None:
-    """1 +- 0.01 and log 2 are written as words; "positive" is 0."""
-    said = {"update/ratio_mean": "within 0.01 of 1", "eval/reward_margin": "positive"}
-    banded = {name: metric for name, metric in METRICS.items() if metric.band is not None}
-    assert {"update/clip_fraction", "update/approx_kl", "eval/accuracy"} <= banded.keys()
-    for name, metric in banded.items():
-        assert metric.band is not None
-        if name in said:
-            assert metric.healthy == said[name]
-            continue
-        ends = [f"{end:g}" for end in metric.band if end is not None]
-        assert ends
-        assert all(end in metric.healthy for end in ends), name
+def test_a_goal_that_was_not_measured_is_named_with_what_was() -> None:
+    goal: Goal = [("eval/loss", "min"), ("eval/x", "max")]
+    require_metrics("sft.best.metric", goal, {"eval/loss": 1.0, "eval/x": 2.0})
+    for measured, says in (({"eval/b": 1.0, "eval/a": 1.0, "kl": 0.0}, "eval/a, eval/b"),
+                           ({}, "no metric was logged")):  # fmt: skip
+        with pytest.raises(ConfigError, match=f"sft.best.metric.*eval/loss.*{says}"):
+            require_metrics("sft.best.metric", goal, measured)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from typing import Annotated, Any, Literal
 
 import pytest
@@ -127,12 +125,3 @@ def test_keys_that_nothing_reads() -> None:
     refuse_unknown({"seed": 1}, {"seed", "run"}, "")
     with pytest.raises(ConfigError, match=r"^sed is not a known key; did you mean seed\?$"):
         refuse_unknown({"seed": 1, "sed": 1}, {"seed", "run"}, "")
-
-
-def test_configurations_are_read_without_the_libraries_of_the_floors_above() -> None:
-    code = (
-        "import sys, lightning_rlhf.core.config, lightning_rlhf.data.config\n"
-        "print([m for m in ('torch', 'lightning', 'transformers', 'hydra') if m in sys.modules])"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert run.stdout == "[]\n"

@@ -49,6 +49,13 @@ def test_bos_once_and_never_in_the_response(llama: PreTrainedTokenizerFast, ids:
     assert chat.response_tokens("Hello") == ids(llama, "Hello", "<|eot|>")
 
 
+def test_a_text_without_a_prompt_starts_with_bos_or_after_eos(
+    chatml: PreTrainedTokenizerFast, llama: PreTrainedTokenizerFast, ids: Ids
+) -> None:
+    assert ChatFormat(llama, {}).prompt_tokens(()) == ids(llama, "<|bos|>")
+    assert ChatFormat(chatml, {}).prompt_tokens(()) == ids(chatml, "<|eos|>")
+
+
 @pytest.mark.parametrize(
     ("template", "ends"),
     [
@@ -95,13 +102,6 @@ def test_arguments_reach_a_template_whose_dialogues_are_no_prefixes(
     assert sequence == ids(
         tokenizer, "<user>Hi", "<|eot|>", "<assistant>(thought)", "Hello", "<|eot|>"
     )
-
-
-def test_a_name_that_the_template_never_sees_is_refused(chatml: PreTrainedTokenizerFast) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^data\.chat_template_kwargs is .*, which padding is not"
-    ):
-        ChatFormat(chatml, {"padding": 5})
 
 
 def test_the_plain_template(make_tokenizer: Make, ids: Ids) -> None:

@@ -186,15 +186,12 @@ def test_the_package_s_own_form_goes_before_others(jsonl: Jsonl) -> None:
 
 
 BAD: list[tuple[str, str, Any, str]] = [
-    (SFT, "native", {"response": "A"}, "field 'prompt' is missing (found 'response'; 'res"),
     (SFT, "native", {"prompt": "a", "response": "\ud83d"}, "holds half a surrogate pair"),
     (SFT, "native", {"prompt": "a", "response": "é" * 1_000_001}, "is longer than 1,000,000 chara"),
     (SFT, "native", {"messages": [*chat("a"), {"from": "gpt"}]},
      'a turn of \'messages\' is not {"role", "content"} (messages[1] has keys [\'from\''),
     (SFT, "native", {"messages": chat("a", " ")}, "empty or blank (messages[1].content)"),
     (SFT, "native", {"messages": [*chat("a"), TOOLS[0], *chat("b", "c")]}, "a system turn"),
-    (SFT, "alpaca", {"instruction": "a", "output": None},
-     "field 'output' is missing (found 'instruction'; data.format=alpaca (instruction, out"),
     (SFT, "sharegpt", {"conversations": human("a")}, "no turn of the assistant answers one of the"),
     (SFT, "messages",
      {"messages": [*chat("a"), {"role": "assistant", "tool_calls": [{"f": 1}]}, *TOOLS[3:]]},
@@ -207,7 +204,6 @@ BAD: list[tuple[str, str, Any, str]] = [
 ]  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "native": {"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"},
-    "alpaca": {"instruction": "x", "output": "y"},
     "sharegpt": {"conversations": human("x", "y")},
     "messages": {"messages": chat("x", "y")},
     "hh": {"prompt": "x", "chosen": "y", "rejected": "z"},
@@ -231,30 +227,6 @@ def test_bad_rows(kind: Any, format: str, row: Any, said: str, tmp_path: Path) -
     assert read(kind, str(file), "skip", format).left_out.total() >= 1
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".csv"])
-def test_a_file_that_no_form_fits(ending: str, tmp_path: Path) -> None:
-    """One message with the columns found and those that are allowed."""
-    file = tmp_path / f"mine{ending}"
-    for kind, row, said in (
-        (SFT, {"instruction": "a", "result": "b"}, "alpaca (instruction, output)"),
-        (RM, {"prompt": "a", "chosen": "b", "r": "c"}, "native (chosen, rejected)"),
-    ):
-        cells = f"{','.join(row)}\n{','.join(row.values())}\n"
-        file.write_text(cells if ending == ".csv" else json.dumps(row))
-        with pytest.raises(DataError) as error:
-            read(kind, str(file), "skip")  # type: ignore[arg-type]
-        message = str(error.value)
-        assert message.startswith(str(file))
-        assert all(repr(name) in message for name in row)
-        assert said in message
-
-
-def test_a_format_that_cannot_serve_a_stage() -> None:
-    said = "x.jsonl: data.format=alpaca holds no preferences; .* allowed: native, hh, ultrafeedback"
-    with pytest.raises(DataError, match=said):
-        read(RM, "x.jsonl", "stop", "alpaca")
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "csv"])
 def test_other_names_of_columns(ending: str, tmp_path: Path) -> None:
     """A named column replaces that of the form, also where it is empty; one that is not there is
@@ -276,12 +248,6 @@ def test_other_names_of_columns(ending: str, tmp_path: Path) -> None:
         f"{file}: data.columns.prompt is 'quesiton', which no row has; its columns are "
         "'prompt', 'answer', 'q'"
     )
-
-
-def test_a_column_that_the_form_does_not_read(make_config: MakeConfig) -> None:
-    make_config(columns={"prompt": "question"})
-    with pytest.raises(ConfigError, match=r"one that data\.format=auto reads: choice, "):
-        make_config(columns={"conversation": "turns"})
 
 
 OWN = """

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.readers import draw_rows, load
 
@@ -65,12 +63,3 @@ def test_texts_are_held_out_one_by_one(make_config: MakeConfig, tmp_path: Path) 
     split = load("demonstrations", config, seed=0)
     assert (len(split.train), len(split.val)) == (15, 5)
     assert split.train.numbers[0] % 2 == 1  # every other line is blank
-
-
-def test_a_missing_source(make_config: MakeConfig) -> None:
-    message = (
-        "data.preferences.train is not set; stage=rm and stage=dpo need preference pairs "
-        '{"prompt", "chosen", "rejected"}: data.preferences.train=path.jsonl'
-    )
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        load("preferences", make_config(), seed=0)

@@ -37,27 +37,6 @@ def test_a_function_of_a_file_also_in_the_home_folder_and_of_a_module(
     assert load_function("lightning_rlhf.io.user_code:load_function", "key") is load_function
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (None, "is None; allowed: 'path/to/file.py:function' or 'package.module:function'"),
-        ("{folder}/none.py:score", "there is no file {folder}/none.py"),
-        (
-            "{folder}/rules.py:scores",
-            "rules.py has no function 'scores', it has ['Scorer', 'score']",
-        ),
-        ("nowhere.at.all:score", "there is no module 'nowhere' on PYTHONPATH"),
-    ],
-)
-def test_what_is_no_function_is_named(rules: Path, source: str | None, message: str) -> None:
-    folder = str(rules.parent)
-    given = source and source.format(folder=folder)
-    with pytest.raises(ConfigError) as found:
-        load_function(given, "reward.function")  # type: ignore[arg-type]
-    assert str(found.value).startswith(f"reward.function is {given!r}; ")
-    assert message.format(folder=folder) in str(found.value)
-
-
 def test_what_fails_while_it_is_loaded_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

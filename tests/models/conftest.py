@@ -110,8 +110,7 @@ def randomise(roles: Roles, role: str, seed: int) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _calm() -> None:
-    """One thread: on matrices this small a second one waits longer than it works."""
-    torch.set_num_threads(1)
+    """Silence what transformers prints while it loads."""
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -45,11 +46,6 @@ PPO = OWN | {
     "iterations": 3, "rollout_batch_size": 8, "max_response_tokens": 6, "kl_coef": 0.1,
     "ent_coef": 0.01, "ptx_batch_size": 4, "minibatch_size": 4, "ppo_epochs": 2, "kl_warning": None,
 }  # fmt: skip
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -117,6 +113,17 @@ def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
     return roles
 
 
+def with_policy(base: Roles, model: PreTrainedModel, finetune: str) -> Roles:
+    """A new policy: an adapter on the base, or the model, beside the frozen base."""
+    if finetune == "lora":
+        base.add_adapter(POLICY, LORA, 3)
+        return base
+    roles = Roles(model.requires_grad_(True))
+    roles.frozen = base
+    roles.assign(POLICY)
+    return roles
+
+
 def rm_roles(architecture: str) -> Roles:
     roles = Roles(language_model(architecture))
     roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
@@ -141,7 +148,8 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     if kind == "head":
         role = POLICY
     elif kind == "adapter":
-        roles.add_adapter(CRITIC, LORA, 5)
+        owner = roles.reference
+        owner.add_adapter(CRITIC, LORA, 5)
     else:
         owner = Roles(language_model(architecture).requires_grad_(True))
         owner.assign(CRITIC)
@@ -168,18 +176,18 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        roles = Roles(language_model(architecture, spread=spread))
-        roles.heads[REWARD] = ScalarHeads.random(
-            roles.hidden_size, 1, torch.Generator().manual_seed(2)
+        base = Roles(language_model(architecture, spread=spread))
+        base.heads[REWARD] = ScalarHeads.random(
+            base.hidden_size, 1, torch.Generator().manual_seed(2)
         ).requires_grad_(False)
-        roles.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
-        roles.add_adapter(POLICY, LORA, 3)
+        base.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
         config = ppo_config(**changes)
+        roles = with_policy(base, language_model(architecture, spread=spread), config.finetune)
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
-        learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
+        learned = LearnedReward(base.rewards, 0.1, 0.5, 0.0, batch_size)
         if not fresh:
-            shake(roles, f".{POLICY}.", seed=3)
+            shake(roles.causal_lm, f".{POLICY}." if roles is base else "model.", seed=3)
             if critic is not None:
                 shake(critic.roles, f"heads.{VALUE}.", seed=4)
                 shake(critic.roles, f".{CRITIC}.", seed=5)
@@ -268,7 +276,9 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in module.named_parameters()}
+    """Copies of all parameters, whole where processes share them."""
+    found = ((name, p.detach()) for name, p in module.named_parameters())
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in found}
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:

@@ -112,17 +112,6 @@ def test_linear_attention_has_no_square() -> None:
     assert weights_of(language_model("qwen3_5_text")).attention == 4 * 64  # of four layers one
 
 
-def test_rwkv_has_no_attention() -> None:
-    config = AutoConfig.for_model(
-        "rwkv", hidden_size=8, attention_hidden_size=8, intermediate_size=16, num_hidden_layers=1,
-        vocab_size=16, context_length=8,
-    )  # fmt: skip
-    with torch.device("meta"):
-        found = weights_of(AutoModelForCausalLM.from_config(config))
-    # Four matrices of the attention, 8 x 8; key, receptance and value of the feed-forward network.
-    assert (found.attention, found.trained) == (0, 4 * 8 * 8 + 8 * 16 + 8 * 8 + 16 * 8)
-
-
 @pytest.fixture
 def make(make_ppo: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PPOModule]:
     """PPO on plain layers, with a reward that costs nothing and responses of full length."""

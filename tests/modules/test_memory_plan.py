@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,10 +24,17 @@ from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, P
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import MuonAdamW
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.memory_plan import Bytes, MemoryPlan, activation_numbers, plan_of
+from lightning_rlhf.stages.memory_plan import (
+    Bytes,
+    MemoryPlan,
+    activation_numbers,
+    choose_microbatch,
+    plan_of,
+)
 from lightning_rlhf.stages.preflight import of_memory
 
 from .conftest import (
@@ -83,7 +93,7 @@ def test_the_largest_micro_batch_divides_the_batch() -> None:
         (105, 4, None, "failed"),  # the rollout does not fit
     ):
         found = plan(device=device, rows=rows)
-        assert (found.largest, of_memory(found, "a key").verdict) == (largest, verdict)
+        assert (found.largest(), of_memory(found, "a key").verdict) == (largest, verdict)
 
 
 def linear_elements(layers: int = 2) -> int:
@@ -166,6 +176,52 @@ def test_processes_of_a_machine_divide_its_memory(
     rows = data(DemonstrationTokens([1], [2]))
     found = plan_memory(module, rows, CPU, processes=4, sharing=4)
     assert found.device == allowed * loaded // 4
+
+
+@pytest.mark.parametrize(("fits", "of_others", "chosen"), [
+    (6, 6, 6), (5, 6, 3),  # 4 and 5 do not divide the 6 rows of a batch
+    (6, 2, 2),  # another process has less memory
+    (0, 6, 1),
+])  # fmt: skip
+def test_auto_is_the_largest_micro_batch_that_fits_in_every_process(
+    monkeypatch: pytest.MonkeyPatch, fits: int, of_others: int, chosen: int
+) -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config(microbatch_size="auto", batch_size=6))
+    assert module.microbatch.rows == 6
+    rows = data(DemonstrationTokens([1] * 5, [2] * 3))
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    # Weights are counted as allowed; gradients and two moments are to come, and the rows, twice.
+    a_row = 8 * 4 * linear_elements() + 3 * 4 * 3 * 64
+    free = 3 * trained + 2 * fits * a_row
+    monkeypatch.setattr(memory, "available_memory", lambda _: free)
+    trainer = SimpleNamespace(devices=1, processes=1, precision="32-true")
+    settings = SimpleNamespace(config=module.config, trainer=trainer)
+    others = SimpleNamespace(largest=lambda number: max(number, -of_others))
+    ready: Any = SimpleNamespace(settings=settings, device=CPU, replicas=others, checkpoint=None)
+    choose_microbatch(ready, module, rows)
+    assert module.microbatch.rows == chosen
+    module.microbatch.rows, ready.checkpoint = 5, Path("a checkpoint, whose size it is")
+    choose_microbatch(ready, module, rows)
+    assert module.microbatch.rows == 5
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, AdamW8bit, MuonAdamW])
+def test_a_plan_has_the_moments_of_the_optimizer(optimizer: Any) -> None:
+    """Of all weights: matrices with less and more than 4096 numbers, an embedding, and vectors."""
+    roles = Roles(language_model("qwen3").requires_grad_(True))
+    roles.causal_lm.resize_token_embeddings(200)  # of width 32
+    module = SFTModule(roles, sft_config())
+    module.optimizer_class = partial(optimizer)
+    found = plan_memory(module, data(DemonstrationTokens([1] * 5, [2] * 3)), CPU)
+    made = module.build_optimizer([(1.0, module.parameters())], 4)["optimizer"]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    # Without numbers of one step, and tables that all moments share.
+    held = (
+        x for one in made.state.values() for n, x in one.items() if n[:4] not in ("step", "qmap")
+    )
+    assert sum(x.nbytes for x in held) == found.roles["base"].optimizer
 
 
 class Peak(TorchDispatchMode):

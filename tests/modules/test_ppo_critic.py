@@ -90,22 +90,24 @@ def test_the_policy_s_gradient_does_not_know_the_value_loss(make_ppo: Make, kind
     assert not equal(policy, (0.5, 1.0), (0.5, 0.0))
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [
-    ("qwen3", "head"), ("qwen3", "adapter"), ("qwen3_5", "head"), ("qwen3_5", "model"),
+@pytest.mark.parametrize(("architecture", "kind", "finetune"), [
+    ("qwen3", "head", "lora"), ("qwen3", "adapter", "lora"), ("qwen3_5", "head", "lora"),
+    ("qwen3_5", "model", "lora"), ("qwen3", "head", "full"), ("qwen3_5", "adapter", "full"),
 ])  # fmt: skip
 def test_iterations_touch_nothing_but_policy_and_critic(
-    make_ppo: Make, architecture: str, kind: str
+    make_ppo: Make, architecture: str, kind: str, finetune: str
 ) -> None:
-    module, outputs = make_ppo(architecture, critic=kind), Outputs()
-    before = parameters(module)
-    probes = {role: module.roles.probe(role) for role in (REFERENCE, REWARD, POLICY)}
+    module, outputs = make_ppo(architecture, critic=kind, finetune=finetune), Outputs()
+    before, policy, frozen = parameters(module), module.roles.probe(POLICY), module.roles.reference
+    probes = {role: frozen.probe(role) for role in (REFERENCE, REWARD)}
     trainer = fit(module, [prompts(seed=seed) for seed in range(2)], [outputs])
-    expected = named(module, ADAPTER) | critic_names(module)
+    own = ADAPTER if finetune == "lora" else "roles.model."
+    expected = named(module, own) | critic_names(module)
     assert changed(before, parameters(module)) == expected
     assert set(module.state_dict()) == expected
     for role in (REFERENCE, REWARD):
-        assert torch.equal(module.roles.probe(role), probes[role])
-    assert not torch.allclose(module.roles.probe(POLICY), probes[POLICY], atol=1e-3)
+        assert torch.equal(frozen.probe(role), probes[role])
+    assert not torch.allclose(module.roles.probe(POLICY), policy, atol=1e-3)
     # 2 epochs over 8 rows in minibatches of 4 are 4 optimizer steps an iteration.
     assert (module.iteration, trainer.global_step) == (2, 8)
     for step in outputs.steps:

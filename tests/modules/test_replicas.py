@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel import replicas as collectives
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.sharding import mesh
 
 from ..processes import replicated
 from .conftest import Outputs, fit, parameters, prompts, sft_config, sft_roles
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": "model", "generation_batch_size": 2, "whiten_advantages": "minibatch",
         "critic_warmup": 1, "weight_decay": 0.1, "ptx_batch_size": 3,
     },
+    "all weights": {"finetune": "full", "critic": "adapter", "critic_warmup": 1},
     "grpo, uneven minibatches": {
         "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
         "minibatch_size": 10, "microbatch_size": 5,
@@ -65,14 +67,15 @@ class Evaluations(Callback):
 
 
 def trained(
-    module: L.LightningModule, batches: list[Any], held_out: list[Any], replicas: Replicas = ONE
-) -> dict[str, Any]:
+    module: L.LightningModule, batches: list[Any], held_out: list[Any], replicas: Replicas = ONE,
+    callbacks: Sequence[Callback] = (),
+) -> dict[str, Any]:  # fmt: skip
     """The results of all steps and evaluations, and the weights after the last step."""
     module.replicas = replicas
     if isinstance(module, PPOModule):
         module.collector.replicas = replicas
     outputs, evaluations = Outputs(), Evaluations()
-    fit(module, batches, [outputs, evaluations], held_out, every=len(batches))
+    fit(module, batches, [*callbacks, outputs, evaluations], held_out, every=len(batches))
     return {
         "steps": outputs.steps,
         "evaluations": evaluations.found,
@@ -83,15 +86,21 @@ def trained(
 
 def in_all(
     size: int, make: Callable[[], L.LightningModule], batches: list[Any], held_out: list[Any],
-    folder: Path,
+    folder: Path, *, shards: bool = False, callbacks: Sequence[Callback] = (),
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:  # fmt: skip
     """What one process finds, and what each of `size` finds."""
-    module = make()
-    found = replicated(size, lambda replicas: trained(module, batches, held_out, replicas), folder)
+    module: Any = make()
+
+    def work(replicas: Replicas) -> dict[str, Any]:
+        if shards:
+            module.roles.shard(mesh(replicas.device))
+        return trained(module, batches, held_out, replicas, callbacks)
+
+    found = replicated(size, work, folder)
     failed = [result for result in found if isinstance(result, Exception)]
     for error in sorted(failed, key=lambda error: isinstance(error, ProcessEndedError)):
         raise error
-    return trained(module, batches, held_out), found
+    return trained(module, batches, held_out, callbacks=callbacks), found
 
 
 def assert_same(found: Any, expected: Any, where: str = "") -> None:

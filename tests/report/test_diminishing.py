@@ -248,16 +248,7 @@ def test_too_little_to_pair() -> None:
         assert find_gold_stop(gold, gold) is None
 
 
-def test_it_names_the_stop_of_a_run() -> None:
-    curves = run_of(100, exponential(0.1))
-    gold = {0: level(0.0), 50: level(1.0), 100: level(0.9)}
-    rising = {0: level(0.0), 50: level(0.0), 100: level(0.25)}
-    told = conclude(measure_returns(curves), find_gold_stop(gold, rising))
-    assert told["divergence"] == {"iteration": 50, "interval": (50, 50)}
-    assert told["stop"] == {"metric": GOLD, "iteration": 50, "interval": (50, 50)}
-    assert told["sentence"].endswith(
-        "from 50 [50-50] on the reward rose by 0.25 and the gold score did not"
-    )
+def test_a_run_without_a_gain_has_no_stop() -> None:
     still = conclude(measure_returns(run_of(100, np.zeros_like)))
     assert (still["stop"], still["divergence"]) == (None, None)
     assert still["sentence"] == "no gain within this run: the reward did not rise beyond its noise"

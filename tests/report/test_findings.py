@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -292,18 +291,3 @@ def test_the_page_says_what_was_measured(count: int, tmp_path: Path) -> None:
     if count > 1:  # its scores grow with length
         before, _ = page.split("## What this means for PPO")[1].split("Good responses are", 1)
         assert "watch `rollout/response_tokens`" in before
-
-
-def test_numbers_for_machines(tmp_path: Path) -> None:
-    written = hard_report(40)
-    written.write(tmp_path)
-    content = json.loads((tmp_path / "fitness.json").read_text(encoding="utf-8"))
-    assert content["title"] == "run | *one*"
-    assert [content["verdict"], content["about_pairs"]] == written.words
-    assert content["findings"][-1]["subject"] == "one-sided length"
-    assert content["findings"][0]["check"]["threshold"] == 0.5
-    assert content["metrics"] == written.metrics
-    assert content["fitness"]["accuracy"]["pairs"] == 40
-    assert not {"pairs", "samples"} & content["fitness"].keys()
-    assert content["probes"][0]["kind"] == "repeated"
-    assert content["problems"]["duplicates"]["count"] == 11

@@ -13,7 +13,7 @@ import pytest
 from lightning_rlhf.report import curves, run_page
 from lightning_rlhf.report.curves import BLUE, Plot, Series
 from lightning_rlhf.report.figures import MOST_POINTS, dots, svg
-from lightning_rlhf.report.run_page import Evaluated, PromiseRow, change, clauses, part
+from lightning_rlhf.report.run_page import Evaluated, PromiseRow, change, part
 from lightning_rlhf.report.tables import Table
 
 from .pages import Page, check
@@ -84,34 +84,12 @@ def test_hostile_text_stays_text_in_a_page_of_two_stages(tmp_path: Path) -> None
     assert "\u202e" not in html
 
 
-def test_the_verdict_comes_first_and_what_is_empty_is_left_out(tmp_path: Path) -> None:
-    page = check(written(tmp_path, [everywhere("One fell; two; three.")]))
-    assert "✓ One fell; two; three.: good." in page.text
-    assert page.text.index("good") < page.text.index("Promises") < page.text.index("Evaluation")
-    assert "left out" not in page.text
-    assert "token One fell; two; three.\nKL +0.1000" in page.values("title")
-    assert clauses("One fell; two; three.") == ["One fell.", "Two.", "Three."]
-
-
 def test_a_line_reaches_within_a_twentieth_of_the_edges() -> None:
     """54..406 and 194..10 show 0..10 and 1..3 with a margin of 5%: 1.1 of their length in all."""
     (line,) = paths(svg(plot()), "var(--c0)")
     left, right = 54 + 352 * 0.05 / 1.1, 406 - 352 * 0.05 / 1.1
     bottom, top = 194 - 184 * 0.05 / 1.1, 10 + 184 * 0.05 / 1.1
     assert line == pytest.approx([left, bottom, right, top], abs=0.06)
-
-
-def test_a_plot_has_the_colours_of_the_page_and_is_drawn_the_same_again() -> None:
-    """A name that refers to a part of the drawing is that of no other plot."""
-    series = [Series(label="a", color=BLUE, points=[(0, 1.0), (10, 3.0)], dots=True)]
-    one, other = plot(series=series), plot(series=series, title="u")
-    first, again, second = svg(one), svg(one), svg(other)
-    assert first == again
-    assert not re.findall("#[0-9a-f]{6}|font-family|DejaVu", first)
-    ids = [set(Page(text).values("id")) for text in (first, second)]
-    assert ids[0]
-    assert not ids[0] & ids[1]
-    assert re.findall("<title>(.*?)</title>", first) == ["a: 3 at 10", "a: 1 at 0", "a: 3 at 10"]
 
 
 def test_the_healthy_band_ends_where_the_axis_ends() -> None:
@@ -159,19 +137,6 @@ def test_numbers_have_the_digits_that_their_interval_leaves() -> None:
     gained = Evaluated(metric="a", value=1.618, before=1.45, gain=0.168)
     assert change(gained) == ["1.45", "1.62", "+0.17"]
     assert change(Evaluated(metric="a", value=0.0))[1] == "0.000"
-
-
-def test_the_knee_over_kl_in_words() -> None:
-    none = "no knee of reward against KL within this run"
-    curve = {"metric": "reward_mean", "unit": "kl_divergence", "knee": None}
-    assert curves.kl_note({"curves": [curve]}) == ""
-    for at, low, words in (
-        (3.14159, 2.0, "the knee of reward against KL is at 3.14 [2.00-end] nats"),
-        (None, 2.0, f"{none} (one below 2.00 nats is unlikely)"),
-        (None, None, none),
-    ):
-        knee = {"at": at, "at_interval": [low, None]}
-        assert curves.kl_note({"curves": [curve | {"knee": knee}]}) == words
 
 
 def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:
@@ -246,19 +211,3 @@ def test_the_worst_fact_decides(
     level: run_page.Level, evaluated: list[Evaluated], facts: dict[str, Any]
 ) -> None:
     assert verdict(*evaluated, **facts).level == level
-
-
-def test_the_sentence() -> None:
-    kl = of(KL, 5.0, 4.0, 6.0)
-    assert verdict(GOOD, gained(GOLD, -0.25, -0.3, -0.2), kl, findings=1, sentence="s").words == (
-        "The reward on held-out prompts rose by 0.5 [0.4, 0.6] to 1; the gold score fell by 0.25 "
-        "[0.2, 0.3] to 1; the KL to the SFT model is 5 [4, 6] nats a response; the diagnosis has 1 "
-        "finding; s."
-    )
-
-
-def test_what_is_too_small_to_be_shown_did_not_change() -> None:
-    found = verdict(gained(REWARD, 1e-9, 0.0, 0.0), Evaluated(metric=KL, value=-8.84e-07))
-    assert "did not change" in found.words
-    assert "0 [0, 0]" not in found.words
-    assert "the KL to the SFT model is 0 nats" in found.words

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console, RenderableType
 
-from lightning_rlhf.report.tables import Table, before_after_table, collapsed, side_by_side
+from lightning_rlhf.report.tables import before_after_table, collapsed, side_by_side
 
 
 def shown(renderable: RenderableType, width: int = 120) -> str:
@@ -52,29 +52,6 @@ def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
     assert [i for i in range(10) if f"question {i} [x]" in text] == [0, 4]
     assert "gold -1.00, reward +0.00" in text
     assert "gold +0.50, reward +4.00" in text
-
-
-def test_a_prompt_with_several_responses_is_shown_once(tmp_path: Path) -> None:
-    before = samples(tmp_path / "b.jsonl", ["same"] * 3, {"gold": -1.0})
-    after = samples(tmp_path / "a.jsonl", ["same", "new", "newer"], {"gold": 0.5})
-    for path in (before, after):
-        path.write_text(path.read_text().replace("question 1", "question 2"))
-    text = shown(side_by_side(before, after, n=5))
-    assert text.count("question 2") == 1
-    assert "newer" not in text
-
-
-def test_a_table_is_the_same_in_the_terminal_in_markdown_and_on_a_page() -> None:
-    found = Table(title="T", columns=["", "<b>"], rows=[["a|b", "1.0 [0.5, 1.5]"]], note="n")
-    text = shown(found.console())
-    assert all(words in text for words in ("T", "<b>", "a|b", "1.0 [0.5, 1.5]", "n"))
-    lines = [r"|  | \<b\> |", "| --- | ---: |", r"| a\|b | 1.0 \[0.5, 1.5\] |"]
-    assert found.markdown(40).splitlines() == lines
-    html = found.html()
-    assert "<th>&lt;b&gt;</th>" in html
-    assert '<td>1.0 <span class="interval">[0.5, 1.5]</span></td>' in html
-    assert html.endswith('<p class="soft">n</p>\n')
-    assert "<table" not in Table(title="T", columns=["a"], rows=[], note="n").html()
 
 
 # Of a run that went well: 4 nats over 14 tokens.

@@ -15,15 +15,17 @@ from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scor
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import as_responses, decode_responses
+from lightning_rlhf.rollout.collector import Collector, as_responses, decode_responses
 from lightning_rlhf.rollout.score import (
     annotate,
     padding_share,
+    policy_outputs,
     response_hidden,
     response_logprobs,
     score,
 )
 
+from ..core.configs import ppo_config
 from .conftest import sample
 
 TEMPERATURE = 0.7
@@ -77,6 +79,23 @@ def test_the_references_log_probabilities_are_its_log_softmax(
     assert (scores.ref_logprobs - rollout.logprobs).abs().max() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("kl_estimator", "kl_in", "read"),
+    [("full", "reward", True), ("full", "loss", False), ("k1", "reward", False)],
+)
+def test_the_whole_vocabulary_is_read_for_a_kl_over_it_in_the_reward_alone(
+    roles: Roles, prompts: Prompts, kl_estimator: str, kl_in: str, *, read: bool
+) -> None:
+    with roles.use_role(POLICY):
+        few = Rollout(**vars(sample(roles, prompts, max_response_tokens=2)))
+    chat: Any = SimpleNamespace(end_token_ids=(1,), stop_at=lambda stop_strings: None)
+    collector = Collector(
+        roles=roles, reward=INDEX, config=ppo_config(kl_estimator=kl_estimator, kl_in=kl_in),
+        critic=None, chat=chat, prompts={}, microbatch=rows(), sampler=object(),
+    )  # fmt: skip
+    assert (collector.score(decoded(few)).vocabulary_kl is not None) == read
+
+
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
     whole = scored(roles, rollout, len(rollout))
     for batch_size in (1, 4):
@@ -123,6 +142,18 @@ def test_log_probabilities_of_an_update_carry_gradients_to_the_policy(
         if "lora_" in name:
             assert parameter.grad is not None, name
             assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("ent_coef", [0.0, 0.01])
+def test_the_entropy_has_a_gradient_where_the_loss_counts_it(
+    roles: Roles, rollout: Rollout, ent_coef: float
+) -> None:
+    roles.set_role(POLICY)
+    batch: Any = rollout
+    hidden = response_hidden(roles, batch)
+    outputs = policy_outputs(roles, hidden, batch, ppo_config(ent_coef=ent_coef))
+    assert outputs.entropy.requires_grad == (ent_coef > 0)
+    assert outputs.logprobs.requires_grad
 
 
 @pytest.mark.parametrize(("batch_size", "share"), [(1, 0.0), (2, 2 / 10), (4, 4 / 12)])

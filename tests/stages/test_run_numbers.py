@@ -1,8 +1,9 @@
-"""Numbers and verdicts of a run, seeds that are one group, and the job that a model is of."""
+"""Numbers and verdicts of a run, means over seeds by hand, and the job that a model is of."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,20 +11,15 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.compare import grouped
+from lightning_rlhf.evaluation import evaluate_reward
+from lightning_rlhf.evaluation.compare import at_kl, common_kls, grouped, over_seeds
 from lightning_rlhf.evaluation.run_report import (
-    amount,
     leave_report,
     reward_verdicts,
 )
+from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.runs.folders import earlier
 from lightning_rlhf.stages.supervised import SFT
-
-
-def test_amounts() -> None:
-    assert amount(139_638, "tokens") == "139,638 tokens"
-    assert amount(2.148e12, "FLOP") == "2.15 TFLOP"
-    assert amount(270.0, "s") == "4.5 min"
 
 
 def test_verdicts_in_numbers_from_elsewhere_are_verdicts_or_damage(tmp_path: Path) -> None:
@@ -83,3 +79,49 @@ def test_a_model_is_of_the_job_or_of_one_around_it_or_of_the_run(tmp_path: Path)
         found = earlier(settings, "sft")
         assert found is not None
         assert found.path == tmp_path / "r" / "m" / place / "sft" / "final"
+
+
+def test_loggers_are_closed_as_failed_where_one_of_them_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full:
+        def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+            raise OSError("no space left")
+
+    codes: list[int] = []
+    monkeypatch.setattr(evaluate_reward, "close_loggers", lambda _, code: codes.append(code))
+    run: Any = SimpleNamespace(
+        replicas=ONE, claim=lambda: tmp_path, open_loggers=lambda: [Full()]
+    )  # fmt: skip
+    with (
+        pytest.raises(OSError, match="no space left"),
+        evaluate_reward.leave_final(run, {}) as (whole, _),
+    ):
+        (whole / "report.md").touch()
+    assert codes == [1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_interval_of_three_seeds() -> None:
+    """1, 2, 3: mean 2, s = 1, 4.30265 / sqrt(3) = 2.48414."""
+    assert over_seeds([1.0, 2.0, math.nan, 3.0]) == "2.000 [-0.484, 4.484]"
+
+
+def test_one_seed_has_no_interval_and_none_no_mean() -> None:
+    assert over_seeds([1.5, math.nan]) == "1.500"
+    assert over_seeds([math.nan]) == "-"
+
+
+def test_a_reward_between_two_evaluations() -> None:
+    """From KL 1 to 3 the reward goes from 0 to 1: 0.25 at 1.5. Later KLs fall back and do not
+    count."""
+    path = [(0.0, -1.0), (1.0, 0.0), (3.0, 1.0), (1.0, 9.0)]
+    assert at_kl(path, 1.5) == pytest.approx(0.25)
+    assert at_kl(path, 0.5) == pytest.approx(-0.5)
+    assert math.isnan(at_kl(path, 3.1))
+
+
+def test_common_kls_reach_as_far_as_every_run() -> None:
+    runs = [[(0.0, 1.0), (2.0, 1.0)], [(0.0, 1.0), (5.0, 1.0), (4.0, 1.0)]]
+    assert common_kls(runs) == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    assert common_kls([[(0.0, 1.0)]]) == []

@@ -56,6 +56,20 @@ def test_ppo_of_two_processes_on_gpus(tmp_path: Path, quantization: str, linear:
     assert plan.rollout.weights == 0  # plain layers, which are the default on a GPU
 
 
+def test_whole_weights_are_trained_beside_a_frozen_base(tmp_path: Path) -> None:
+    """The one in fp32 with gradients and two moments, the other in bf16 below the adapters."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    words = ("model=hub", "model.name=small", f"model.name_or_path={tmp_path}", "data=files")
+    words += ("trainer=gpu", "ppo.finetune=full", "ppo.critic=adapter", "dpo.finetune=full")
+    whole, adapter, head = 4 * (LINEAR + OTHERS), Bytes(weights=ADAPTER), 4 * 33
+    sizes = whole, ADAPTER + head
+    trained, critic = (Bytes(weights=n, gradients=n, optimizer=2 * n) for n in sizes)
+    dpo = {"base": trained, "reference": Bytes(weights=whole // 2), "sft": adapter}
+    ppo = dpo | {"reward": Bytes(weights=ADAPTER + head), "critic": critic}
+    for stage, expected in {"dpo": dpo, "ppo": ppo}.items():
+        assert plan_run(configuration(stage, *words, stages=("dpo", "ppo"))).roles == expected
+
+
 @pytest.mark.parametrize(("targets", "numbers"), [
     ("all-linear", ADAPTER // 4), (r"model\..*\.(k_proj|up_proj)", 16 * (32 + 32 + 32 + 64)),
 ])  # fmt: skip

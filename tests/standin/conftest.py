@@ -10,7 +10,6 @@ import torch
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from ..modules.conftest import _one_thread as _one_thread
 from ..modules.conftest import make_ppo as make_ppo
 from ..modules.conftest import reward_adapters as reward_adapters
 from .device import NAME, Device, register

@@ -15,9 +15,9 @@ from lightning_rlhf.rollout.native import ASKED
 
 from ..modules.conftest import prompts, within_fit
 from ..modules.experiences import learn, on_policy
+from ..modules.test_supervised import STAGES
 from .conftest import Make, on_device
 from .device import NAME, Counts, Device
-from .test_stages import SUPERVISED
 
 FOUR = {"rollout_batch_size": 4, "minibatch_size": 4}
 NEVER = (-1,)
@@ -104,10 +104,10 @@ def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str
     assert found.synchronisations == {"copy to the host": 1 + 2}
 
 
-@pytest.mark.parametrize("stage", SUPERVISED)
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_gradient_of_a_supervised_batch(device: Device, stage: str) -> None:
     """Nothing is read: the masks stay on the CPU."""
-    make, data = SUPERVISED[stage]
+    make, data, _ = STAGES[stage]
     module = make()
 
     def work() -> list[Counts]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -12,27 +12,14 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.records import Record
-from lightning_rlhf.models.config import POLICY, SFT
-from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
 
 from ..modules.conftest import (
-    LORA,
     Outputs,
-    dpo_config,
     fit,
-    language_model,
     parameters,
     prompts,
-    rm_config,
-    rm_roles,
-    sft_config,
-    sft_roles,
-    shake,
 )
-from ..modules.test_dpo import preferences as dpo_pairs
-from ..modules.test_reward import preferences
-from ..modules.test_sft import demonstrations
+from ..modules.test_supervised import STAGES
 from .conftest import Make, on_device
 from .device import Device, register
 
@@ -101,23 +88,9 @@ def test_ppo(make_ppo: Make, kind: str) -> None:
         assert (weight.cpu() - expected_weight).abs().max() < 2.1e-2, name
 
 
-def dpo_roles() -> Roles:
-    roles = Roles(language_model("qwen3"))
-    roles.add_adapter(POLICY, LORA)
-    shake(roles, f".{POLICY}.", seed=3)
-    return roles
-
-
-SUPERVISED: dict[str, tuple[Callable[[], L.LightningModule], Callable[[], Any]]] = {
-    SFT: (lambda: SFTModule(sft_roles("qwen3"), sft_config()), demonstrations),
-    "rm": (lambda: RewardModule(rm_roles("qwen3"), rm_config(), seed=0), preferences),
-    "dpo": (lambda: DPOModule(dpo_roles(), dpo_config()), dpo_pairs),
-}
-
-
-@pytest.mark.parametrize("stage", SUPERVISED)
+@pytest.mark.parametrize("stage", STAGES)
 def test_supervised_stages(stage: str) -> None:
-    make, data = SUPERVISED[stage]
+    make, data, _ = STAGES[stage]
     found, expected = trained(make(), data(), **on_device()), trained(make(), data())
     for name in ("loss", "grad_norm"):
         x, y = getattr(found, name).cpu(), getattr(expected, name)

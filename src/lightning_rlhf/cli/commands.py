@@ -161,7 +161,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     if not trust_remote_code:
         refuse_code(tree, file)
     # Nothing is logged, so that no logger asks for a key, and no object of a Trainer is made.
-    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}, "optimizer": {}}
     try:
         plain = tree["trainer"].keys() & TrainerConfig.__dataclass_fields__
         trainer = {key: tree["trainer"][key] for key in plain}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -94,6 +94,8 @@ class StopConfig(BestConfig):
 class StageConfig:
     """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
 
+    finetune: Literal["lora", "full"]
+    """What is trained: a LoRA adapter, or all weights."""
     lr: validation.PositiveFloat
     adam_beta2: Annotated[float, Field(gt=0, lt=1)]
     adam_eps: validation.PositiveFloat
@@ -101,7 +103,10 @@ class StageConfig:
     max_grad_norm: validation.PositiveFloat
     lr_schedule: Schedule
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)]
-    microbatch_size: validation.Count
+    microbatch_size: Annotated[
+        validation.Count | Literal["auto"], validation.described("a whole number >= 1, auto")
+    ]
+    """Number of rows of a backward pass; auto is the largest that the memory plan allows."""
     val_every: validation.PositiveInt
     checkpoint_every: validation.PositiveInt
     checkpoint_minutes: validation.PositiveFloat | None
@@ -118,6 +123,14 @@ class StageConfig:
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
     best: Annotated[BestConfig, validation.nested(BestConfig)]
     stop: Annotated[StopConfig, validation.nested(StopConfig)]
+    step_key: ClassVar[str] = "batch_size"
+    """Field with the number of rows of an optimizer step, which a micro-batch divides."""
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Return microbatch_size; for auto all rows of a step, until a memory plan takes fewer."""
+        size = self.microbatch_size
+        return int(getattr(self, self.step_key)) if size == "auto" else size
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.
@@ -131,7 +144,6 @@ class StageConfig:
 class SupervisedConfig(StageConfig):
     """Settings common to the stages that read examples with their labels."""
 
-    finetune: Literal["lora", "full"]
     epochs: Annotated[float, Field(gt=0, le=validation.MOST)]
     batch_size: validation.Count
 
@@ -238,8 +250,6 @@ class RMConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
-    finetune: Literal["lora"]
-    """Always an adapter: the reference is the same base with the adapter switched off."""
     beta: validation.PositiveFloat
     """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
     loss_type: LossType
@@ -261,6 +271,8 @@ class PPOStopConfig(StopConfig):
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOConfig(StageConfig):
     """Settings of proximal policy optimization. None switches a rule off."""
+
+    step_key: ClassVar[str] = "minibatch_size"
 
     # sampling
     iterations: validation.PositiveInt

@@ -61,6 +61,7 @@ def vocabulary_kl(
     hidden: Float[Tensor, "N d"],
     ref_hidden: Float[Tensor, "N d"],
     head: Head,
+    ref_head: Head,
     *,
     temperature: float,
     vocab_size: int,
@@ -68,13 +69,14 @@ def vocabulary_kl(
 ) -> Float[Tensor, " N"]:
     """Return the exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
 
-        sum_v p_v (log p_v - log q_v)
+        sum_v p_v (log p_v - log q_v),   p = softmax(head(hidden) / temperature), q by ref_head
 
     Computed in chunks like `token_logprobs`, of half as many tokens. Returns: fp32, nats.
     """
 
     def of_chunk(h: Tensor, ref: Tensor) -> tuple[Tensor]:
-        p, q = (torch.log_softmax(head(x).float() / temperature, -1) for x in (h, ref))
+        logits = head(h), ref_head(ref)
+        p, q = (torch.log_softmax(x.float() / temperature, -1) for x in logits)
         return ((p.exp() * (p - q)).sum(-1),)
 
     chunks = _in_chunks(of_chunk, (hidden, ref_hidden), 2 * vocab_size, row_multiple)

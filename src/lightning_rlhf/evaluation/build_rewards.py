@@ -126,7 +126,8 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
             build_roles.random_reward(roles, role, torch.Generator().manual_seed(seed))
         else:
             vocabulary = checkpoint.tokenizer_hash(run.tokenizer)
-            owner = build_roles.attach_reward(roles, role, final, run.settings.model, vocabulary)
+            attach = build_roles.attach_reward
+            owner = run.placed(lambda: attach(roles, role, final, run.settings.model, vocabulary))
             build_roles.warn_of_one_head(owner, role, coef, key)
         if owner is not roles:
             owner.to(run.device)

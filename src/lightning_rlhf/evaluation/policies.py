@@ -49,15 +49,15 @@ Ways = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint of a stage that trains a policy, from which the policy's adapter is read."""
+    """A checkpoint of a stage that trains a policy, from which the policy's weights are read."""
 
     path: Path
     origin: Origin
     """Run in whose folder it is, with the stage, the model and the version that the file names."""
     tree: Mapping[str, Any]
     """Configuration of that run."""
-    lora: LoRASettings
-    """Settings of the policy's adapter."""
+    lora: LoRASettings | None
+    """Settings of the policy's adapter; None where all weights were trained."""
     sft: str | None
     """Digest of the SFT model that it was trained from; None for the base model."""
 
@@ -103,8 +103,9 @@ def find_policy(source: str, key: str) -> Source:
         lora, where = section(tree, "model", "lora")["lora"], f"{files[0]}: model.lora"
         known = {name: stamp[name] for name in ("stage", "model", "version")}
         origin = Origin(**known, run=resume.run_id(run))
-        lora = validation.build(LoRASettings, lora, where)
-        return Kept(path, origin, tree, lora, parents.get(SFT))
+        is_full = section(tree, stage).get("finetune") == "full"
+        own = None if is_full else validation.build(LoRASettings, lora, where)
+        return Kept(path, origin, tree, own, parents.get(SFT))
     final = checkpoint.find(source, key)
     file = final.path / "config.json"
     kinds = checkpoint.json_object(file).get("architectures") if file.is_file() else None
@@ -249,12 +250,15 @@ class Task:
         run, config, key = self.run, self.run.settings.config, self.run.settings.stage
         with Working("loading the model"):
             start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
+            is_full = isinstance(policy, Kept) and policy.lora is None
             seed, role = run.settings.seed, REFERENCE
-            roles = build_roles.start_from(run.settings.model, start, trainable=False, seed=seed)
+            roles = build_roles.start_from(run.settings.model, start, trainable=is_full, seed=seed)
             if isinstance(policy, Kept):
-                role = POLICY
-                roles.add_adapter(role, policy.lora, seed)
+                if policy.lora is not None:
+                    role = POLICY
+                    roles.add_adapter(role, policy.lora, seed)
                 select.load_weights(roles, policy.path, policy.origin, prefix="roles.")
+                roles.requires_grad_(False)  # as the weights of a final/ folder
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         rows, response = config.batch_size, config.max_response_tokens

@@ -31,7 +31,8 @@ ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
 and a gate in the last."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
-COLUMNS, MOST_ADDED = 16, 0.04  # rows are lengthened to a multiple of it, if by at most that share
+COLUMNS = 16  # multiple to which rows are lengthened: with few_shapes all of them
+MOST_ADDED = 0.04  # share of columns up to which the others are
 
 
 def family(model: PreTrainedModel) -> str | None:

@@ -89,9 +89,9 @@ def start_from(
     """Load the SFT model as the reference: whole weights, or an adapter on its base.
 
     sft: checkpoint of the SFT model; None uses the base model unchanged.
-    trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
+    trainable: True makes all weights trainable, for full fine-tuning; an adapter is merged.
 
-    Raises CheckpointError for a reward model, a `trainable` adapter, and another fingerprint.
+    Raises CheckpointError for a reward model, and for another fingerprint.
     """
     if sft is None:
         return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -101,18 +101,16 @@ def start_from(
     if sft.manifest is None and sft.is_adapter:
         told = f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model"
         warnings.warn(told, stacklevel=2)
-    if sft.is_adapter and trainable:
-        raise CheckpointError(
-            f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
-            "finetune=lora, or an SFT model trained with sft.finetune=full"
-        )
-    weights = sft.base_folder if sft.is_adapter else str(sft.path)
-    base_seed = sft.manifest.base_seed if sft.manifest else seed
-    model = loading.load_causal_lm(config, weights, trainable=trainable, seed=base_seed)
-    roles = Roles(model, config.kernels)
-    if sft.is_adapter:
-        check_fingerprint(roles, BASE, sft, "below")
-        roles.load_adapter(SFT, sft.path, trainable=False)
+    if trainable:
+        roles = Roles(whole_weights(config, sft, None, seed), config.kernels)
+    else:
+        weights = sft.base_folder if sft.is_adapter else str(sft.path)
+        base_seed = sft.manifest.base_seed if sft.manifest else seed
+        model = loading.load_causal_lm(config, weights, trainable=False, seed=base_seed)
+        roles = Roles(model, config.kernels)
+        if sft.is_adapter:
+            check_fingerprint(roles, BASE, sft, "below")
+            roles.load_adapter(SFT, sft.path, trainable=False)
     check_fingerprint(roles, REFERENCE, sft, "self")
     return roles
 
@@ -258,11 +256,18 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a new policy adapter. Raises CheckpointError unless it starts as the SFT model."""
-    before = roles.probe(REFERENCE)
-    roles.add_adapter(POLICY, config.lora, seed)
-    for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
+    """Add a new policy: an adapter on the reference or, beside a frozen one, all weights.
+
+    Raises CheckpointError unless it starts as the SFT model.
+    """
+    reference = roles.reference
+    before = reference.probe(REFERENCE)
+    if reference is roles:
+        roles.add_adapter(POLICY, config.lora, seed)
+    else:
+        roles.assign(POLICY)
+    for owner, role in ((reference, REFERENCE), (roles, POLICY)):
+        if not same_logits(owner.probe(role), before, rounding(reference.causal_lm)):
             why = "the policy's adapter changed its logits, a fault of the adapter library"
             raise CheckpointError(f"the {role} does not start as the SFT model: {why}")
 
@@ -290,15 +295,17 @@ def add_critic(
     if kind == "model":
         owner = Roles(whole_weights(config, sft, reward, seed), config.kernels)
         owner.assign(role)
-    elif kind == "adapter" and reward is None:
-        roles.add_adapter(role, config.lora, seed)
+    elif kind == "adapter":
+        owner = roles.reference
+    if kind == "adapter" and reward is None:
+        owner.add_adapter(role, config.lora, seed)
     elif kind == "adapter" and reward is not None:
         if not reward.is_adapter:
             raise ConfigError(
                 f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole model; "
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
-        roles.load_adapter(role, reward.adapter, trainable=True)
+        owner.load_adapter(role, reward.adapter, trainable=True)
     owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
@@ -331,7 +338,7 @@ def whole_weights(
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
         checkpoint.check_weights(adapter)
-        with checkpoint.naming(str(adapter), "ppo.critic"):
+        with checkpoint.naming(str(adapter), ""):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 

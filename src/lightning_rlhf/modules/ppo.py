@@ -61,7 +61,7 @@ class PPOModule(optim.StageModule):
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
             microbatch: size of the micro-batches, shared with the reward's model and halved for
-                both at once; None makes one from `config.microbatch_size`.
+                both at once; None makes one from `config.microbatch_rows`.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
             stage: name of the section that holds `config`, for the keys in messages.
             replicas: processes that divide the rows of each batch.
@@ -211,7 +211,7 @@ class PPOModule(optim.StageModule):
             self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
         )
         if is_finite and not (self.stopped or skipped):
-            self.step()
+            self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
             **vars(terms),
             grad_norm=grad_norm,

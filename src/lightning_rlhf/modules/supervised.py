@@ -46,7 +46,7 @@ class SupervisedModule(optim.StageModule):
         scores = self.joined(parts, batch, loss)
         is_made = self.check_finite(loss, grad_norm)
         if is_made:
-            self.step()
+            self.optimizers().step()  # type: ignore[union-attr]
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.iteration += 1
         step = results.Step(loss=loss, grad_norm=grad_norm, is_made=is_made, scores=scores)
@@ -209,7 +209,7 @@ class DPOModule(SupervisedModule):
 
         mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
 
-    The reference is the same base with the policy's adapter switched off.
+    The reference is the same base with the policy's adapter switched off, or a frozen base.
     Source: Rafailov et al. 2023, section 4, https://arxiv.org/abs/2305.18290; the SFT term, Pang et
     al. 2024, eq. 1, https://arxiv.org/abs/2404.19733
     Departs: the SFT term of Pang et al. is a mean over the tokens of each response by itself; here
@@ -266,8 +266,9 @@ class DPOModule(SupervisedModule):
         self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
     ) -> Float[Tensor, " B"]:
         """Return the log-probability of each row's target tokens under a role, summed, nats."""
-        with self.roles.use_role(role):
-            found = target_logprobs(self.roles, tokens, targets)
+        roles = self.roles.reference if role == REFERENCE else self.roles
+        with roles.use_role(role):
+            found = target_logprobs(roles, tokens, targets)
         mask = masking.upload(targets[:, 1:], found.device)
         return found.new_zeros(mask.shape).masked_scatter(mask, found).sum(dim=1)
 

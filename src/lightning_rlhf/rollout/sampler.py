@@ -111,7 +111,7 @@ class Sampler(Protocol):
     def sync(self, version: int) -> None:
         """Take over the weights of the active role, where they are held elsewhere.
 
-        Called in all processes before they sample; a sampler of a user's own may lack it.
+        Called in all processes before they sample; a class that `ppo.rollout` names may lack it.
 
         version: number of changes of the weights so far, optimizer steps and swaps with their
             average: weights of the same number are the same.
@@ -192,12 +192,13 @@ class HFSampler(BatchSampler):
             pad_token_id=params.end_token_ids[0],
         )
         try:
-            tokens = model.generate(
-                input_ids=prompts.tokens,
-                attention_mask=prompts.mask.long(),
-                logits_processor=transformers.LogitsProcessorList([drawn]),
-                stopping_criteria=transformers.StoppingCriteriaList(stops),
-            )
+            with self.roles.whole():
+                tokens = model.generate(
+                    input_ids=prompts.tokens,
+                    attention_mask=prompts.mask.long(),
+                    logits_processor=transformers.LogitsProcessorList([drawn]),
+                    stopping_criteria=transformers.StoppingCriteriaList(stops),
+                )
         finally:
             model.generation_config = models_own
         responses = tokens[:, width:]

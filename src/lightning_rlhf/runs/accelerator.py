@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -25,7 +26,7 @@ from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
-from lightning_rlhf.parallel.replicas import Replicas, ended_processes
+from lightning_rlhf.parallel.replicas import Replicas, collective
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.console import shown_warning
 from lightning_rlhf.runs.stage import Settings
@@ -143,12 +144,19 @@ class ReplicaStrategy(DDPStrategy):
     def __init__(self) -> None:
         super().__init__(cluster_environment=cluster(), timeout=TIMEOUT)
 
-    reduce = ended_processes()(DDPStrategy.reduce)
-    broadcast = ended_processes()(DDPStrategy.broadcast)
-    all_gather = ended_processes()(DDPStrategy.all_gather)
+    reduce = collective()(DDPStrategy.reduce)
+    broadcast = collective()(DDPStrategy.broadcast)
+    all_gather = collective()(DDPStrategy.all_gather)
 
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set up for a fit or an evaluation, before which Lightning would broadcast the weights."""
+        module: Any = self.model
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        module._ddp_params_and_buffers_to_ignore = names  # as torch's DDP names it
+        super().setup(trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""

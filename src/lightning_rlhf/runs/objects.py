@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -20,10 +22,11 @@ from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
+from lightning_rlhf.modules.optim import build_with
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs.accelerator import ReplicaStrategy
 from lightning_rlhf.runs.folders import check_writable
-from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
+from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig
 
 _AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
 _TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
@@ -38,12 +41,15 @@ REFUSED: Mapping[tuple[type, ...], str] = {
 }
 """Classes of Lightning that a run cannot use -> the reason, and what to use instead."""
 TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
-ALONE = "auto, single_device: the processes of a run sum their gradients themselves"
+STRATEGIES = ("ddp", FSDP)
+"""Strategies of several processes; in one process, and for Lightning, they are auto."""
+ALONE = "auto, ddp, fsdp, single_device: the processes of a run sum their gradients themselves"
 """Allowed values of an argument of the Trainer, and of its strategy."""
 
 
 def own_objects(settings: Settings) -> dict[str, Any]:
-    """Return the user's own callbacks, loggers and arguments of lightning.Trainer, by these names.
+    """Return the user's own callbacks, loggers and arguments of lightning.Trainer, by these names,
+    and the optimizer.
 
     Callbacks are those of `trainer.callbacks` and of `callbacks`, where `callbacks.NAME=null` is
     none; `arguments` are all others of the section `trainer`. A Trainer is built with them and
@@ -71,7 +77,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     for key, value in arguments.items():
         require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
-    is_alone = own in (None, AUTO, "single_device") or isinstance(own, SingleDeviceStrategy)
+    named = (None, AUTO, "single_device", *STRATEGIES)
+    is_alone = own in named or isinstance(own, SingleDeviceStrategy)
     shown = own if isinstance(own, str) else type(own).__name__
     require(is_alone, "trainer.strategy", shown, ALONE)
     for _, logger in loggers:
@@ -80,7 +87,28 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     build_trainer(settings.trainer, arguments, Stop(), **quiet)
     own_callbacks, own_loggers = ([x for _, x in ones] for ones in (found, loggers))
-    return {"callbacks": own_callbacks, "loggers": own_loggers, "arguments": arguments}
+    own = {"callbacks": own_callbacks, "loggers": own_loggers, "arguments": arguments}
+    return own | {"optimizer": optimizer_class(settings)}
+
+
+def optimizer_class(settings: Settings) -> partial[Any]:
+    """Return the class of the section `optimizer` with its arguments; AdamW for an empty one.
+
+    An optimizer of one matrix is built and thrown away, for a stage that trains.
+    Raises ConfigError naming the key where that is not possible.
+    """
+    if not settings.optimizer or not settings.definition.trains:
+        return partial(torch.optim.AdamW)
+    make: partial[Any] = instantiated({**settings.optimizer, "_partial_": True}, "optimizer")
+    matrix = torch.nn.Parameter(torch.zeros(2, 2))
+    group = {"params": [matrix], "lr": settings.config.lr, "weight_decay": 0.0}
+    try:
+        built = build_with(make, [group], settings.config, [matrix])
+    except Exception as error:  # a class of the user's own may raise anything
+        raise ConfigError(f"optimizer: {reason(error)}") from error
+    is_one, target = isinstance(built, torch.optim.Optimizer), settings.optimizer["_target_"]
+    require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
+    return make
 
 
 def build_trainer(
@@ -97,6 +125,8 @@ def build_trainer(
     target, plugins = config.options["_target_"], listed(options.get("plugins"))
     given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
+    if given.get("strategy") in STRATEGIES:
+        given["strategy"] = AUTO
     if world().size > 1:
         given |= {"devices": config.devices, "num_nodes": config.num_nodes}
         given["strategy"] = ReplicaStrategy()

@@ -143,6 +143,7 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         logger=logger,
         custom_logger=custom_logger,
         callbacks=section(tree, "callbacks"),
+        optimizer=section(tree, "optimizer"),
         policy=validation.build(stages.PolicySource, tree["policy"], "policy"),
         outputs=Path(os.path.expanduser(tree["outputs"])),
         tree=tree,

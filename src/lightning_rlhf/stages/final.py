@@ -198,7 +198,7 @@ def write_final(
             shutil.copytree(more, beside, dirs_exist_ok=True)
         is_complete = is_adapter and len(roles.adapters(role)) > 1 and head != REWARD
         stands_on = BASE if manifest.stage == "sft" or is_complete else REFERENCE
-        below = roles.probe(stands_on) if below is None else below
+        below = roles.reference.probe(stands_on) if below is None else below
         fingerprints = {"self": roles.probe(role), "below": below}
         rewards = roles.heads[REWARD] if head == REWARD else None
         if is_adapter:

@@ -27,6 +27,7 @@ from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
@@ -34,6 +35,7 @@ from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
+from lightning_rlhf.stages.memory_plan import choose_microbatch
 from lightning_rlhf.stages.preflight import preflight
 
 
@@ -113,7 +115,10 @@ def fit(settings: Settings) -> Path:
                 # The last checkpoint is written before the evaluation of the same step.
                 if saver.measured != progress.trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
+            if sharding.models:  # which the first process goes on to compute with
+                module.to(run.device)
             if not replicas.is_first:
+                sharding.arrive()  # as the first process does once it has written final/
                 sys.exit()
             last = progress.trained(trainer)
             chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
@@ -161,6 +166,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
         settings = replace(settings, resume=resume, overwrite=overwrite)
         with entered(settings, checkpoint=checkpoint) as entry:
             yield entry
+        sharding.arrive()
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
@@ -171,6 +177,8 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     select.check_final(run.settings, getattr(run.settings.config, "iterations", None))
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
+    module.optimizer_class = run.optimizer
+    choose_microbatch(run, module, data)
     return module, data, callbacks
 
 

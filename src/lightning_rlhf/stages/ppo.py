@@ -72,8 +72,8 @@ class PPO(stage.Stage):
         if ptx is not None:
             longest = max(example.length for example in ptx.examples)
             check_positions(roles, longest, "the longest demonstration")
-        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
-        reward = build_reward(roles, microbatch)
+        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_rows)
+        reward = build_reward(roles.reference, microbatch)
         roles.to(run.device)
         check_formats(run, reward)
         splits = {"train": rows.train, "val": held_out}

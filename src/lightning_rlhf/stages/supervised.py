@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.core import masking, memory, records
+from lightning_rlhf.core import masking, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.data import batches, lengths, problems, readers
@@ -88,7 +88,7 @@ class Supervised(stage.Stage):
             val=val.examples,
             columns=(),
             collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
-            val_batch_size=config.microbatch_size,
+            val_batch_size=config.batch_size,
             schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.batch_size,
@@ -223,9 +223,8 @@ class RM(Supervised):
         roles.to(run.device)
         with Working("scoring pairs for the format check"):
             write_pairs(folder, known_pairs(roles, pairs, run.chat))
-        batch_size = memory.MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
         report = evaluate_reward.measure_reward(
-            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size), pairs,
+            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
             title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",

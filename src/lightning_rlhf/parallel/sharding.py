@@ -1,0 +1,177 @@
+"""Frozen models whose weights are divided among the processes, by torch's FSDP2.
+
+A process holds its part of every weight, and gathers a layer while it computes it. That takes all
+processes, which compute different numbers of passes. So each gives the number of the pass that it
+wants, 0 while it waits in a collective operation, and all gather the layers of the largest number:
+those that want another pass drop them, and ask again. Embedding, last norm and output layer are
+held from the first pass to the next collective operation: 1 is added where a process lacks them.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_rlhf.core.errors import InterruptedPassError, ProcessEndedError, first_line
+from lightning_rlhf.parallel.replicas import arrivals, ended_processes
+
+FORWARD, BACKWARD, WHOLE, NUMBERS = 2, 4, 6, 8
+"""Kinds of passes: layers in their order, in reverse, and in their order and held by sampling; a
+pass through model i has the number i * NUMBERS + kind."""
+TIMEOUT = timedelta(minutes=10)
+"""Longest time that a process waits for the others within a pass, which all of them have begun."""
+models: list["ShardedModel"] = []
+"""Sharded models of this process, in the order in which every process has made them."""
+
+
+class ShardedModel:
+    """The weights of a frozen language model, sharded over the processes, without its adapters."""
+
+    def __init__(self, model: Any, layers: Sequence[Any], processes: DeviceMesh) -> None:
+        """Shard the weights; this process frees those that belong to others.
+
+        layers: those that are gathered one by one, in the order of a forward pass.
+        """
+        self.model, self.layers, self.first = model, layers, NUMBERS * len(models)
+        self.is_whole = False
+        """True inside `whole`, where passes need no other process."""
+        adapters = {p for name, p in model.named_parameters() if "lora_" in name}
+        for module in (*layers, model):
+            fully_shard(module, mesh=processes, ignored_params=adapters)
+            module.set_modules_to_backward_prefetch([module])  # no layer that `follow` does not
+        model.set_reshard_after_backward(False, recurse=False)
+        model.set_unshard_in_backward(False)
+        # The gradient then passes through all layers, whichever of them have adapters.
+        model.get_input_embeddings().register_forward_hook(
+            lambda _, args, found: found.requires_grad_(torch.is_grad_enabled())
+        )
+        self._trunk = model.base_model.forward
+        model.base_model.forward = self._forward
+        model.compute_trunk = self._compute
+        register_fsdp_forward_method(model, "compute_trunk")
+        models.append(self)
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_whole:
+            return self.model.compute_trunk(*args, **kwargs)
+        self._begin(FORWARD)
+        with uninterrupted():
+            return self.model.compute_trunk(*args, **kwargs)
+
+    def _compute(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._trunk(*args, **kwargs)
+        if output.last_hidden_state.requires_grad and not self.is_whole:
+            # Registered before the hooks of FSDP, which gather the layers.
+            output.last_hidden_state.register_hook(lambda _: self._begin(BACKWARD))
+        return output
+
+    def _begin(self, kind: int) -> None:
+        """Take part in the passes of other processes until all begin this one."""
+        mine = self.first + kind
+        while True:
+            lacks_ends = isinstance(self.model.get_output_embeddings().weight, DTensor)
+            number = agreed(mine + lacks_ends)
+            if number // 2 == mine // 2:
+                break
+            follow(number)
+        self.gather_ends(number)
+
+    def gather_ends(self, number: int) -> None:
+        """Gather embedding, last norm and output layer if a process lacks them for a pass."""
+        if number % 2:
+            self.model.reshard()
+            self.model.unshard()
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Hold all weights inside the block, in which passes need no other process."""
+        self._begin(WHOLE)
+        try:
+            with uninterrupted():
+                for layer in self.layers:
+                    layer.unshard()
+                    layer.set_reshard_after_forward(False)
+            self.is_whole = True
+            yield
+        finally:
+            self.is_whole = False
+            for layer in self.layers:
+                layer.set_reshard_after_forward(True)
+                layer.reshard()
+
+
+@cache
+def mesh(device: torch.device) -> DeviceMesh:
+    """Return all processes as a mesh, over which models are sharded in turn from then on.
+
+    All processes call it at once. device: as of `Replicas`.
+    """
+    arrivals.append(arrive)
+    return DeviceMesh.from_group(distributed.new_group(timeout=TIMEOUT), device.type)
+
+
+def held(parameter: Tensor) -> Tensor:
+    """Return the part of a parameter that this process holds, all of it unless it is sharded."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def agreed(number: int) -> int:
+    """Return the largest of the numbers of all processes."""
+    found = torch.tensor(number)
+    with ended_processes():
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+    return int(found)
+
+
+def follow(number: int) -> None:
+    """Gather the layers of a pass that other processes compute, and drop each of them."""
+    model = models[number // NUMBERS]
+    is_backward = number % NUMBERS in (BACKWARD, BACKWARD + 1)
+    with uninterrupted():
+        model.gather_ends(number)
+        for layer in reversed(model.layers) if is_backward else model.layers:
+            layer.unshard()
+            layer.reshard()
+
+
+def arrive() -> None:
+    """Take part in the passes of other processes until all have come here.
+
+    Embeddings and output layers are dropped before and after it. Does nothing without a mesh.
+    """
+    number = 1
+    while arrivals and number:
+        for sharded in models:
+            sharded.model.reshard()
+        if number := agreed(0):
+            follow(number)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Raise an error by name where a pass through a sharded model does not come to its end.
+
+    The other processes would wait for the rest of it.
+
+    Raises: InterruptedPassError where the memory runs out, ProcessEndedError where another process
+        has ended.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if models and isinstance(error, torch.OutOfMemoryError):
+            raise InterruptedPassError(
+                "the memory of the device is too small for a pass through the sharded model "
+                f"({first_line(error)}); a smaller microbatch_size in the section of the stage, "
+                "or model.gradient_checkpointing=true, needs less"
+            ) from error
+        if models and (isinstance(error, distributed.DistError) or "gloo" in str(error)):
+            raise ProcessEndedError from error
+        raise

@@ -1,0 +1,105 @@
+"""A frozen base that two processes share, in every stage: the samples, metrics and weights of one.
+
+`make engines-check` runs this; one case of each kind is among the tests of the modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lightning_rlhf.callbacks.stopping import WeightAverage
+
+from ..cli.conftest import Workplace, given, pipeline, tree  # noqa: F401
+from ..cli.test_processes import assert_close, assert_same_rows, in_processes
+from ..modules.conftest import make_ppo, prompts, reward_adapters  # noqa: F401
+from ..modules.experiences import Make
+from ..modules.test_ptx import with_ptx
+from ..modules.test_replicas import (
+    CASES,
+    ITERATIONS,
+    STEP,
+    assert_all_same,
+    assert_same,
+    in_all,
+)
+from ..modules.test_supervised import STAGES
+
+SPREAD = {"qwen3": 0.2, "qwen3_5": 0.1}
+"""Of the weights: linear attention magnifies rounding with it."""
+WAYS = ("as it is", "recomputed", "averaged")
+
+
+def compare(
+    make: Callable[[], Any], way: str, batches: list[Any], held_out: list[Any], folder: Path,
+    *, magnified: bool = False,
+) -> None:  # fmt: skip
+    """Bit for bit as in two processes with whole models, and as in one but for rounding.
+
+    All with the library's layers. magnified: whether the run magnifies what the order of sums
+    makes, so that it differs from one process with whole models too.
+    """
+
+    def made() -> Any:
+        module = make()
+        module.roles._kernel_choice = "plain"
+        module.roles._set_kernels()
+        if way == "recomputed":
+            module.roles.recompute_layers()
+        return module
+
+    callbacks = [WeightAverage(0.5)] if way == "averaged" else []
+    both = partial(in_all, 2, made, batches, held_out, folder, callbacks=callbacks)
+    (_, whole), (expected, found) = both(), both(shards=True)
+    for one, other in zip(found, whole, strict=True):
+        assert_same(one, other)
+        for name, weight in other["weights"].items():
+            assert weight.equal(one["weights"][name]), name
+    if not magnified:
+        assert_all_same(found, expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", [*SPREAD])
+@pytest.mark.parametrize("case", [*CASES])
+def test_ppo(make_ppo: Make, architecture: str, case: str, way: str, tmp_path: Path) -> None:  # noqa: F811
+    config = STEP | CASES[case] | {"spread": SPREAD[architecture]}
+    rows = config.get("rollout_batch_size", 8) // config.get("samples_per_prompt", 1)
+    batches = [prompts(rows, seed=number) for number in range(ITERATIONS)]
+    make = partial(with_ptx, make_ppo) if "ptx_batch_size" in config else make_ppo
+    module = partial(make, architecture, **config)
+    compare(module, way, batches, [prompts(2)], tmp_path, magnified="target_kl" in config)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("architecture", [*SPREAD])
+@pytest.mark.parametrize("stage", [*STAGES])
+def test_supervised(architecture: str, stage: str, way: str, tmp_path: Path) -> None:
+    build, make_batch, _ = STAGES[stage]
+    batch = make_batch()
+    short = batch.select(slice(0, 3))
+    compare(partial(build, architecture), way, [batch, short, batch], [batch, short], tmp_path)
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
+def test_commands(pipeline: Workplace, stage: str, tmp_path: Path) -> None:  # noqa: F811
+    """Of all stages, the critic of ppo on a base of its own, in one process, two and two shared."""
+    place = pipeline.copied(tmp_path / "work")
+    more = ["ppo.critic=model", "model.gradient_checkpointing=true"] if stage == "ppo" else []
+    parents = [] if stage == "sft" else given(place)[: 1 + (stage == "ppo")]
+    more += ["sft.finetune=lora"] * (stage == "sft")
+    words = [f"stage={stage}", *parents, *more]
+    place.mini(*words, "run=one").succeeded  # noqa: B018
+    for strategy in ("ddp", "fsdp"):
+        outcome = in_processes(
+            place, 2, *words, f"run={strategy}", f"trainer.strategy={strategy}", "preflight=strict",
+            folder=tmp_path,
+        )  # fmt: skip
+        assert outcome.status == 0, outcome.err
+        assert tree(place.stage(stage, strategy)).keys() == tree(place.stage(stage, "one")).keys()
+        assert_close(place.stage(stage, strategy) / "final", place.stage(stage, "one") / "final")
+        assert_same_rows(place.stage(stage, strategy), place.stage(stage, "one"))
