@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
 from lightning_rlhf.kernels.patch import rounding_of
-from lightning_rlhf.models.adapters import adapter_to_export
 from lightning_rlhf.models.build_roles import (
     add_critic,
     attach_reward,
@@ -260,6 +259,6 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     assert torch.equal(said[REFERENCE], said[CRITIC])
     assert not torch.equal(said[REFERENCE], said[POLICY])
     assert not torch.equal(said[REFERENCE], said[BASE])
-    with adapter_to_export(roles, POLICY):
+    with roles.stacked(POLICY):
         pass
     assert learned(roles) == {POLICY, CRITIC}

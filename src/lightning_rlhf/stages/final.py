@@ -23,16 +23,12 @@ import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.evaluation.run_report import leave_report
-from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.models import build_roles, checkpoint, heads
-from lightning_rlhf.models.adapters import adapter_to_export, save_adapter
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.report.run_page import TEMPLATES
-from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.measured import with_intervals
+from lightning_rlhf.report import run_page, tables
+from lightning_rlhf.runs import folders, measured
 from lightning_rlhf.runs.run import Run
 
 LONGEST = 200
@@ -43,7 +39,7 @@ OPTIONS = {
 }
 """Kind of quantised weights -> code of the argument with which transformers makes them."""
 TEMPLATE = Environment(
-    loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True
+    loader=FileSystemLoader(run_page.TEMPLATES), undefined=StrictUndefined, trim_blocks=True
 ).get_template("card.md.jinja")
 """Template of README.md, the model card."""
 
@@ -87,15 +83,15 @@ def hand_over(
     )
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
     stated = license_of(sft.path if sft else None, Path(loaded) if loaded else None)
-    measured, title = None if export else run.folder, folders.run_name(settings)
+    of_run, title = None if export else run.folder, folders.run_name(settings)
     kind = settings.definition.data
     write_model(
         folder, roles, role, run.chat, manifest, title=title, kind=kind, license=stated,
-        run=measured, head=head, below=below, more=more,
+        run=of_run, head=head, below=below, more=more,
     )  # fmt: skip
     if export is None:
         leave_report(run.folder, settings.definition)
-    print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    console.print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
 
 
@@ -150,7 +146,9 @@ def write_model(
         title=title,
         manifest=manifest,
         metadata=data.to_yaml(),
-        origin=table(("", ""), [(key, plain(x, LONGEST)) for key, x in origin.items()], ()),
+        origin=tables.table(
+            ("", ""), [(key, tables.plain(x, LONGEST)) for key, x in origin.items()], ()
+        ),
         metrics=metrics_table(manifest.metrics, run),
         is_reward=is_reward,
         is_adapter=is_adapter,
@@ -162,7 +160,7 @@ def write_model(
         mean=repr((manifest.reward_mean or 0.0) - bias),
         std=repr(manifest.reward_std or 1.0),
     )
-    with Working(f"writing {folder}"):
+    with console.Working(f"writing {folder}"):
         write_final(folder, roles, role, tokenizer, manifest, head, below, more, card, dtype)
 
 
@@ -191,7 +189,7 @@ def write_final(
     is_adapter = role in roles.adapters(role)
     parts = roles.model.named_parameters()
     size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
-    with written_whole(folder, size, "folder") as beside:
+    with storage.written_whole(folder, size, "folder") as beside:
         own = beside / checkpoint.ROLES
         own.mkdir(parents=True)
         if more is not None:
@@ -204,12 +202,12 @@ def write_final(
         if is_adapter:
             sft = manifest.parents.get(SFT)
             parent = base = manifest.base if sft is None else str((folder / sft).resolve())
-            with adapter_to_export(roles, role) as name:
+            with roles.stacked(role) as name:
                 if sft is not None and name != role:  # it includes SFT's
                     base = checkpoint.find(parent, SFT).base_folder or manifest.base
-                save_adapter(beside, roles, name, base, rewards)
+                heads.save_adapter(beside, roles.model, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
-                save_adapter(own, roles, role, parent)
+                heads.save_adapter(own, roles.model, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
             heads.save_whole(beside, causal_lm, rewards, tokenizer.pad_token_id)
@@ -226,9 +224,9 @@ def write_final(
 
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
     """Return a table of the metrics of the evaluation, with 95% intervals; "" without any."""
-    result = with_intervals(metrics, None)
+    result = measured.with_intervals(metrics, None)
     with suppress(RLHFError):  # the run keeps no readable samples
-        result = with_intervals(metrics, run)
+        result = measured.with_intervals(metrics, run)
     rows = []
     for name, found in result.items():
         if name.startswith("eval/"):
@@ -236,7 +234,7 @@ def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
             before = "" if found.before is None else f"{found.before:.4g}"
             rows.append((f"`{name}`", f"{found.value:.4g}", interval, before))
     head = ("on held-out data", "value", "95% interval", "before training")
-    return table(head, rows, (1, 2, 3)) if rows else ""
+    return tables.table(head, rows, (1, 2, 3)) if rows else ""
 
 
 def hub_id(source: str) -> str | None:

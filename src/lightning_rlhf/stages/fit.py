@@ -31,12 +31,12 @@ from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.rollout import server
 from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
-from lightning_rlhf.stages.memory_plan import choose_microbatch
-from lightning_rlhf.stages.preflight import preflight
+from lightning_rlhf.stages import memory_plan, preflight
 
 
 def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
@@ -95,7 +95,7 @@ def fit(settings: Settings) -> Path:
         steps, replicas = len(data.schedule), run.replicas
         if run.checkpoint is not None:
             check_state(run.checkpoint, module, data)
-        preflight(run, module, data, resumed=run.checkpoint is not None)
+        preflight.preflight(run, module, data, resumed=run.checkpoint is not None)
         replicas.first(run.claim)
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
@@ -178,7 +178,7 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
     module.optimizer_class = run.optimizer
-    choose_microbatch(run, module, data)
+    memory_plan.choose_microbatch(run, module, data)
     return module, data, callbacks
 
 
@@ -191,7 +191,7 @@ def check(settings: Settings) -> None:
     require_trained(settings.definition, "checked")
     with entered(settings) as (stage, run):
         module, data, _ = build(stage, run)
-        preflight(run, module, data)
+        preflight.preflight(run, module, data)
 
 
 def export(settings: Settings, given: folders.Export) -> Path:
@@ -241,6 +241,8 @@ def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
     except TrainingError as error:
         advise(error, settings.stage)
         raise
+    finally:
+        server.stop()
 
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
