@@ -124,7 +124,7 @@ def test_versions(make: Callable[..., PPOModule], stand_in: StandIn, tmp_path: P
     sampler: Any = module.collector.sampler
     for version in range(3):
         module.weights_version = version
-        told.append(module.roll_out(prompts(), module.generator(0, 0)))
+        told.append(module.roll_out(prompts(5), module.generator(0, 0)))
         shake(module.roles, f"lora_B.{POLICY}.", seed=version, size=0.3)
         assert [*stand_in.loaded] == ["base", f"{sampler.name}-v{version}"]
         kept = sorted(path.name for path in (tmp_path / "adapters").iterdir())
@@ -138,9 +138,9 @@ def test_versions(make: Callable[..., PPOModule], stand_in: StandIn, tmp_path: P
 @pytest.mark.parametrize("fault", ["restart", "busy"])
 def test_what_a_run_survives(make: Any, stand_in: StandIn, fault: str) -> None:
     module = make()
-    first = module.roll_out(prompts(), module.generator(0, 0))
+    first = module.roll_out(prompts(2), module.generator(0, 0))
     stand_in.fault = fault
-    again = module.roll_out(prompts(), module.generator(0, 0))
+    again = module.roll_out(prompts(2), module.generator(0, 0))
     assert stand_in.fault == ""
     assert torch.equal(first.tokens, again.tokens)
     assert torch.equal(first.logprobs, again.logprobs)
@@ -172,20 +172,19 @@ def test_what_ends_a_run(make: Any, stand_in: StandIn, fault: str, told: str) ->
 
 
 def test_tokens_in_pieces_and_in_two_processes(make: Any, tmp_path: Path) -> None:
-    batch, rounds = prompts(6), 2
-    whole = make().roll_out(batch, torch.Generator().manual_seed(1))
+    batch, module = prompts(5), make()
+    whole = module.roll_out(batch, torch.Generator().manual_seed(1))
     pieces = make(generation_batch_size=2).roll_out(batch, torch.Generator().manual_seed(1))
-    module = make()
 
     def work(processes: Replicas) -> Any:
         module.collector.replicas = module.collector.sampler.processes = processes
-        found = []
-        for module.weights_version in range(rounds):
-            found.append(module.roll_out(batch, torch.Generator().manual_seed(1)))
-        server.release()
+        module.weights_version = 1
+        found = module.roll_out(batch, torch.Generator().manual_seed(1))
+        if processes.is_first:
+            module.collector.sampler.end()
         return found
 
-    for found in (pieces, *(x for both in replicated(2, work, tmp_path) for x in both)):
+    for found in (pieces, *replicated(2, work, tmp_path)):
         assert torch.equal(found.tokens, whole.tokens)
         close(found.logprobs, whole.logprobs)
 
