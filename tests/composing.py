@@ -23,6 +23,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.runs.console import CONF
 
@@ -101,6 +102,7 @@ def compositions() -> Iterator[None]:
 @cache
 def section_of(stage: str) -> dict[str, Any]:
     """The values of a stage in conf/, with `advantage=gae` for PPO."""
+    register_resolvers()
     files = [CONF / "stages" / f"{stage}.yaml"]
     if stage == "ppo":
         files.append(CONF / "advantage" / "gae.yaml")

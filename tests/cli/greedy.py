@@ -6,6 +6,8 @@ It knows of the library what `Sampler` says: it is built as `Class(roles, params
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
@@ -19,6 +21,10 @@ class Greedy:
     def __init__(self, roles: Roles, params: SamplingParams) -> None:
         self.roles = roles
         self.params = params
+
+    def sync(self, version: int) -> None:
+        with Path("versions.txt").open("a") as file:
+            file.write(f"{version} ")
 
     @torch.no_grad()
     def sample(

@@ -230,6 +230,21 @@ def test_every_field_is_read() -> None:
     assert "${trainer.weights_dtype}" in (CONF / "model/hub.yaml").read_text()
 
 
+@pytest.mark.parametrize(("stage", "model", "lora", "full"), [
+    ("ppo", "qwen0.8b", 1e-5, 3e-6), ("dpo", "qwen0.8b", 2e-5, 6e-6),
+    ("ppo", "tiny", 1e-3, 3e-4), ("dpo", "tiny", 1e-3, 3e-4),
+])  # fmt: skip
+def test_all_weights_have_a_learning_rate_of_their_own(
+    stage: str, model: str, lora: float, full: float
+) -> None:
+    words = [f"stage={stage}", f"model={model}"]
+    for more, expected in {
+        (): lora, (f"{stage}.finetune=full",): full,
+        (f"{stage}.finetune=full", f"{stage}.lr=1"): 1,
+    }.items():  # fmt: skip
+        assert read_settings(composed(*words, *more)).config.lr == expected
+
+
 # What is not known is refused.
 
 

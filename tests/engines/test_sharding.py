@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from lightning_rlhf.callbacks.stopping import WeightAverage
 
-from ..cli.conftest import Workplace, given, pipeline, tree  # noqa: F401
+from ..cli.conftest import Workplace, given, pipeline, rows, tree, weights  # noqa: F401
 from ..cli.test_processes import assert_close, assert_same_rows, in_processes
 from ..modules.conftest import make_ppo, prompts, reward_adapters  # noqa: F401
 from ..modules.experiences import Make
@@ -83,6 +84,17 @@ def test_supervised(architecture: str, stage: str, way: str, tmp_path: Path) -> 
     batch = make_batch()
     short = batch.select(slice(0, 3))
     compare(partial(build, architecture), way, [batch, short, batch], [batch, short], tmp_path)
+
+
+def test_a_run_resumes_bit_for_bit(pipeline: Workplace, tmp_path: Path) -> None:  # noqa: F811
+    place = pipeline.copied(tmp_path / "work")
+    words = ["stage=ppo", "ppo.critic=adapter", "trainer.strategy=fsdp", *given(place)]
+    found, folder = [], place.stage("ppo")
+    for resume in ("overwrite=true", "resume=2"):
+        in_processes(place, 2, *words, resume, folder=tmp_path).succeeded  # noqa: B018
+        found.append((weights(folder), rows(folder)))
+        shutil.rmtree(folder / "final")
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])

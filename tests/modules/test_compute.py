@@ -197,7 +197,7 @@ def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
     def sample(*given: Any) -> SampledResponses:
         return replace(native.sample(*given), **dict.fromkeys(missing))
 
-    module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample, sync=native.sync)
+    module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample)
     conftest.fit(module, [prompts()], [outputs])
     assert iteration_totals(module, outputs.steps[0])["scored_tokens"] == readings * 132
 

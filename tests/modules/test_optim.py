@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.modules.optim import MuonAdamW, lr_factor
+from lightning_rlhf.modules.optim import MuonAdamW, build_with, lr_factor
 from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import sft_config, sft_roles, within_fit
@@ -66,6 +66,11 @@ def test_weight_decay_is_for_matrices_and_frozen_weights_are_left_out() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.9)}
     assert {group["eps"] for group in optimizer.param_groups} == {1e-4}
+    for given in ({}, {"foreach": True}):  # torch refuses both
+        made = build_with(
+            partial(torch.optim.AdamW, **given), [*optimizer.param_groups], config, ()
+        )
+        assert made.defaults["fused"] == (not given)
     # Of a gradient of 0 a step leaves (1 - lr * decay) of a matrix, 0.85, and all of a bias.
     weight, bias = head.weight.detach().clone(), head.bias.detach().clone()
     head(torch.zeros(1, 2)).mul(0).sum().backward()

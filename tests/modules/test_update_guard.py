@@ -178,7 +178,7 @@ def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
     sample = sampler.sample
 
     def limited(given: Prompts, *args: Any) -> SampledResponses:
-        batches.append(len(args[2] if rollout == "native" else given))  # rows of the batch
+        batches.append(len(args[2]))  # of the share
         if batches[-1] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return sample(given, *args)
@@ -192,10 +192,9 @@ def test_fewer_responses_are_sampled_at_a_time_where_the_memory_runs_out(
         found = module.collector.roll_out(batch, drawn[1], samples_per_prompt=2)
     assert batches == [4, 2, 2, 1]
     assert found.index.tolist() == whole.index.tolist()
-    if rollout == "native":
-        assert found.tokens[found.mask].tolist() == whole.tokens[whole.mask].tolist()
-        torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
-        assert drawn[0].get_state().equal(drawn[1].get_state())
+    assert found.tokens[found.mask].tolist() == whole.tokens[whole.mask].tolist()
+    torch.testing.assert_close(found.logprobs, whole.logprobs, rtol=1e-5, atol=1e-5)
+    assert drawn[0].get_state().equal(drawn[1].get_state())
 
 
 def test_one_response_that_cannot_be_sampled_ends_the_run(make_ppo: Make) -> None:

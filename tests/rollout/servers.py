@@ -29,15 +29,14 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
-            self.answer(*self.server.answers(self.path, request))
+            self.answer(*self.server.answers(self.path.rpartition("/")[2], request))
 
     def answer(self, status: int, content: Any) -> None:
         self.send_response(status)
         self.end_headers()
         self.wfile.write(json.dumps(content).encode())
 
-    def log_message(self, *_: Any) -> None:
-        pass
+    log_message = lambda *_: None  # noqa: E731
 
 
 class StandIn(ThreadingHTTPServer):
@@ -50,24 +49,21 @@ class StandIn(ThreadingHTTPServer):
         self.roles, self.lock, self.fault = roles, threading.Lock(), ""
         self.url, self.loaded = f"http://127.0.0.1:{self.server_port}", {"base": BASE}
 
-    def answers(self, path: str, request: dict[str, Any]) -> tuple[int, Any]:
-        name = request.get("lora_name", "")
-        if path.endswith("unload_lora_adapter"):
+    def answers(self, route: str, request: dict[str, Any]) -> tuple[int, Any]:
+        name, fault = request.get("lora_name", ""), self.fault
+        if route == "unload_lora_adapter":
             return (200, "removed") if self.loaded.pop(name, None) else (404, "not found")
-        if path.endswith("load_lora_adapter"):
+        if route == "load_lora_adapter":
+            role = [*self.loaded.values()][-1]
             if name in self.loaded:
                 return 400, f"The lora adapter '{name}' has already been loaded."
-            role = [*self.loaded.values()][-1]
-            if self.fault != "stale":
+            if fault != "stale":
                 role = f"{name}-{time.monotonic_ns()}"
                 self.roles.load_adapter(role, Path(request["lora_path"]), trainable=False)
             self.loaded[name] = role
             return 200, "added"
-        fault = self.fault
         if fault in ("restart", "busy"):  # and well from then on
-            self.fault = ""
-        if fault == "restart":
-            self.loaded = {"base": BASE}
+            self.fault, self.loaded = "", {"base": BASE} if fault == "restart" else self.loaded
         if fault == "slow":
             time.sleep(1.5)
         if fault in ("busy", "400"):
@@ -79,10 +75,8 @@ class StandIn(ThreadingHTTPServer):
     @torch.no_grad()
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         tokens, heat = torch.tensor([request["prompt"]]), request["temperature"]
-        params = SamplingParams(
-            max_response_tokens=request["max_tokens"], temperature=heat,
-            end_token_ids=request["stop_token_ids"],
-        )  # fmt: skip
+        limits = {"max_response_tokens": request["max_tokens"], "temperature": heat}
+        params = SamplingParams(end_token_ids=request["stop_token_ids"], **limits)
         generator = torch.Generator().manual_seed(request["seed"])
         prompts = Prompts(tokens=tokens, mask=tokens >= 0, index=torch.zeros(1, dtype=torch.long))
         with self.roles.use_role(self.loaded[request["model"]]):

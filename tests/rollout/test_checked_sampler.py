@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
+from lightning_rlhf.core.errors import ConfigError, LogitsError, RLHFError, SamplerError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.collector import build_sampler
+from lightning_rlhf.rollout.collector import build_sampler, load_sampler
 from lightning_rlhf.rollout.sampler import CheckedSampler, SamplingParams
 
 NAME = "server.py:Server"
@@ -60,6 +60,13 @@ def changed(field: str, *at: int, to: float) -> SampledResponses:
     tensor: Tensor = getattr(GOOD, field).clone()
     tensor[at] = to
     return replace(GOOD, **{field: tensor})
+
+
+def test_a_class_that_cannot_be_given_a_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {"is_exact": True, "sample": lambda self, prompts, count, generator: None}
+    monkeypatch.setattr(collector, "load_object", lambda *_: type("Old", (), members))
+    with pytest.raises(ConfigError, match=r"ppo.rollout is 'old:Old', whose sample\(\) cannot be"):
+        load_sampler("old:Old")
 
 
 def with_response_mask(mask: Tensor) -> SampledResponses:

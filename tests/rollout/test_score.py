@@ -88,7 +88,7 @@ def test_the_whole_vocabulary_is_read_for_a_kl_over_it_in_the_reward_alone(
 ) -> None:
     with roles.use_role(POLICY):
         few = Rollout(**vars(sample(roles, prompts, max_response_tokens=2)))
-    chat: Any = SimpleNamespace(end_token_ids=(1,), stop_at=lambda stop_strings: None)
+    chat: Any = SimpleNamespace(end_token_ids=(1,), tokenizer=None)
     collector = Collector(
         roles=roles, reward=INDEX, config=ppo_config(kl_estimator=kl_estimator, kl_in=kl_in),
         critic=None, chat=chat, prompts={}, microbatch=rows(), sampler=object(),

@@ -19,10 +19,9 @@ from torch import Tensor
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
-from lightning_rlhf.core import logprobs, results
+from lightning_rlhf.core import logprobs, results, shaping
 from lightning_rlhf.core.metrics import PART, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.parallel.replicas import Replicas
 
 QUANTILES = (5, 25, 50, 75, 95)
@@ -269,7 +268,7 @@ class PPOMetrics(StepRows):
         terms = pl_module.collector.reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
-            paid = paid_sum(parts, terms, pl_module.moments.components)
+            paid = shaping.paid_sum(parts, terms, pl_module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
             metrics["rollout/reward_paid_range"] = (paid.max() - paid.min()).item()
         if len(terms) > 1:

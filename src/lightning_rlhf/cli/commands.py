@@ -166,7 +166,7 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
         plain = tree["trainer"].keys() & TrainerConfig.__dataclass_fields__
         trainer = {key: tree["trainer"][key] for key in plain}
         unread["trainer"] = trainer | {"_target_": "lightning.Trainer"}
-        settings = read_tree(tree | unread)
+        settings = replace(read_tree(tree | unread), tree=tree)  # which goes into the manifest
     except (ConfigError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}") from error
     own, place = Path(folders.run_name(settings)).parts, folder.resolve()

@@ -107,10 +107,14 @@ def register_resolvers() -> None:
     """Register the resolvers and the configuration that conf/ refers to.
 
     `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, `${hub_val:name}`
-    a data set to validate on (null beside a local file to train on), and the configuration `open` a
-    mapping that takes any key on the command line.
+    a data set to validate on (null beside a local file to train on),
+    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, and the
+    configuration `open` a mapping that takes any key on the command line.
     """
     resolvers: dict[str, Any] = {
+        "by_finetune": lambda values, *, _parent_: values.get(
+            _parent_.get("finetune"), values["lora"]
+        ),
         "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
         "program": arguments.program_name,
         "recipes": lambda path: str(console.RECIPES / path),

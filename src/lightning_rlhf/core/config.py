@@ -109,7 +109,7 @@ class StopConfig(BestConfig):
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StageConfig:
-    """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
+    """Settings of training, its schedule, validations and checkpoints, common to all stages."""
 
     finetune: Literal["lora", "full"]
     """What is trained: a LoRA adapter, or all weights."""

@@ -250,6 +250,8 @@ class Task:
         with Working("loading the model"):
             start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
             is_full = isinstance(policy, Kept) and policy.lora is None
+            rounded, whole = run.settings.model.quantization, "none for a checkpoint of all weights"
+            require(not is_full or rounded == "none", "model.quantization", rounded, whole)
             seed, role = run.settings.seed, REFERENCE
             roles = build_roles.start_from(run.settings.model, start, trainable=is_full, seed=seed)
             if isinstance(policy, Kept):
@@ -257,7 +259,9 @@ class Task:
                     role = POLICY
                     roles.add_adapter(role, policy.lora, seed)
                 select.load_weights(roles, policy.path, policy.origin, prefix="roles.")
-                roles.requires_grad_(False)  # as the weights of a final/ folder
+                roles.requires_grad_(False)
+            for weight in roles.parameters() if is_full else ():  # as those of a final/ folder
+                weight.data = weight.data.to(getattr(torch, run.settings.model.dtype))
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         rows, response = config.batch_size, config.max_response_tokens

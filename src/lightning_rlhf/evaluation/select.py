@@ -20,7 +20,7 @@ from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models.roles import trainable_names
-from lightning_rlhf.modules.optim import check_parameters
+from lightning_rlhf.modules.optim import StageModule, check_parameters
 from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
@@ -185,6 +185,8 @@ def load_weights(
             f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}"
         )
     module.load_state_dict(state, strict=False)
+    if isinstance(module, StageModule):
+        module.weights_changed()
 
 
 def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:

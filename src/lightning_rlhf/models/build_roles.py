@@ -47,7 +47,7 @@ def trained_on(final: checkpoint.Final) -> tuple[str, str]:
     """Return quantization and data type of the base of an adapter; whole weights have no base."""
     config = final.manifest.config if final.manifest and final.is_adapter else {}
     model = config.get("model") or {}
-    return model.get("quantization", "none"), model.get("dtype", "")
+    return model.get("quantization", "none"), model.get("dtype", "float32")
 
 
 def has_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -> bool:
@@ -60,9 +60,10 @@ def has_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -
     if expected is None:
         return True
     found, here = roles.probe(role), loading.quantization_of(roles.causal_lm)
-    tolerance = rounding(roles.causal_lm)
+    trained = trained_on(final)
+    tolerance = rounding(roles.causal_lm, trained[1])
     if here != "none":
-        alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained_on(final)
+        alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained
         tolerance = max(tolerance, REROUNDED[here]) if alike else 0.5
     return found.shape == expected.shape and same_logits(found, expected, tolerance)
 
@@ -269,6 +270,8 @@ def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
     for owner, role in ((reference, REFERENCE), (roles, POLICY)):
         if not same_logits(owner.probe(role), before, rounding(reference.causal_lm)):
             why = "the policy's adapter changed its logits, a fault of the adapter library"
+            if reference is not roles:
+                why = "all its weights and the frozen base of the reference give other logits"
             raise CheckpointError(f"the {role} does not start as the SFT model: {why}")
 
 
@@ -324,6 +327,7 @@ def whole_weights(
     An adapter is merged into the model that it was trained on, quantised or not.
     """
     weights, adapters = None, []
+    key = "policy.checkpoint" if reward is None else "ppo.critic"
     for final in (sft, reward):
         if final is not None and final.is_adapter:
             adapters.append(final.adapter)
@@ -338,7 +342,7 @@ def whole_weights(
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
         checkpoint.check_weights(adapter)
-        with checkpoint.naming(str(adapter), ""):
+        with checkpoint.naming(str(adapter), key):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 

@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -14,6 +15,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
@@ -74,15 +76,27 @@ def build_with(
     """Return the optimizer that `make` builds of groups of parameters, and of what the stage has.
 
     It is given betas = (0.9, adam_beta2) with eps = adam_eps, fused = True and `matrices`, where it
-    takes arguments of these names and `make` does not hold them.
+    takes arguments of these names and `make` does not hold them; no fused beside foreach=True.
     """
     takes = signature(make.func).parameters
-    known = {"fused": True, "matrices": matrices}
+    known = {"fused": not make.keywords.get("foreach"), "matrices": matrices}
     if "betas" in takes:
         known |= {"betas": (0.9, config.adam_beta2), "eps": config.adam_eps}
     given = {name: value for name, value in known.items() if name in takes}
     found: Optimizer = make(groups, **given | make.keywords)
     return found
+
+
+@contextmanager
+def optimizer_faults() -> Iterator[None]:
+    """Raise ConfigError naming the section where an optimizer raises an exception of its own."""
+    try:
+        yield
+    except (errors.RLHFError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a class of the user's own may raise anything
+        told = f"{errors.first_line(error)} ({type(error).__name__})"
+        raise errors.ConfigError(f"optimizer: {told}") from error
 
 
 class MuonAdamW(Optimizer):
@@ -112,7 +126,10 @@ class MuonAdamW(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make one step of both with the groups and the state of this optimizer; return the loss
         that `closure` computes, None without one."""
-        loss = None if closure is None else closure()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         groups = iter(self.param_groups)  # which a schedule or a checkpoint may have replaced
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -210,7 +227,8 @@ class StageModule(L.LightningModule):
                 group = {"lr": config.lr * factor, "weight_decay": decay}
                 if chosen := [p for p in trained if (p.ndim > 1) == matrices]:
                     parameter_groups.append({"params": chosen, **group})
-        optimizer = self.make_optimizer(parameter_groups)
+        with optimizer_faults():
+            optimizer = self.make_optimizer(parameter_groups)
         optimizer.register_step_post_hook(self.weights_changed)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)

@@ -92,6 +92,9 @@ class ShardedModel:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Hold all weights inside the block, in which passes need no other process."""
+        if self.is_whole:  # in a block around this one
+            yield
+            return
         self._begin(WHOLE)
         try:
             with uninterrupted():
@@ -152,6 +155,14 @@ def arrive() -> None:
             sharded.model.reshard()
         if number := agreed(0):
             follow(number)
+
+
+def leave() -> None:
+    """Take part in the passes of other processes to the end of the run, and forget its models."""
+    arrive()
+    models.clear()
+    arrivals.clear()
+    mesh.cache_clear()
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,6 +74,13 @@ def load_sampler(name: str, key: str = samplers.KEY) -> Any:
             f"{key} is {name!r}, which has no {' and no '.join(missing)}; allowed: a class "
             "with both, see lightning_rlhf.rollout.sampler.Sampler"
         )
+    try:
+        signature(found.sample).bind("self", "prompts", 1, "generator", "share")
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} is {name!r}, whose sample() cannot be given a share of a batch ({error}); "
+            "allowed: sample(prompts, samples_per_prompt, generator, share)"
+        ) from error
     return found
 
 
@@ -272,7 +280,7 @@ class Collector:
 
         version: number of changes of the role's weights so far, for `Sampler.sync`.
         """
-        self.sampler.sync(version)
+        samplers.synchronise(self.sampler, version)
         rows = self.replicas.share(masking.by_length(prompts.mask))
         found = self.replicas.joined(
             samplers.response_numbers(rows, samples_per_prompt),

@@ -122,7 +122,7 @@ class Sampler(Protocol):
     def sync(self, version: int) -> None:
         """Take over the weights of the active role, where they are held elsewhere.
 
-        Called in all processes before they sample; a class that `ppo.rollout` names may lack it.
+        Called in all processes before they sample; a sampler of the user's own may lack it.
 
         version: number of changes of the weights so far, optimizer steps and swaps with their
             average: weights of the same number are the same.
@@ -152,6 +152,12 @@ class Sampler(Protocol):
         Raises: LogitsError where there is no distribution to draw from.
         """
         ...
+
+
+def synchronise(sampler: Any, version: int) -> None:
+    """Let a sampler take over the weights, as `Sampler.sync`; one that lacks it reads them."""
+    if hasattr(sampler, "sync"):
+        sampler.sync(version)
 
 
 @dataclass(eq=False)
@@ -272,9 +278,8 @@ class CheckedSampler:
 
     def sync(self, version: int) -> None:
         """Let the user's sampler take over the weights. Raises SamplerError where it fails."""
-        if hasattr(self.sampler, "sync"):
-            with self.named("sync"):
-                self.sampler.sync(version)
+        with self.named("sync"):
+            synchronise(self.sampler, version)
 
     def sample(
         self,

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy
 from transformers.utils import logging as transformers_logging
 
@@ -151,7 +150,7 @@ class ReplicaStrategy(DDPStrategy):
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
 
-    def setup(self, trainer: Trainer) -> None:
+    def setup(self, trainer: Any) -> None:
         """Set up for a fit or an evaluation, before which Lightning would broadcast the weights."""
         module: Any = self.model
         names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]

@@ -22,11 +22,11 @@ from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
-from lightning_rlhf.modules.optim import build_with
+from lightning_rlhf.modules.optim import build_with, optimizer_faults
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.runs.accelerator import ReplicaStrategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy, device_of
 from lightning_rlhf.runs.folders import check_writable
-from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig
+from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig, section
 
 _AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
 _TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
@@ -45,6 +45,14 @@ STRATEGIES = ("ddp", FSDP)
 """Strategies of several processes; in one process, and for Lightning, they are auto."""
 ALONE = "auto, ddp, fsdp, single_device: the processes of a run sum their gradients themselves"
 """Allowed values of an argument of the Trainer, and of its strategy."""
+
+
+SET_BY_STAGE = {
+    "lr": "{0}.lr is the learning rate",
+    "weight_decay": "{0}.weight_decay is that of all matrices",
+    "params": "{0}.finetune and model.lora say what is trained",
+}
+"""Arguments of an optimizer that a stage sets itself -> what to use instead."""
 
 
 def own_objects(settings: Settings) -> dict[str, Any]:
@@ -94,20 +102,28 @@ def own_objects(settings: Settings) -> dict[str, Any]:
 def optimizer_class(settings: Settings) -> partial[Any]:
     """Return the class of the section `optimizer` with its arguments; AdamW for an empty one.
 
-    An optimizer of one matrix is built and thrown away, for a stage that trains.
+    For a stage that trains, an optimizer of a matrix and a vector makes a step and is thrown away.
     Raises ConfigError naming the key where that is not possible.
     """
-    if not settings.optimizer or not settings.definition.trains:
+    own, config = settings.optimizer, settings.config
+    if not own or not settings.definition.trains:
         return partial(torch.optim.AdamW)
-    make: partial[Any] = instantiated({**settings.optimizer, "_partial_": True}, "optimizer")
-    matrix = torch.nn.Parameter(torch.zeros(2, 2))
-    group = {"params": [matrix], "lr": settings.config.lr, "weight_decay": 0.0}
-    try:
-        built = build_with(make, [group], settings.config, [matrix])
-    except Exception as error:  # a class of the user's own may raise anything
-        raise ConfigError(f"optimizer: {reason(error)}") from error
-    is_one, target = isinstance(built, torch.optim.Optimizer), settings.optimizer["_target_"]
-    require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
+    target = section({"optimizer": own}, "optimizer", "_target_")["_target_"]
+    for name, meant in SET_BY_STAGE.items():
+        if name in own:
+            found, meant = f"optimizer.{name} is {own[name]!r}", meant.format(settings.stage)
+            raise ConfigError(f"{found}, but it is not to be set: {meant}")
+    make: partial[Any] = instantiated({**own, "_partial_": True}, "optimizer")
+    device, groups = device_of(settings), []
+    for shape, decay in (((2, 2), config.weight_decay), ((2,), 0.0)):
+        weight = torch.nn.Parameter(torch.zeros(shape, device=device))
+        weight.grad = torch.zeros_like(weight)
+        groups.append({"params": [weight], "lr": config.lr, "weight_decay": decay})
+    with optimizer_faults():
+        built = build_with(make, groups, config, {*groups[0]["params"]})
+        is_one = isinstance(built, torch.optim.Optimizer)
+        require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
+        built.step()
     return make
 
 

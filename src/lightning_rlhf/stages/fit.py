@@ -16,9 +16,8 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks import checkpoints, compute, files, progress, stopping
+from lightning_rlhf.callbacks import checkpoints, compute, files, metrics, progress, stopping
 from lightning_rlhf.callbacks.loggers import close_loggers
-from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
@@ -135,14 +134,14 @@ def fit(settings: Settings) -> Path:
         if chosen is None:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
-        metrics = stage.summarise(run, module, chosen)
+        told = stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
-            metrics |= computed
-        return stage.finish(run, module, metrics)
+            told |= computed
+        return stage.finish(run, module, told)
 
 
 @contextmanager
@@ -166,7 +165,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
         settings = replace(settings, resume=resume, overwrite=overwrite)
         with entered(settings, checkpoint=checkpoint) as entry:
             yield entry
-        sharding.arrive()
+        sharding.leave()
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
@@ -295,7 +294,7 @@ def trainer_of(
         callbacks.append(stopping.WeightAverage(config.ema_decay))
     # The first process alone measures and writes, and shares its metrics.
     callbacks += logging if run.replicas.is_first else []
-    callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
+    callbacks += [metrics.SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
     callbacks += [stopping.CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
     has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
     if not has_bar and options.get("enable_progress_bar") is not False:

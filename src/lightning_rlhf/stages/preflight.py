@@ -29,7 +29,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.rollout import collector, score
-from lightning_rlhf.rollout.sampler import BatchSampler
+from lightning_rlhf.rollout.sampler import BatchSampler, synchronise
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import MemoryPlan, by_role, plan_built, plan_shown
 
@@ -179,7 +179,7 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
     samplers have at most TOKENS tokens, those of another up to ppo.max_response_tokens.
     """
     each, sampler = min(2, module.config.samples_per_prompt), module.collector.sampler
-    sampler.sync(module.weights_version)
+    synchronise(sampler, module.weights_version)
     if isinstance(sampler, BatchSampler):
         tokens = min(TOKENS, sampler.params.max_response_tokens)
         short = copy(sampler)
@@ -224,7 +224,8 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     The responses of a batch are read together and one by one; functions and servers are not called.
     """
     critic, reward = module.critic, module.collector.reward
-    if critic is not None and critic.roles is not module.roles:
+    shared = (module.roles, module.roles.reference)
+    if critic is not None and critic.roles not in shared:
         yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
     decoded = collector.decode_responses(sampled, module.collector.prompts["train"], module.chat)
     tokens, mask = wider(sampled.tokens, sampled.mask)
@@ -232,7 +233,7 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
     for term, source in zip(reward.terms, reward.sources, strict=True):
         name = f"padding: {term.name}"
-        if reward.models.get(term.name, (module.roles,))[0] is module.roles:
+        if reward.models.get(term.name, shared)[0] in shared:
             continue
         try:
             together = torch.as_tensor(source(replace(decoded, rollout=wide)))

@@ -88,7 +88,7 @@ class Supervised(stage.Stage):
             val=val.examples,
             columns=(),
             collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
-            val_batch_size=config.batch_size,
+            val_batch_size=config.microbatch_rows,
             schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.batch_size,
