@@ -1,7 +1,8 @@
-"""ppo.rollout=vllm and rank.rollout=vllm by the command, with a stand-in for the server."""
+"""ppo.rollout=vllm and eval_policy.rollout=vllm by the command, with a stand-in for the server."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -31,11 +32,12 @@ def test_a_run_by_a_server_resumes_bit_for_bit(pipeline: Workplace, tmp_path: Pa
         shutil.rmtree(folder / "final")
         place.mini(*ppo, "resume=2").succeeded  # noqa: B018
         assert (weights(folder), rows(folder)) == expected
-        ranked = ["stage=rank", "rank.rollout=vllm", f"rank.policy={folder / 'final'}", *words]
-        place.mini(*ranked, "rank.max_prompts=2").succeeded  # noqa: B018
+        compared = ["eval_policy.rollout=vllm", f"eval_policy.policies=[{folder / 'final'}]"]
+        compared += ["eval_policy.samples_per_prompt=2", *words]
+        place.mini("stage=eval_policy", *compared).succeeded  # noqa: B018
         assert [*server.loaded] == ["base"]
         assert [*(tmp_path / "adapters").iterdir()] == []
-    samples = place.stage("rank", "served") / "final" / "samples.jsonl"
-    assert len(samples.read_text().splitlines()) == 2 * 8
+    final = place.stage("eval_policy", "served") / "final"
+    assert set(json.loads((final / "evaluation.json").read_text())["policies"]) >= {"ppo"}
     refused = place.mini(*ppo, "ppo.finetune=full", "run=full").error
     assert refused.startswith("ppo.rollout is 'vllm'; allowed: native, hf where ppo.finetune=full")

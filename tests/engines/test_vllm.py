@@ -58,10 +58,11 @@ def test_forty_iterations_of_the_quickstart(tmp_path: Path) -> None:
     for stage in ("sft", "rm"):
         train(f"stage={stage}")
     own = {"url": URL, "command": VLLM, "start": True, "timeout_s": 900.0}
+    own["arguments"] = ["--gpu-memory-utilization", "0.2", "--enforce-eager"]
     shipped = OmegaConf.load(CONF / "config.yaml").rollout_server
     config = build(ServerConfig, {**shipped, **own}, "rollout_server")
     began = time.monotonic()
-    server.start(config, str(RUN / "sft" / "final"), torch.float32, 8, 512)
+    server.start(config, str(RUN / "sft" / "final"), torch.float32, 16, 512)
     seconds = time.monotonic() - began
     try:
         ppo = ("stage=ppo", "ppo.rollout=vllm", f"ppo.iterations={ITERATIONS}", "ppo.val_every=20",

@@ -74,14 +74,15 @@ class StandIn(ThreadingHTTPServer):
 
     @torch.no_grad()
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        tokens, heat = torch.tensor([request["prompt"]]), request["temperature"]
+        tokens, heat = torch.tensor([request["prompt"]]), request["temperature"] or 1e-6
         limits = {"max_response_tokens": request["max_tokens"], "temperature": heat}
         params = SamplingParams(end_token_ids=request["stop_token_ids"], **limits)
         generator = torch.Generator().manual_seed(request["seed"])
         prompts = Prompts(tokens=tokens, mask=tokens >= 0, index=torch.zeros(1, dtype=torch.long))
         with self.roles.use_role(self.loaded[request["model"]]):
             found = HFSampler(self.roles, params).sample(prompts, 1, generator, torch.arange(1))
-            logprobs, _ = predict(found, self.roles, None, 1.0 if self.fault == "raw" else heat, 1)
+            told = 1.0 if self.fault == "raw" or not request["temperature"] else heat
+            logprobs, _ = predict(found, self.roles, None, told, 1)
         return {
             "token_ids": found.responses[0].tolist(),
             "logprobs": {"token_logprobs": logprobs[0].tolist()[self.fault == "counts" :]},
