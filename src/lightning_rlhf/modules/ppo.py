@@ -300,7 +300,12 @@ class PPOModule(optim.StageModule):
         """
         policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
         cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
-        if policy_losses is not None and cap is not None and told is not None:
+        if policy_losses is not None and cap is not None:
+            if told is None:
+                allowed = "null for a sampler that is exact, or tells no log-probabilities"
+                raise errors.ConfigError(
+                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
+                )
             pick = masking.picker(records.known_mask(micro_batch))
             known = pick(micro_batch.old_logprobs), pick(told)
             policy_losses = policy_losses * losses.importance_weights(*known, cap)
