@@ -61,10 +61,12 @@ def test_each_process_holds_its_part_whatever_passes_others_compute(tmp_path: Pa
 
         def alone() -> Tensor:
             found.append(roles.probe("sft"))
-            with roles.merged():
+            with roles.merged(), roles.whole():
                 return roles.probe("sft")
 
         found.append(replicas.first(alone))
+        sharding.leave()
+        assert not sharding.models
         parts = [sharding.held(p).numel() for n, p in roles.named_parameters() if "lora_" not in n]
         return sum(parts), found
 
