@@ -39,7 +39,7 @@ OTHER = ("model.name=other", "run=other")
 
 
 def until_called(
-    place: Workplace, *words: str, name: str = "lightning_rlhf.stages.fit.preflight"
+    place: Workplace, *words: str, name: str = "lightning_rlhf.stages.preflight.preflight"
 ) -> str:
     """What a command says before this is called: preflight, before it trains, or another."""
 

@@ -24,7 +24,6 @@ from lightning_rlhf.models.build_roles import (
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles, trainable_names
-from lightning_rlhf.stages.final import adapter_to_export
 
 from .conftest import build_model, randomise
 
@@ -260,6 +259,6 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     assert torch.equal(said[REFERENCE], said[CRITIC])
     assert not torch.equal(said[REFERENCE], said[POLICY])
     assert not torch.equal(said[REFERENCE], said[BASE])
-    with adapter_to_export(roles, POLICY):
+    with roles.stacked(POLICY):
         pass
     assert learned(roles) == {POLICY, CRITIC}

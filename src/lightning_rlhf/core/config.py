@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
@@ -39,13 +40,47 @@ GROUPED = ("rloo", "grpo", "dr_grpo")
 
 SamplerName = Annotated[
     str,
-    Field(pattern=r"^(native|hf)$|:"),
-    validation.described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+    Field(pattern=r"^(native|hf|vllm)$|:"),
+    validation.described("native, hf, vllm, 'path/to/file.py:Class' or 'package.module:Class'"),
 ]
 """Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
+
+
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
+class ServerConfig:
+    """Settings of the servers of rollout=vllm, the section `rollout_server`."""
+
+    url: validation.OneOrMore
+    """Addresses of the servers, of which each answers an equal share of the requests."""
+    adapters: validation.Text | None
+    """Folder that this program and the servers see; None for a temporary one of this machine."""
+    timeout_s: validation.PositiveFloat
+    """Seconds that a request may take, with all tries."""
+    retries: validation.NonNegativeInt
+    """Number of tries after the first."""
+    max_gap: validation.PositiveFloat
+    """Largest mean difference of a token's log-probability here from the server's, nats."""
+    token_env: validation.Text | None
+    """Environment variable that holds the token of the servers; None for none."""
+    start: bool
+    """True if the run starts and ends the server."""
+    command: validation.Text
+    """Executable `vllm` of the environment that a server is started in."""
+    arguments: validation.Texts
+    """Further arguments of `vllm serve`, which come last."""
+
+    def __post_init__(self) -> None:
+        form = r"https?://[^\s/@?#]+(/[^\s@?#]*)?"
+        are_addresses = self.url and all(re.fullmatch(form, url) for url in self.url)
+        shown = [re.sub(r"//.*@", "//***@", url, flags=re.DOTALL) for url in self.url]
+        allowed = "http://HOST:PORT, or several; a token goes into token_env"
+        validation.rule(bool(are_addresses), "url", shown, allowed)
+        allowed = "false for several addresses, or for one that is not http://HOST:PORT"
+        is_one = len(self.url) == 1 and re.fullmatch(r"http://[^/]+:\d+", self.url[0])
+        validation.rule(not self.start or bool(is_one), "start", True, allowed)
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -159,6 +194,8 @@ class ResponsesConfig:
     """Number of responses that are sampled to each prompt."""
     temperature: validation.Temperature
     """Sampling temperature, at which log-probabilities are measured too."""
+    rollout: Literal["native", "vllm"]
+    """Who samples them: this program, or the servers of `rollout_server`."""
     max_response_tokens: validation.PositiveInt
     """Largest number of tokens of a response, the end token included."""
     stop_strings: validation.Texts
@@ -289,6 +326,8 @@ class PPOConfig(StageConfig):
     clip_range: Annotated[float, Field(gt=0, lt=1)]
     clip_range_high: validation.PositiveFloat | None
     dual_clip: AboveOne | None
+    importance_cap: validation.PositiveFloat | None
+    """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
     loss_reduction: Reduction
     ent_coef: validation.NonNegativeFloat
     ptx_coef: validation.NonNegativeFloat
@@ -334,6 +373,11 @@ class PPOConfig(StageConfig):
         is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
         without = f"since advantage={self.advantage} has no critic"
         for holds, key, allowed in (
+            (self.finetune == "lora" or self.rollout != "vllm", "rollout",
+             "native, hf where ppo.finetune=full: servers are sent adapters, not whole weights"),
+            (self.importance_cap is None or self.rollout not in ("native", "hf"), "importance_cap",
+             f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
+             "training"),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -16,6 +16,18 @@ Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits in memory at once: 64 MB in fp32, for any vocabulary
 CACHED_ELEMENTS = 2**17
 """Number of logits, per thread, of which a CPU computes at a time: three tensors of 0.5 MB."""
+
+
+def logprob_gap(
+    ours: Float[Tensor, "B T"], theirs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[float, float]:
+    """Return mean and largest difference of two log-probabilities of the same tokens, nats.
+
+    mean_t |log p_ours(t) - log p_theirs(t)|, max_t |...|      over the real tokens of all rows
+    """
+    off = torch.where(mask, (ours - theirs).abs(), 0.0)
+    mean, largest = torch.stack([off.sum() / mask.sum(), off.max()]).tolist()
+    return mean, largest
 
 
 def token_logprobs(

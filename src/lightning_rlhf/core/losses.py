@@ -124,6 +124,21 @@ def policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
+def importance_weights(
+    logprobs: Float[Tensor, "*n"], sampler_logprobs: Float[Tensor, "*n"], cap: float
+) -> Float[Tensor, "*n"]:
+    """Return the weight of each token's policy loss where another program sampled it.
+
+        w = min(p_trainer / p_sampler, cap)         both of the policy at sampling
+
+    1 where both agree. A cap of 1 only makes tokens count less that the sampler likes too much; a
+    large one is importance sampling, without bias and with a large variance; towards 0 nothing is
+    learned. It has no gradient.
+    Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
+    """
+    return torch.exp(logprobs - sampler_logprobs).clamp(max=cap)
+
+
 def value_loss(
     values: Float[Tensor, "*n"],
     old_values: Float[Tensor, "*n"],

@@ -55,6 +55,10 @@ Texts = Annotated[
     Field(strict=False, description="a list of texts, none of them empty"),
 ]
 """Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
+OneOrMore = Annotated[
+    Texts, BeforeValidator(lambda found: (found,) if isinstance(found, str) else found)
+]
+"""Tuple of texts, for which a single text may stand."""
 Options = Annotated[dict[str, Any], described("a mapping of names to values")]
 
 

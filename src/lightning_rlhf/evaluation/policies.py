@@ -7,7 +7,7 @@ import gc
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,8 +20,7 @@ from lightning_rlhf.callbacks import evaluation, metrics
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
 from lightning_rlhf.core import memory, records, results, validation
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
-from lightning_rlhf.data import lengths, readers
-from lightning_rlhf.data.batches import collate_prompts
+from lightning_rlhf.data import batches, lengths, readers
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation import build_rewards, evaluate_reward, select
 from lightning_rlhf.io.console import Working, print_line
@@ -30,8 +29,8 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout import collector, native, score
-from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
+from lightning_rlhf.rollout import collector, native, score, server
+from lightning_rlhf.rollout import sampler as samplers
 from lightning_rlhf.runs import folders, resume
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
@@ -282,36 +281,39 @@ class Task:
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
         most, size = config.batch_size, max(1, config.batch_size // count)
-        batches = [
-            (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
+        asked = [
+            (batches.collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
             for start in range(0, len(self.prompts), size)
             for n in (min(most, count - made) for made in range(0, count, most))
         ]
-        shards = collector.shard(batches, run.replicas, divides=True)
-        params = SamplingParams(
-            max_response_tokens=config.max_response_tokens,
-            temperature=temperature,
-            end_token_ids=run.chat.end_token_ids,
-            stop_strings=config.stop_strings,
-            tokenizer=run.chat.tokenizer,
-        )
-        sampler = (native.NativeSampler if roles.caches else HFSampler)(roles, params)
+        shards = collector.shard(asked, run.replicas, divides=True)
+        params = replace(samplers.SamplingParams.of(config, run.chat), temperature=temperature)
+        local = native.NativeSampler if roles.caches else samplers.HFSampler
+        sampler: Any = local(roles, params)
+        if config.rollout == "vllm":
+            longest = max(len(one.prompt) for one in self.prompts) + config.max_response_tokens
+            servers = run.settings.rollout_server
+            sampler = server.ServerSampler(roles, params, servers, run.replicas, longest)
         generator = torch.Generator().manual_seed(run.settings.seed)
         drawn = collector.sample_local(sampler, shards, generator)
         total = sum(len(shard.numbers) for shard in shards)
         try:
             with roles.use_role(role), Working(f"sampling from {name}", total) as work:
+                sampler.sync(0)
                 for numbers, sampled in work.track(drawn, lambda part: len(part[1])):
                     rollout = score.annotate(
                         sampled,
                         roles,
                         None,
-                        is_exact=temperature == config.temperature,
+                        is_exact=sampler.is_exact and temperature == config.temperature,
                         temperature=config.temperature,
                         policy_rows=self.batch,
                         batch_size=config.batch_size,
                     )
+                    if isinstance(sampler, server.ServerSampler):
+                        sampler.check_gap(rollout)
                     found.append((numbers, rollout.to("cpu")))
+            server.release()
         except LogitsError as error:
             raise LogitsError(f"policy {name}") from error
         except torch.OutOfMemoryError as error:

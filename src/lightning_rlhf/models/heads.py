@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import transformers
 from jaxtyping import Float
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.models.checkpoint import json_object
+from lightning_rlhf.models.checkpoint import OF_ADAPTER, json_object
 
 
 class ScalarHeads(nn.Module):
@@ -108,6 +109,27 @@ def classifier_adapter(
         targets = rf"{re.escape(name)}\..*?({alternatives})"
     saved: Any = {"task_type": "SEQ_CLS", "modules_to_save": [SCORE]}
     return dataclasses.replace(config, target_modules=targets, **saved), state
+
+
+def save_adapter(
+    folder: Path, model: PeftModel, name: str, base: str, rewards: nn.Module | None = None
+) -> None:
+    """Write an adapter of the model.
+
+    base: folder or hub id of the weights that it is applied to.
+    rewards: heads with which the adapter is written as that of a sequence classifier, where
+        transformers has one for the base; None writes that of the language model.
+    """
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    config: Any = dataclasses.replace(model.peft_config[name], inference_mode=True)
+    if isinstance(config.target_modules, set):  # its order differs between runs
+        config.target_modules = sorted(config.target_modules)
+    if rewards is not None:
+        config, state = classifier_adapter(config, state, model.get_base_model(), rewards)
+    config.base_model_name_or_path = base
+    state = {name: matrix.detach().cpu().contiguous() for name, matrix in state.items()}
+    save_file(state, folder / OF_ADAPTER)
+    config.save_pretrained(str(folder))
 
 
 def save_whole(

@@ -346,6 +346,25 @@ class Roles(nn.Module):
         """Return the names of the adapters that are active in `role`, the lowest first."""
         return self._stacks[role]
 
+    @contextmanager
+    def stacked(self, role: str) -> Iterator[str]:
+        """Yield the name of an adapter that does what all adapters of `role` do.
+
+        Of several, it is a temporary one that concatenates them; else the single one.
+        """
+        before, (*below, top) = self.role, self.adapters(role)
+        if not below:
+            yield top
+            return
+        model: Any = self.model
+        add, weights = model.base_model.add_weighted_adapter, [1.0] * len(self.adapters(role))
+        add([*below, top], weights, "export", combination_type="cat")
+        try:
+            yield "export"
+        finally:
+            model.delete_adapter("export")
+            self.set_role(before)
+
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's adapter; without one, of the model."""
         marker = f".{role}."

@@ -288,7 +288,8 @@ class PPOModule(optim.StageModule):
     ) -> records.PPOTerms:
         """Return the loss and statistics of a micro-batch, as `ppo_terms`.
 
-        A subclass adds terms of its own to the loss here. With a critic apart it is called twice a
+        With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
+        adds terms of its own to the loss here. With a critic apart it is called twice a
         micro-batch: with `policy` alone, then with `values` alone.
 
         Args:
@@ -297,10 +298,20 @@ class PPOModule(optim.StageModule):
             policy: log-probabilities and entropy of the N response tokens of the micro-batch.
             values: values of the critic at the same tokens.
         """
+        policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
+        cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
+        if policy_losses is not None and cap is not None:
+            if told is None:
+                allowed = "null for a sampler that is exact, or tells no log-probabilities"
+                raise errors.ConfigError(
+                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
+                )
+            pick = masking.picker(records.known_mask(micro_batch))
+            known = pick(micro_batch.old_logprobs), pick(told)
+            policy_losses = policy_losses * losses.importance_weights(*known, cap)
         return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
-            policy_losses=None if policy is None else self.policy_losses(policy, micro_batch),
-            values=values,
+            policy_losses=policy_losses, values=values,
         )  # fmt: skip
 
     def policy_losses(

@@ -22,17 +22,21 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
 from lightning_rlhf.rollout import sampler as samplers
+from lightning_rlhf.rollout import server
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import KEY, HFSampler, Sampler, SamplingParams
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
-OURS = ("native", "hf")
+OURS = ("native", "hf", "vllm")
 """Names of the package's samplers; any other name is that of a user's class."""
 
 
 def build_sampler(
-    name: str, roles: Roles, params: SamplingParams, critic: Critic | None, key: str = KEY
-) -> Sampler:
+    name: str,
+    roles: Roles,
+    params: samplers.SamplingParams,
+    critic: Critic | None,
+    key: str = samplers.KEY,
+) -> samplers.Sampler:
     """Return the sampler of that name; a user's is wrapped in a `CheckedSampler`.
 
     key: configuration key that holds the name, for the errors.
@@ -45,7 +49,8 @@ def build_sampler(
         on_trunk = critic is not None and critic.shares_trunk
         return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
-        return HFSampler(roles, params)
+        return samplers.HFSampler(roles, params)
+    require(name != "vllm", key, name, "the argument `sampler` too, a ServerSampler")
     own = load_sampler(name, key)
     try:
         sampler = own(roles, params)
@@ -57,7 +62,7 @@ def build_sampler(
     return samplers.CheckedSampler(sampler, name, longest, vocabulary, key)
 
 
-def load_sampler(name: str, key: str = KEY) -> Any:
+def load_sampler(name: str, key: str = samplers.KEY) -> Any:
     """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
 
     Raises: ConfigError where it does not name a class with the members of `Sampler`.
@@ -173,7 +178,9 @@ def shard(
 
 
 def sample_local(
-    sampler: NativeSampler | HFSampler, batches: Iterable[ShardedBatch], generator: torch.Generator
+    sampler: NativeSampler | samplers.HFSampler | server.ServerSampler,
+    batches: Iterable[ShardedBatch],
+    generator: torch.Generator,
 ) -> Iterator[tuple[Int[Tensor, " R"], records.SampledResponses]]:
     """Yield the numbers of the responses that this process samples, with them, batch by batch.
 
@@ -191,7 +198,7 @@ def sample_local(
 def sample_reference(
     roles: Roles,
     batches: Iterable[ShardedBatch],
-    params: SamplingParams,
+    params: samplers.SamplingParams,
     generator: torch.Generator,
     replicas: Replicas = ONE,
     role: str = REFERENCE,
@@ -201,7 +208,7 @@ def sample_reference(
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
-    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
+    sampler = (NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
     with roles.use_role(role):
         drawn = sample_local(sampler, batches, generator)
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
@@ -252,13 +259,7 @@ class Collector:
         key, size = f"{self.stage}.generation_batch_size", config.generation_batch_size
         self.generation_rows = memory.MicrobatchSize(key, size or config.rollout_batch_size)
         """Number of responses that are sampled at a time."""
-        params = SamplingParams(
-            max_response_tokens=config.max_response_tokens,
-            temperature=config.temperature,
-            end_token_ids=self.chat.end_token_ids,
-            stop_strings=config.stop_strings,
-            tokenizer=self.chat.tokenizer,
-        )
+        params = samplers.SamplingParams.of(config, self.chat)
         self.sampler = self.sampler or build_sampler(
             config.rollout, self.roles, params, self.critic, key=f"{self.stage}.rollout"
         )
@@ -281,10 +282,13 @@ class Collector:
         """
         samplers.synchronise(self.sampler, version)
         rows = self.replicas.share(masking.by_length(prompts.mask))
-        return self.replicas.joined(
+        found = self.replicas.joined(
             samplers.response_numbers(rows, samples_per_prompt),
             lambda _: self.annotate(self.sample(prompts, rows, generator, samples_per_prompt)),
         )
+        if isinstance(self.sampler, server.ServerSampler):
+            self.sampler.check_gap(found)
+        return found
 
     def sample(
         self,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, Self
 
 import torch
 import transformers
@@ -38,6 +38,17 @@ class SamplingParams:
     """Texts that end a response as an end token does, and stay in it."""
     tokenizer: PreTrainedTokenizerBase | None = None
     """Tokenizer of the policy; None where no text is read."""
+
+    @classmethod
+    def of(cls, config: Any, chat: Any) -> Self:
+        """Return the parameters of a stage; config: its section; chat: its `ChatFormat`."""
+        return cls(
+            max_response_tokens=config.max_response_tokens,
+            temperature=config.temperature,
+            end_token_ids=chat.end_token_ids,
+            stop_strings=config.stop_strings,
+            tokenizer=chat.tokenizer,
+        )
 
     @cached_property
     def stop(self) -> StopStringCriteria | None:
@@ -151,7 +162,7 @@ def synchronise(sampler: Any, version: int) -> None:
 
 @dataclass(eq=False)
 class BatchSampler:
-    """Base class of samplers that draw one random number per response and position beforehand.
+    """Base class of the package's samplers, which draw all random numbers of a batch beforehand.
 
     A response then depends on neither the lengths of the others nor the division of the batch.
     """
@@ -164,7 +175,10 @@ class BatchSampler:
         """Do nothing: the weights that are trained are sampled from."""
 
     def draw(self, responses: int, generator: torch.Generator) -> Float[Tensor, "B T"]:
-        """Return the random numbers of a whole batch of so many responses, on the CPU."""
+        """Return the random numbers of a whole batch of so many responses, on the CPU.
+
+        They are one for each response and position.
+        """
         return torch.rand(responses, self.params.max_response_tokens, generator=generator)
 
 

@@ -250,6 +250,8 @@ class Settings:
     optimizer: Mapping[str, Any]
     """Class of the optimizer as `_target_`, and arguments; empty for AdamW."""
     policy: PolicySource
+    rollout_server: sections.ServerConfig
+    """Servers of rollout=vllm."""
     run: str
     job: str | None
     seed: int

@@ -16,9 +16,8 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks import checkpoints, compute, files, progress, stopping
+from lightning_rlhf.callbacks import checkpoints, compute, files, metrics, progress, stopping
 from lightning_rlhf.callbacks.loggers import close_loggers
-from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
@@ -31,12 +30,12 @@ from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.rollout import server
 from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
-from lightning_rlhf.stages.memory_plan import choose_microbatch
-from lightning_rlhf.stages.preflight import preflight
+from lightning_rlhf.stages import memory_plan, preflight
 
 
 def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
@@ -95,7 +94,7 @@ def fit(settings: Settings) -> Path:
         steps, replicas = len(data.schedule), run.replicas
         if run.checkpoint is not None:
             check_state(run.checkpoint, module, data)
-        preflight(run, module, data, resumed=run.checkpoint is not None)
+        preflight.preflight(run, module, data, resumed=run.checkpoint is not None)
         replicas.first(run.claim)
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
@@ -135,14 +134,14 @@ def fit(settings: Settings) -> Path:
         if chosen is None:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
-        metrics = stage.summarise(run, module, chosen)
+        told = stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
-            metrics |= computed
-        return stage.finish(run, module, metrics)
+            told |= computed
+        return stage.finish(run, module, told)
 
 
 @contextmanager
@@ -178,7 +177,7 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
     module.optimizer_class = run.optimizer
-    choose_microbatch(run, module, data)
+    memory_plan.choose_microbatch(run, module, data)
     return module, data, callbacks
 
 
@@ -191,7 +190,7 @@ def check(settings: Settings) -> None:
     require_trained(settings.definition, "checked")
     with entered(settings) as (stage, run):
         module, data, _ = build(stage, run)
-        preflight(run, module, data)
+        preflight.preflight(run, module, data)
 
 
 def export(settings: Settings, given: folders.Export) -> Path:
@@ -241,6 +240,8 @@ def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
     except TrainingError as error:
         advise(error, settings.stage)
         raise
+    finally:
+        server.stop()
 
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
@@ -293,7 +294,7 @@ def trainer_of(
         callbacks.append(stopping.WeightAverage(config.ema_decay))
     # The first process alone measures and writes, and shares its metrics.
     callbacks += logging if run.replicas.is_first else []
-    callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
+    callbacks += [metrics.SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
     callbacks += [stopping.CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
     has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
     if not has_bar and options.get("enable_progress_bar") is not False:

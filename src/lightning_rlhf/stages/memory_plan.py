@@ -137,7 +137,8 @@ def plan_memory(
         each = build_roles.cache_bytes(text, model.dtype) + build_roles.SAMPLING_BYTES
         cache = count * (tokens * each + state_bytes(text))
         read = prompts * longest * layer * number
-        rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
+        if config.rollout != "vllm":
+            rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
         longest = max(tokens, *(one.length for one in demonstrations), 0)
         imitated = (len(one.imitated) for one in demonstrations)
         predicted = max(config.max_response_tokens, *imitated, 0)

@@ -28,8 +28,8 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout import collector, native, score
-from lightning_rlhf.rollout.sampler import HFSampler, synchronise
+from lightning_rlhf.rollout import collector, score
+from lightning_rlhf.rollout.sampler import BatchSampler, synchronise
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.memory_plan import MemoryPlan, by_role, plan_built, plan_shown
 
@@ -179,12 +179,12 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
     samplers have at most TOKENS tokens, those of another up to ppo.max_response_tokens.
     """
     each, sampler = min(2, module.config.samples_per_prompt), module.collector.sampler
-    if isinstance(sampler, native.NativeSampler | HFSampler):
+    synchronise(sampler, module.weights_version)
+    if isinstance(sampler, BatchSampler):
         tokens = min(TOKENS, sampler.params.max_response_tokens)
         short = copy(sampler)
         short.params = replace(sampler.params, max_response_tokens=tokens)
         sampler = short
-    synchronise(sampler, module.weights_version)
     share = torch.arange(len(prompts), device=prompts.tokens.device)
     return sampler.sample(prompts, each, torch.Generator().manual_seed(0), share)
 
