@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -30,7 +31,8 @@ from lightning_rlhf.runs.accelerator import BUILT
 from machine import circumstances
 
 NEEDED = (
-    "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes; rows of all GPUs are left out on one"
+    "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes; rows of all GPUs need two of them, "
+    "and that of vLLM its program (LIGHTNING_RLHF_VLLM=PATH)"
 )
 LATE = 3
 """Multiple of its usual duration after which a row is ended."""
@@ -75,7 +77,7 @@ def check(
 
 def obstacle(row: Row, place: Place, left: float) -> str | None:
     """Return why a row is not run, None where it is. left: seconds of the check that are left."""
-    missing = [name for name in row.needs if find_spec(name) is None]
+    missing = [name for name in row.needs if which(name) is None and find_spec(name) is None]
     if missing:
         return f"not installed: {', '.join(missing)}"
     if row.on_all and place.gpus == 1:

@@ -116,7 +116,7 @@ class Row:
     on_all: bool = False
     """True if it computes on all GPUs."""
     needs: tuple[str, ...] = ()
-    """Modules that it imports and that may be missing."""
+    """Modules that it imports, or programs that it starts, and that may be missing."""
 
 
 def overrides(place: Place, row: Row) -> tuple[str, ...]:
