@@ -33,7 +33,7 @@ def test_a_run_by_a_server_resumes_bit_for_bit(pipeline: Workplace, tmp_path: Pa
         place.mini(*ppo, "resume=2").succeeded  # noqa: B018
         assert (weights(folder), rows(folder)) == expected
         compared = ["eval_policy.rollout=vllm", f"eval_policy.policies=[{folder / 'final'}]"]
-        compared += ["eval_policy.samples_per_prompt=2", *words]
+        compared += ["eval_policy.samples_per_prompt=1", *words]
         place.mini("stage=eval_policy", *compared).succeeded  # noqa: B018
         assert [*server.loaded] == ["base"]
         assert [*(tmp_path / "adapters").iterdir()] == []
