@@ -47,12 +47,6 @@ def train(*words: str, resume: object = "auto") -> None:
     subprocess.run(command, cwd=HOME, check=True, timeout=3000)
 
 
-def machine() -> str:
-    info = Path("/proc/cpuinfo").read_text().splitlines()
-    name = next(line.partition(": ")[2] for line in info if line.startswith("model name"))
-    return f"{name}, {os.cpu_count()} cores"
-
-
 @pytest.mark.skipif(not VLLM, reason="LIGHTNING_RLHF_VLLM names no vLLM")
 def test_forty_iterations_of_the_quickstart(tmp_path: Path) -> None:
     for stage in ("sft", "rm"):
@@ -65,9 +59,9 @@ def test_forty_iterations_of_the_quickstart(tmp_path: Path) -> None:
     server.start(config, str(RUN / "sft" / "final"), torch.float32, 16, 512)
     seconds = time.monotonic() - began
     try:
-        ppo = ("stage=ppo", "ppo.rollout=vllm", f"ppo.iterations={ITERATIONS}", "ppo.val_every=20",
-               f"ppo.checkpoint_every={STOP}", f"rollout_server.url={URL}",
-               f"rollout_server.adapters={tmp_path}")  # fmt: skip
+        ppo = ["stage=ppo", "ppo.rollout=vllm", f"ppo.iterations={ITERATIONS}"]
+        ppo += [f"ppo.val_every={STOP}", f"ppo.checkpoint_every={STOP}"]
+        ppo += [f"rollout_server.url={URL}", f"rollout_server.adapters={tmp_path}"]
         train(*ppo)
         whole = weights(RUN / "ppo"), rows(RUN / "ppo")
         trained = [*read_rows(RUN / "ppo" / "metrics.csv").values()]
@@ -76,19 +70,18 @@ def test_forty_iterations_of_the_quickstart(tmp_path: Path) -> None:
         assert (weights(RUN / "ppo"), rows(RUN / "ppo")) == whole
     finally:
         server.stop()
-    gaps, largest, sampled, reward = (
-        [row[name] for row in trained if name in row]
-        for name in ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "time/rollout_s",
-                     "eval/reward_mean")
-    )  # fmt: skip
+    names = ("rollout/logprob_gap_mean", "rollout/logprob_gap_max", "time/rollout_s")
+    names += ("eval/reward_mean",)
+    gaps, largest, sampled, reward = ([r[n] for r in trained if n in r] for n in names)
     assert len(gaps) == ITERATIONS
     assert max(gaps) < 1e-5
     assert reward[-1] - reward[0] >= 0.3
     version = subprocess.run([VLLM, "--version"], capture_output=True, text=True, check=True)
-    text = ABOUT.format(
-        date=time.strftime("%Y-%m-%d"), machine=machine(), version=version.stdout.split()[-1],
-        torch=torch.__version__, iterations=ITERATIONS,
-    )  # fmt: skip
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next(line.partition(": ")[2] for line in info if line.startswith("model name"))
+    about = {"date": time.strftime("%Y-%m-%d"), "machine": f"{name}, {os.cpu_count()} cores"}
+    about |= {"version": version.stdout.split()[-1], "torch": torch.__version__}
+    text = ABOUT.format(**about, iterations=ITERATIONS)
     for row in (
         ("largest mean gap of an iteration, nats a token", f"{max(gaps):.1e}", "below 1e-5"),
         ("largest gap of a token, nats", f"{max(largest):.1e}", ""),

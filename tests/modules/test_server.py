@@ -32,9 +32,7 @@ from ..rollout.servers import StandIn, serving
 from .conftest import LORA, close, language_model, prompts, sft_roles, shake
 from .experiences import Make
 
-PROBE = torch.tensor([0.0, log(3.0)])
-"""Probabilities 1/4 and 3/4 at temperature 1; 1/10 and 9/10 at 1/2."""
-MODEL = {"id": "base", "parent": None, "max_model_len": 9}
+PROBE = torch.tensor([0.0, log(3.0)])  # 1/4 and 3/4 at temperature 1, 1/10 and 9/10 at 1/2
 
 
 def probed(probability: float, token: int = 1) -> tuple[int, Any]:
@@ -56,22 +54,25 @@ def probed(probability: float, token: int = 1) -> tuple[int, Any]:
     ],
 )
 def test_what_a_server_lacks(loaded: Any, probe: Any, told: str) -> None:
-    found = ""
-    try:
-        server.check_answers(loaded, probe or (0, None), PROBE, temperature=0.5, gap=0.05)
-    except RLHFError as error:
-        found = str(error)
-    assert told in found
-    assert found.count("allowed: ") == bool(told)
+    check = partial(server.check_answers, loaded, probe, PROBE, temperature=0.5, gap=0.05)
+    if not told:
+        check()
+        return
+    with pytest.raises(RLHFError, match="allowed: ") as found:
+        check()
+    assert told in str(found.value)
 
 
 def test_which_model_a_server_has() -> None:
-    adapter = MODEL | {"id": "a", "parent": "base"}
-    assert server.base_of((200, {"data": [adapter, MODEL]}), 9) == "base"
-    with pytest.raises(ConfigError, match="max_model_len of the server is 9; allowed: at least 10"):
-        server.base_of((200, {"data": [MODEL]}), 10)
-    with pytest.raises(ConfigError, match=r"what rollout_server.url serves is '<html>'"):
-        server.base_of((200, "<html>"), 9)
+    base = {"id": "b", "parent": None, "max_model_len": 9}
+    models = {"data": [{"id": "a", "parent": "b"}, base]}
+    assert server.base_of((200, models), 9) == "b"
+    for found, told in (
+        (models, "max_model_len of the server is 9"),
+        ("<html>", "is '<html>'; al"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            server.base_of((200, found), 10)
 
 
 def configured(url: Any, **changes: Any) -> ServerConfig:
@@ -123,37 +124,37 @@ def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
     assert {*told[0].ended.tolist()} == {True, False}
 
 
-@pytest.mark.parametrize("fault", ["restart", "busy"])
-def test_what_a_run_survives(make: Make, stand_in: StandIn, fault: str) -> None:
-    module = make()
-    first = module.roll_out(prompts(2), module.generator(0, 0))
-    stand_in.fault = fault
-    again = module.roll_out(prompts(2), module.generator(0, 0))
-    assert stand_in.fault == ""
-    assert torch.equal(first.tokens, again.tokens)
-
-
 @pytest.mark.parametrize(
     ("fault", "told"),
     [
+        ("restart", ""),
+        ("busy", ""),
         ("stale", "rollout_server.max_gap is 0.0001, but log-probabilities of the servers are"),
         ("raw", "rollout_server.max_gap is 0.0001, but"),
-        ("400", r"http://\S+ answered 400: max_tokens is too large"),
-        ("slow", "gave no answer in 1 s and 1 tries: .*[Tt]ime"),
-        ("dead", "gave no answer in 60 s and 2 tries: .*refused"),
+        ("400", "answered 400: max_tokens is too large"),
+        ("slow", "gave no answer in 1 s and 1 tries: "),
+        ("dead", "gave no answer in 60 s and 2 tries: "),
         ("counts", "allowed: one choice with 1 to 6 token_ids, and as many token_logprobs"),
     ],
 )
-def test_what_ends_a_run(make: Make, stand_in: StandIn, fault: str, told: str) -> None:
+def test_faults(make: Make, stand_in: StandIn, fault: str, told: str) -> None:
+    """A run survives those without a message."""
     module = make({"timeout_s": 1.0, "retries": 0} if fault == "slow" else None)
-    module.roll_out(prompts(2), module.generator(0, 0))
-    shake(module.roles, f"lora_B.{POLICY}.", seed=1, size=0.3)
-    module.weights_version, stand_in.fault = 1, fault
+    sample = partial(module.roll_out, prompts(2))
+    first = sample(module.generator(0, 0))
+    if told:
+        shake(module.roles, f"lora_B.{POLICY}.", seed=1, size=0.3)
+        module.weights_version = 1
+    stand_in.fault = fault
     if fault == "dead":
         stand_in.shutdown()
         stand_in.server_close()
+    if not told:
+        assert torch.equal(sample(module.generator(0, 0)).tokens, first.tokens)
+        assert stand_in.fault == ""
+        return
     with pytest.raises(SamplerError, match=told):
-        module.roll_out(prompts(2), module.generator(0, 0))
+        sample(module.generator(0, 0))
 
 
 def test_tokens_in_pieces_and_in_two_processes(make: Make, tmp_path: Path) -> None:
@@ -192,10 +193,9 @@ def test_the_loss_has_the_importance_weights(make_ppo: Make) -> None:
     experience = module.make_experience(module.roll_out(prompts(), module.generator(0, 0)))
     mask, known = experience.response_mask, experience.old_logprobs
     outputs = {"logprobs": known[mask], "entropy": known[mask], "vocabulary_kl": None}
-    terms = partial(
-        module.loss_terms, replace(experience, sampler_logprobs=known - log(2)), mask.float(),
-        mask.sum(), 0.0, policy=PolicyOutputs(**outputs), values=None,
-    )  # fmt: skip
+    given = {"policy": PolicyOutputs(**outputs), "values": None}
+    told = replace(experience, sampler_logprobs=known - log(2))
+    terms = partial(module.loss_terms, told, mask.float(), mask.sum(), 0.0, **given)
     found = []
     for cap in (None, 1.5, 9.0):
         module.config = replace(module.config, rollout="vllm", importance_cap=cap)
@@ -216,21 +216,21 @@ def test_a_server_is_started_and_ended(tmp_path: Path, capsys: Any) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    file, begin = tmp_path / "vllm", partial(server.start, dtype=torch.bfloat16, longest=77)
-    config = configured(url, start=True, command=str(file), arguments=["-x"])
-    with pytest.raises(ConfigError, match=r"command is .*: No such file"):
-        begin(config, "base", rank=9)
-    with pytest.raises(SamplerError, match="vllm serve ended; its log is "):
-        begin(replace(config, command="/bin/false"), "base", rank=9)
-    server.stop()
-    file.write_text(FAKE.format(python=sys.executable))
+    (file := tmp_path / "vllm").write_text(FAKE.format(python=sys.executable))
     file.chmod(0o755)
+    config = configured(url, start=True, command=str(file), arguments=["-x"])
+    begin = partial(server.start, base="base", dtype=torch.bfloat16, longest=77)
+    with pytest.raises(ConfigError, match=r"command is .*: No such file"):
+        begin(replace(config, command="/none"), rank=9)
+    with pytest.raises(SamplerError, match="vllm serve ended; its log is "):
+        begin(replace(config, command="/bin/false"), rank=9)
+    server.stop()
     for rank in (9, 16):  # the second is served by the same one
-        begin(config, "base", rank=rank)
+        begin(config, rank=rank)
     ((process, *_),) = server._started
     server.stop()
     assert process.poll() is not None
     words = Path(capsys.readouterr().out.split()[-1]).read_text().splitlines()[0]
     assert words.startswith("serve base --host 127.0.0.1 --port ")
     assert "--dtype bfloat16 --max-model-len 77 --enable-lora --max-lora-rank 16" in words
-    assert words.endswith("--logprobs-mode processed_logprobs --generation-config vllm -x")
+    assert words.endswith("--generation-config vllm --logprobs-mode processed_logprobs -x")

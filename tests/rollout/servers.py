@@ -29,7 +29,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
         with self.server.lock:
-            self.answer(*self.server.answers(self.path.rpartition("/")[2], request))
+            self.answer(*self.server.answers(self.path, request))
 
     def answer(self, status: int, content: Any) -> None:
         self.send_response(status)
@@ -51,9 +51,9 @@ class StandIn(ThreadingHTTPServer):
 
     def answers(self, route: str, request: dict[str, Any]) -> tuple[int, Any]:
         name, fault = request.get("lora_name", ""), self.fault
-        if route == "unload_lora_adapter":
+        if "unload" in route:
             return (200, "removed") if self.loaded.pop(name, None) else (404, "not found")
-        if route == "load_lora_adapter":
+        if "load" in route:
             role = [*self.loaded.values()][-1]
             if name in self.loaded:
                 return 400, f"The lora adapter '{name}' has already been loaded."

@@ -305,13 +305,11 @@ class ServerSampler(BatchSampler):
     def request(self, name: str, prompt: list[int], *, seed: int, most: int) -> dict[str, Any]:
         """Return the body of a request for a response of at most so many tokens."""
         params = self.params
-        return {
-            "model": name, "prompt": prompt, "seed": seed, "max_tokens": most,
-            "temperature": self.temperature, "top_p": 1.0, "top_k": 0, "logprobs": 0,
-            "stop": [*params.stop_strings], "stop_token_ids": [*params.end_token_ids],
-            "ignore_eos": True, "include_stop_str_in_output": True, "return_token_ids": True,
-            "skip_special_tokens": False,
-        }  # fmt: skip
+        drawn = {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "ignore_eos": True}
+        ends = {"stop": [*params.stop_strings], "stop_token_ids": [*params.end_token_ids]}
+        told = {"logprobs": 0, "return_token_ids": True, "include_stop_str_in_output": True}
+        asked = {"model": name, "prompt": prompt, "seed": seed, "max_tokens": most}
+        return {**asked, **drawn, **ends, **told, "skip_special_tokens": False}
 
     def check_gap(self, rollout: records.Rollout) -> None:
         """Raise SamplerError where the servers sampled from another model than the one here."""
@@ -377,7 +375,7 @@ class ServerSampler(BatchSampler):
 
 _samplers: list[ServerSampler] = []
 """Samplers of this process whose adapters are on servers."""
-_started: list[tuple[subprocess.Popen[bytes], str, int]] = []
+_started: list[tuple[subprocess.Popen[Any], str, int]] = []
 """Server that this process has started, with its base and the rank of its adapters."""
 
 
@@ -410,23 +408,20 @@ def start(config: ServerConfig, base: str, dtype: torch.dtype, rank: int, longes
     url, most = config.url[0], next((most for most in RANKS if most >= rank), RANKS[-1])
     require(not is_up(url), f"{SECTION}.start", True, f"false: a server is at {url} already")
     address = urllib3.util.parse_url(url)
-    words = [
-        config.command, "serve", base, "--host", str(address.host), "--port", str(address.port),
-        "--dtype", str(dtype).removeprefix("torch."), "--max-model-len", str(longest),
-        "--enable-lora", "--max-lora-rank", str(most), "--max-loras", "2",
-        "--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", *config.arguments,
-    ]  # fmt: skip
+    kind = str(dtype).removeprefix("torch.")
+    flags = f"--host {address.host} --port {address.port} --dtype {kind} --max-model-len {longest} "
+    flags += f"--enable-lora --max-lora-rank {most} --max-loras 2 --generation-config vllm "
+    flags += "--logprobs-mode processed_logprobs"
+    words = [config.command, "serve", base, *flags.split(), *config.arguments]
     ours = {name: x for name, x in os.environ.items() if name not in world.INHERITED}
     ours = {name: x for name, x in ours.items() if not name.startswith(("TORCHELASTIC_", "PYTHON"))}
     ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.token_env is not None:
         ours["VLLM_API_KEY"] = token_in(config.token_env, f"{SECTION}.token_env")
     number, log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
-    try:
-        process = subprocess.Popen(  # in a session of its own, which Ctrl-C does not reach
-            words, env=ours, stdin=subprocess.DEVNULL, stdout=number, stderr=number,
-            start_new_session=True,
-        )  # fmt: skip
+    files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": number, "stderr": number}
+    try:  # in a session of its own, which Ctrl-C does not reach
+        process = subprocess.Popen(words, env=ours, start_new_session=True, **files)
     except OSError as error:
         allowed = f"the path of the executable vllm; it cannot be started: {error.strerror}"
         raise ConfigError(refusal(f"{SECTION}.command", config.command, allowed)) from error
