@@ -62,7 +62,7 @@ class StandIn(ThreadingHTTPServer):
                 self.roles.load_adapter(role, Path(request["lora_path"]), trainable=False)
             self.loaded[name] = role
             return 200, "added"
-        if fault in ("restart", "busy"):  # and well from then on
+        if fault in ("restart", "busy", "abort"):  # and well from then on
             self.fault, self.loaded = "", {"base": BASE} if fault == "restart" else self.loaded
         if fault == "slow":
             time.sleep(1.5)
@@ -70,7 +70,8 @@ class StandIn(ThreadingHTTPServer):
             return 503 if fault == "busy" else 400, "max_tokens is too large"
         if request["model"] not in self.loaded:
             return 404, f"The model {request['model']} does not exist."
-        return 200, {"choices": [self.complete(request)]}
+        cut = {"finish_reason": "abort"} if fault == "abort" else {}
+        return 200, {"choices": [self.complete(request) | cut]}
 
     @torch.no_grad()
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:

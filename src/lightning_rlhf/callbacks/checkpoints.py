@@ -17,7 +17,6 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files, progress
@@ -53,7 +52,7 @@ def check_loadable(parts: Mapping[str, Any]) -> None:
             return {key: without_tensors(value) for key, value in tree.items()}
         if type(tree) in (list, tuple):
             return [without_tensors(value) for value in tree]
-        return None if type(tree) in (Tensor, torch.nn.Parameter) else tree
+        return None if type(tree) in (torch.Tensor, torch.nn.Parameter) else tree
 
     for where, part in parts.items():
         file = io.BytesIO()

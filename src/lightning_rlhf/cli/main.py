@@ -32,7 +32,7 @@ from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
-from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with, leave_run, world
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
@@ -49,7 +49,7 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     leave_run()
     if IN_LAUNCHER in os.environ or world().launcher == "torchrun":
-        launch.end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
+        end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
     if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")

@@ -59,8 +59,6 @@ class ServerConfig:
     """Folder that this program and the servers see; None for a temporary one of this machine."""
     timeout_s: validation.PositiveFloat
     """Seconds that a request may take, with all tries."""
-    retries: validation.NonNegativeInt
-    """Number of tries after the first."""
     max_gap: validation.PositiveFloat
     """Largest mean difference of a token's log-probability here from the server's, nats."""
     token_env: validation.Text | None
@@ -81,6 +79,8 @@ class ServerConfig:
         allowed = "false for several addresses, or for one that is not http://HOST:PORT"
         is_one = len(self.url) == 1 and re.fullmatch(r"http://[^/]+:\d+", self.url[0])
         validation.rule(not self.start or bool(is_one), "start", True, allowed)
+        has_token = any(word.startswith("--api-key") for word in self.arguments)
+        validation.rule(not has_token, "arguments", "--api-key", "token_env=VARIABLE for a token")
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
 
 from lightning_rlhf.callbacks import evaluation, metrics
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
@@ -40,7 +39,7 @@ TRAINED = ("ppo", "dpo")
 TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
-Part = tuple[Int[Tensor, " B"], records.Rollout]
+Part = tuple[Int[torch.Tensor, " B"], records.Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
 Ways = Mapping[str, tuple[float, int]]
 """Name of a way of sampling -> temperature and number of responses to each prompt."""
@@ -313,6 +312,7 @@ class Task:
                     if isinstance(sampler, server.ServerSampler):
                         sampler.check_gap(rollout)
                     found.append((numbers, rollout.to("cpu")))
+            run.replicas.gather(lambda: None)  # others may still sample
             server.release()
         except LogitsError as error:
             raise LogitsError(f"policy {name}") from error

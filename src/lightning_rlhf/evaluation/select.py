@@ -7,7 +7,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from torch import nn
 
 from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
@@ -161,7 +160,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
 
 
 def load_weights(
-    module: nn.Module, path: Path, origin: files.Origin, prefix: str | None = None
+    module: torch.nn.Module, path: Path, origin: files.Origin, prefix: str | None = None
 ) -> None:
     """Load the trained parameters of a checkpoint into the module, averaged where it has averages.
 

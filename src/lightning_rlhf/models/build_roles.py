@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.config import CriticKind
@@ -208,7 +207,7 @@ def check_positions(
         return
     has = f"{what} has {longest} tokens, more than the {limit} that the model"
     advice = lower.format(limit=limit)
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
         raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
     if warns and limit not in WARNED:

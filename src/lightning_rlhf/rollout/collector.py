@@ -253,9 +253,6 @@ class Collector:
 
     def __post_init__(self) -> None:
         config = self.config
-        at_a_time = "the number of rows annotated at a time"
-        self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
-        """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         key, size = f"{self.stage}.generation_batch_size", config.generation_batch_size
         self.generation_rows = memory.MicrobatchSize(key, size or config.rollout_batch_size)
         """Number of responses that are sampled at a time."""
@@ -263,6 +260,11 @@ class Collector:
         self.sampler = self.sampler or build_sampler(
             config.rollout, self.roles, params, self.critic, key=f"{self.stage}.rollout"
         )
+        at_a_time = "the number of rows annotated at a time"
+        all_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
+        is_served = isinstance(self.sampler, server.ServerSampler)  # all of whose rows are read
+        self.annotation_rows = self.microbatch if is_served else all_rows
+        """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         self.annotated = not isinstance(self.sampler, NativeSampler)
         """True if the policy read the latest responses for log-probabilities or values."""
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import urllib3
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from lightning_rlhf.core import logprobs, masking, records
@@ -28,101 +28,25 @@ from lightning_rlhf.io import console, storage
 from lightning_rlhf.models import heads, loading, roles
 from lightning_rlhf.parallel import replicas, world
 from lightning_rlhf.rewards.config import token_in
+from lightning_rlhf.rollout.answers import SECTION, Answer, base_of, check_answers, choice_of
 from lightning_rlhf.rollout.sampler import BatchSampler, response_numbers
 
-SECTION = "rollout_server"
-"""Section of the configuration that describes the servers."""
 MODELS, COMPLETIONS = "/v1/models", "/v1/completions"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 AGAIN = (408, 429, 500, 502, 503, 504)
 """Statuses after which a request is sent again, since the server may then succeed."""
 LONGEST_PAUSE_S = 30
 """Longest pause before a request is sent again, seconds; the first one is one second."""
+PREFIX = "lightning-rlhf-"
+"""Start of the names of all adapters."""
+FEWEST = 32
+"""Smallest number of tokens by which servers are judged to sample from other weights."""
 AT_ONCE = 256
 """Number of requests of a process that wait for an answer at the same time."""
 COLDEST, GREEDY = 1e-2, 1e-5
 """Lowest temperature that vLLM samples at, and the one below which it takes the likeliest token."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
-ENABLE = "start the server with --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-Answer = tuple[int, Any]
-"""Status of an answer, with its JSON or text."""
-
-
-def base_of(models: Answer, tokens: int) -> str:
-    """Return the name of the base model that a server serves.
-
-    models: answer to GET /v1/models; tokens: number of tokens of the longest prompt and response.
-    Raises ConfigError where it serves none, or none for texts of this length.
-    """
-    status, found = models
-    data = found.get("data") if isinstance(found, dict) else None
-    bases = [one for one in data or () if one.get("parent") is None]
-    holds, shown = status == 200 and bool(bases), str(found)[:300]
-    require(holds, f"what {SECTION}.url serves", shown, "a model, by vLLM")
-    limit = bases[0].get("max_model_len")
-    allowed = f"at least {tokens}, the longest prompt and response: --max-model-len {tokens}"
-    require(limit is None or limit >= tokens, "max_model_len of the server", limit, allowed)
-    return str(bases[0]["id"])
-
-
-def check_answers(
-    loaded: Answer, probe: Answer, logits: Float[Tensor, " V"], *, temperature: float, gap: float
-) -> None:
-    """Raise ConfigError unless a server serves the run's model with its adapter.
-
-    Args:
-        loaded: answer to the request to load an adapter.
-        probe: answer to the request for the token after the probe, if the adapter was loaded.
-        logits: logits of that token here.
-        temperature: the one at which it was sampled; 0 for the likeliest token.
-        gap: largest mean difference of log-probabilities, nats; one token's may be ten times it.
-    """
-    status, found = loaded
-    if status != 200:
-        text, advice = str(found)[:300], ENABLE
-        if "max_lora_rank" in text:
-            advice = "start the server with a larger --max-lora-rank"
-        elif "adapter" in text:
-            advice = f"{SECTION}.adapters=FOLDER with a folder that the server sees by this path"
-        told = f"{SECTION}.url: the server answered {status} to loading an adapter: {text}"
-        raise ConfigError(f"{told}; allowed: {advice}")
-    status, found = probe
-    size = f"that of a model with a vocabulary of {len(logits)} tokens, as the run has"
-    require(status == 200, "the server's answer to the probe", str(found)[:300], size)
-    (token,), (value,), _ = choice_of(found, 1, len(logits))
-    heat = temperature or 1.0  # vLLM tells the probability at 1 of a token that it does not draw
-    here, raw = (float((logits / t).log_softmax(-1)[token]) for t in (heat, 1.0))
-    off, off_raw = abs(value - here), abs(value - raw)
-    if off <= gap or off <= min(off_raw, 10 * gap):
-        return
-    shown = f"{SECTION}.url: the server's log-probability of a token is {value:.4g}"
-    if off_raw <= 10 * gap:
-        mode = "start the server with --logprobs-mode processed_logprobs"
-        raise ConfigError(f"{shown}, that before the temperature; allowed: {mode}")
-    raise ConfigError(
-        f"{shown}, here it is {here:.4g}, further apart than {SECTION}.max_gap={gap:g} allows; "
-        "allowed: a server of the same base weights, those of the SFT model"
-    )
-
-
-def choice_of(found: Any, most: int, vocabulary: int) -> tuple[list[int], list[float], bool]:
-    """Return the tokens of the only response of an answer, their log-probabilities, and its end.
-
-    most: largest number of tokens; vocabulary: number of token ids. The end is True where the
-    response has ended. Raises SamplerError for an answer of any other form.
-    """
-    with suppress(KeyError, TypeError, ValueError):
-        (choice,) = found["choices"]
-        ids, logprobs = choice["token_ids"], choice["logprobs"]["token_logprobs"]
-        is_token = all(isinstance(one, int) and 0 <= one < vocabulary for one in ids)
-        is_logprob = all(isinstance(one, float | int) and one < 1e-3 for one in logprobs)
-        if 0 < len(ids) == len(logprobs) <= most and is_token and is_logprob:
-            return ids, logprobs, choice["finish_reason"] == "stop"
-    raise SamplerError(
-        f"{SECTION}.url: the server answered {str(found)[:300]}; allowed: one choice with 1 to "
-        f"{most} token_ids, and as many token_logprobs"
-    )
 
 
 @dataclass(eq=False)
@@ -141,7 +65,7 @@ class ServerSampler(BatchSampler):
     is_exact = False
 
     def __post_init__(self) -> None:
-        self.name = f"lightning-rlhf-{os.urandom(4).hex()}"
+        self.name = PREFIX + os.urandom(4).hex()
         """Start of the names of the adapters, of this sampler alone."""
         self.version: int | None = None
         """Version of the weights that the servers have; None before the first."""
@@ -176,7 +100,7 @@ class ServerSampler(BatchSampler):
         """Set up the requests. Raises ConfigError where no server can sample from the model."""
         model, heat = self.roles.causal_lm, self.params.temperature
         kind = loading.quantization_of(model)
-        if kind != "none" or not Path(model.name_or_path).is_dir():
+        if kind != "none" or not (model.name_or_path and Path(model.name_or_path).is_dir()):
             has = f"is quantised ({kind})" if kind != "none" else "has random weights, no folder"
             raise ConfigError(
                 f"rollout=vllm needs a base that a server can load, and the model's {has}; "
@@ -205,8 +129,11 @@ class ServerSampler(BatchSampler):
             if config.start:
                 rank = sum(model.model.peft_config[name].r for name in stack)
                 start(config, base, model.causal_lm.dtype, rank, self.longest)
-            folder = Path(config.adapters or tempfile.mkdtemp(prefix="lightning-rlhf-"))
-            self.folder = folder.expanduser().resolve()
+            up = f"the address of a server that answers, or {SECTION}.start=true"
+            down = [url for url in config.url if not is_up(url)]
+            require(not down, f"{SECTION}.url", ", ".join(down), up)
+            folder = Path(config.adapters or tempfile.mkdtemp(prefix=PREFIX))
+            self.folder = folder.expanduser().absolute()  # a link may lead elsewhere on a server
             _samplers.append(self)
         if stack:
             place = storage.written_whole(self.folder / name, kind="folder")
@@ -223,7 +150,8 @@ class ServerSampler(BatchSampler):
             for old in self.written[-2:-1]:
                 self.ask(url, UNLOAD, {"lora_name": old})
         while len(self.written) > 2:
-            storage.delete(self.folder / self.written.pop(0))
+            with suppress(OSError):
+                storage.delete(self.folder / self.written.pop(0))
         return name, self.folder
 
     def load(self, url: str, folder: Path, ends: float | None = None) -> Answer:
@@ -294,7 +222,7 @@ class ServerSampler(BatchSampler):
         most, ends = self.params.max_response_tokens, time.monotonic() + self.config.timeout_s
         request = self.request(self.served, prompt, seed=seed, most=most)
         status, found = self.ask(url, COMPLETIONS, request, ends)
-        if status == 404 and self.served.startswith(self.name):
+        if status == 404 and self.served.startswith(PREFIX):
             status, found = self.load(url, self.folder / self.served, ends)
             if status == 200:
                 status, found = self.ask(url, COMPLETIONS, request, ends)
@@ -306,6 +234,8 @@ class ServerSampler(BatchSampler):
         """Return the body of a request for a response of at most so many tokens."""
         params = self.params
         drawn = {"temperature": self.temperature, "top_p": 1.0, "top_k": 0, "ignore_eos": True}
+        drawn |= {"min_p": 0.0, "repetition_penalty": 1.0}  # in place of generation_config.json
+        drawn |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
         ends = {"stop": [*params.stop_strings], "stop_token_ids": [*params.end_token_ids]}
         told = {"logprobs": 0, "return_token_ids": True, "include_stop_str_in_output": True}
         asked = {"model": name, "prompt": prompt, "seed": seed, "max_tokens": most}
@@ -313,35 +243,35 @@ class ServerSampler(BatchSampler):
 
     def check_gap(self, rollout: records.Rollout) -> None:
         """Raise SamplerError where the servers sampled from another model than the one here."""
-        if (told := rollout.sampler_logprobs) is None:
+        told = rollout.sampler_logprobs
+        if told is None or rollout.response_mask.sum() < FEWEST:
             return
         mean, largest = logprobs.logprob_gap(rollout.logprobs, told, rollout.response_mask)
         if not mean <= self.config.max_gap:
             raise SamplerError(
                 f"{SECTION}.max_gap is {self.config.max_gap:g}, but log-probabilities of the "
-                f"servers are {mean:.3g} nats a token away from those here (largest {largest:.3g}):"
-                " they sample from other weights, or tell something else; allowed: servers of the "
-                "same base and dtype, with --logprobs-mode processed_logprobs"
+                f"servers are {mean:.3g} nats a token away from those here (at most {largest:.3g});"
+                " allowed: servers of this base and dtype, with --logprobs-mode processed_logprobs"
             )
 
     def ask(self, url: str, path: str, request: Any = None, ends: float | None = None) -> Answer:
         """Return status and JSON or text of the answer to a request; None is a GET without a body.
 
-        It is sent again, after a pause that doubles, where no answer comes or the server is busy.
+        It is sent again, after a pause that doubles, where no answer comes, where the server is
+        busy, and where it ended a response because it stops itself.
 
         ends: time.monotonic() at which to give up; None for `timeout_s` seconds from now.
-        Raises SamplerError then, and after `retries` more tries.
+        Raises SamplerError then.
         """
-        config, reason = self.config, "it took too long"
+        config, reason, pause = self.config, "it took too long", 0
         ends = time.monotonic() + config.timeout_s if ends is None else ends
         method, sent = ("GET", {}) if request is None else ("POST", {"json": request})
-        for pause in (0, *(min(2**i, LONGEST_PAUSE_S) for i in range(config.retries))):
-            if time.monotonic() + pause >= ends:
-                break
+        while time.monotonic() + pause < ends:
             time.sleep(pause)
+            pause = min(max(1, 2 * pause), LONGEST_PAUSE_S)
             try:
                 left = urllib3.Timeout(total=max(ends - time.monotonic(), 0.01))
-                address = url.rstrip("/") + path
+                address = url.rstrip("/").removesuffix("/v1") + path
                 answer = self.pool.request(method, address, timeout=left, redirect=False, **sent)
             except urllib3.exceptions.HTTPError as error:
                 reason = first_line(error)
@@ -351,23 +281,24 @@ class ServerSampler(BatchSampler):
             if status in (401, 403):
                 advice = f"{SECTION}.token_env=VARIABLE, which holds its token"
                 raise SamplerError(f"{SECTION}.url: {url}: {reason}; allowed: {advice}")
-            if status not in AGAIN or (status == 500 and path == LOAD):
+            is_cut = '"finish_reason":"abort"' in text.replace(" ", "")
+            if not is_cut and (status not in AGAIN or (status == 500 and path == LOAD)):
                 with suppress(ValueError):
                     return status, answer.json()
                 return status, text
         raise SamplerError(
-            f"{SECTION}.url: {url} gave no answer in {config.timeout_s:g} s and "
-            f"{config.retries + 1} tries: {reason}"
+            f"{SECTION}.url: {url} gave no answer in {config.timeout_s:g} s: {reason}"
         )
 
     def end(self) -> None:
         """Have the servers forget the adapters, and delete their folders; nothing waits for it."""
-        self.config = replace(self.config, timeout_s=5.0, retries=0)
+        self.config = replace(self.config, timeout_s=5.0)
         for name in self.written:
             for url in self.config.url:
                 with suppress(SamplerError):
                     self.ask(url, UNLOAD, {"lora_name": name})
-            storage.delete(self.folder / name)
+            with suppress(OSError):
+                storage.delete(self.folder / name)
         if self.config.adapters is None:
             with suppress(OSError):
                 self.folder.rmdir()
@@ -413,14 +344,16 @@ def start(config: ServerConfig, base: str, dtype: torch.dtype, rank: int, longes
     flags += f"--enable-lora --max-lora-rank {most} --max-loras 2 --generation-config vllm "
     flags += "--logprobs-mode processed_logprobs"
     words = [config.command, "serve", base, *flags.split(), *config.arguments]
-    ours = {name: x for name, x in os.environ.items() if name not in world.INHERITED}
-    ours = {name: x for name, x in ours.items() if not name.startswith(("TORCHELASTIC_", "PYTHON"))}
+    own = (*world.INHERITED, "TORCHELASTIC_", "PYTHON")
+    ours = {name: x for name, x in os.environ.items() if not name.startswith(own)}
     ours["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if config.token_env is not None:
         ours["VLLM_API_KEY"] = token_in(config.token_env, f"{SECTION}.token_env")
     number, log = tempfile.mkstemp(prefix="vllm-", suffix=".log")
     files: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": number, "stderr": number}
-    try:  # in a session of its own, which Ctrl-C does not reach
+    parent = os.getpid()
+    files["preexec_fn"] = lambda: world.end_with(parent)
+    try:  # in a session of its own, which Ctrl-C does not reach; it ends with this process
         process = subprocess.Popen(words, env=ours, start_new_session=True, **files)
     except OSError as error:
         allowed = f"the path of the executable vllm; it cannot be started: {error.strerror}"
@@ -430,7 +363,7 @@ def start(config: ServerConfig, base: str, dtype: torch.dtype, rank: int, longes
     _started.append((process, base, most))
     console.print_line(f"vllm serve starts at {url}; its log: {log}")
     ends = time.monotonic() + config.timeout_s
-    while not is_up(url):
+    while process.poll() is not None or not is_up(url):
         if process.poll() is not None or time.monotonic() > ends:
             status = process.poll()
             what = f"gave no answer in {config.timeout_s:g} s" if status is None else "ended"
@@ -441,5 +374,6 @@ def start(config: ServerConfig, base: str, dtype: torch.dtype, rank: int, longes
 def is_up(url: str) -> bool:
     """Return whether a server answers that it is well."""
     with suppress(urllib3.exceptions.HTTPError):
-        return urllib3.request("GET", f"{url}/health", timeout=2.0, retries=False).status == 200
+        address = url.rstrip("/").removesuffix("/v1")
+        return urllib3.request("GET", f"{address}/health", timeout=5.0, retries=False).status == 200
     return False

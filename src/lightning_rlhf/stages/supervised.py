@@ -16,7 +16,6 @@ from jaxtyping import Float
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 
 from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
@@ -267,7 +266,7 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
 @torch.no_grad()
 def scored_samples(
     roles: Roles, rollouts: Sequence[records.SampledResponses]
-) -> Float[Tensor, " B"]:
+) -> Float[torch.Tensor, " B"]:
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
         tracked = working.track(rollouts, lambda rollout: len(rollout.tokens))
