@@ -7,6 +7,7 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 import pytest
 
@@ -25,6 +26,16 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_the_disk() -> Iterator[None]:
+    """No test cuts the power: what is written need not be waited for, which takes a second a run.
+
+    Tests of what is waited for, and in which order, look at the calls.
+    """
+    with patch.object(os, "fsync", os.fstat):
+        yield
 
 
 @pytest.fixture
