@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+gc.disable()  # until all is imported and collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -22,10 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what is imported and collected by now, which stays, out of all garbage collections.
 
-    They would otherwise go through millions of objects again and again.
+    They would otherwise go through millions of objects again and again; and make them rarer.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,12 +13,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Record
 
-from ..modules.conftest import (
-    Outputs,
-    fit,
-    parameters,
-    prompts,
-)
+from ..modules.conftest import Outputs, fit, parameters, prompts
 from ..modules.test_supervised import STAGES
 from .conftest import Make, on_device
 from .device import Device, register
