@@ -31,12 +31,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_sessionfinish() -> None:
+    """Leave nothing to the five collections with which pytest ends."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _memory_is_the_disk() -> Iterator[None]:
-    """No test cuts the power: what is written need not be waited for, which takes a second a run.
-
-    Tests of what is waited for, and in which order, look at the calls.
-    """
+    """No test cuts the power, and tests of what is waited for look at the calls: nothing waits."""
     with patch.object(os, "fsync", os.fstat):
         yield
 

@@ -45,8 +45,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-BUILT: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}
-"""Models that were built before, and the state of torch's random numbers after each."""
+BUILT: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # and torch's random state after it
 
 
 def build_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

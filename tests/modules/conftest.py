@@ -131,10 +131,8 @@ def with_policy(base: Roles, model: PreTrainedModel, finetune: str) -> Roles:
 def ready(
     architecture: str, spread: float, reward: Path, finetune: str, use_kernels: object
 ) -> tuple[Roles, Roles]:
-    """The base with a frozen reward, and the roles of a new policy. To be copied.
-
-    use_kernels: what chooses their layers, which a test may replace.
-    """
+    """The base with a frozen reward, and the roles of a new policy, to be copied. `use_kernels`
+    chooses their layers."""
     base = Roles(language_model(architecture, spread=spread))
     base.heads[REWARD] = ScalarHeads.random(
         base.hidden_size, 1, torch.Generator().manual_seed(2)
@@ -196,9 +194,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         **changes: Any,
     ) -> PPOModule:
         config = ppo_config(**changes)
-        folder, chooses = reward_adapters[architecture], patch.use_kernels
-        built = ready(architecture, spread, folder, config.finetune, chooses)
-        base, roles = copy.deepcopy(built)
+        place = reward_adapters[architecture], config.finetune, patch.use_kernels
+        base, roles = copy.deepcopy(ready(architecture, spread, *place))
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(base.rewards, 0.1, 0.5, 0.0, batch_size)
