@@ -7,10 +7,12 @@ import os
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from unittest.mock import patch
 
 import pytest
 
 os.environ["OMP_NUM_THREADS"] = "1"
+gc.disable()  # until all is imported and collected
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -21,10 +23,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Leave what is imported and collected by now, which stays, out of all garbage collections.
 
-    They would otherwise go through millions of objects again and again.
+    They would otherwise go through millions of objects again and again; and make them rarer.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(10_000)
+    gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """Leave nothing to the five collections with which pytest ends."""
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _memory_is_the_disk() -> Iterator[None]:
+    """No test cuts the power, and tests of what is waited for look at the calls: nothing waits."""
+    with patch.object(os, "fsync", os.fstat):
+        yield
 
 
 @pytest.fixture

@@ -17,14 +17,10 @@ from torch.utils.data import DataLoader
 
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout, Scores, UpdateStats
-from lightning_rlhf.core.results import (
-    RESULT,
-    EvaluationResult,
-    IterationResult,
-    SFTScores,
-    Step,
-)
+from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, SFTScores, Step
 from lightning_rlhf.core.shaping import AS_IT_IS
+
+from ..composing import parsed_files as parsed_files
 
 UPDATES = 2
 

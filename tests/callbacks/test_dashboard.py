@@ -1,10 +1,7 @@
 import re
 
 import pytest
-from wandb_workspaces.reports.v2 import (
-    LinePlot,
-    WeavePanelSummaryTable,
-)
+from wandb_workspaces.reports.v2 import LinePlot, WeavePanelSummaryTable
 
 from lightning_rlhf.cli.commands import SECTIONS, SWEPT, build_workspace, dashboard
 from lightning_rlhf.core.metrics import HEADLINES, METRICS

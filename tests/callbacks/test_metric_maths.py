@@ -18,11 +18,7 @@ from lightning_rlhf.callbacks.metrics import (
     update_metrics,
 )
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.results import (
-    DPOScores,
-    PairScores,
-    SFTScores,
-)
+from lightning_rlhf.core.results import DPOScores, PairScores, SFTScores
 
 from .conftest import make_experience, make_updates
 

@@ -1,4 +1,4 @@
-"""PPO with each critic and without one, through the command."""
+"""PPO with each critic and without one, and with demonstrations, through the command."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import Workplace, given, rows, weights
+from .conftest import Workplace, given, rows, tree, weights
 from .others import until_called
 
 VARIANTS = {
     "adapter": ["ppo.critic=adapter", "ppo.critic_init=reward", "ppo.critic_warmup=1",
                 "ppo.kl_control=adaptive", "ppo.kl_horizon=80", "ppo.kl_target=0.01",
-                "ppo.score_normalization=running"],
+                "ppo.score_normalization=running", "ppo.ptx_coef=0.5", "ppo.ptx_batch_size=4",
+                "record=true"],
     "model": ["ppo.critic=model", "ppo.rollout=hf", "ppo.kl_control=linear",
               "ppo.score_normalization=running_scale"],
     "grpo": ["advantage=grpo", "ppo.samples_per_prompt=4", "ppo.stop_strings=[e,the]",
@@ -62,11 +63,11 @@ def test_a_resumed_run_is_the_unbroken_one(finished: Workplace, variant: str) ->
     whole = finished.stage("ppo", "whole")
     if variant == "grpo":
         check_ends(whole)
-    before, ending = (weights(whole), rows(whole)), checkpoint(whole)
+    before, ending = (weights(whole), rows(whole), tree(whole / "rollouts")), checkpoint(whole)
     shutil.rmtree(whole / "final")
     (whole / "checkpoints" / "000002.ckpt").unlink()
     finished.mini(*command, "resume=1").succeeded  # noqa: B018
-    assert (weights(whole), rows(whole)) == before
+    assert (weights(whole), rows(whole), tree(whole / "rollouts")) == before
     assert same(checkpoint(whole), ending)
     trained = ending["state_dict"]
     assert any(".policy." in name for name in trained)
@@ -74,6 +75,8 @@ def test_a_resumed_run_is_the_unbroken_one(finished: Workplace, variant: str) ->
     assert any(".critic." in name for name in trained) == (variant == "adapter")
     assert any(name.startswith("critic_roles.model") for name in trained) == (variant == "model")
     assert not (whole / "final" / "roles/value_head.safetensors").exists()
+    losses = [float(row["update/ptx_loss"]) for row in rows(whole) if "update/ptx_loss" in row]
+    assert [loss > 0 for loss in losses] == [False, variant == "adapter"]  # not while it warms up
     assert len({row["update/kl_coef"] for row in rows(whole) if "update/kl_coef" in row}) == (
         2 if variant in ("adapter", "model") else 1
     )

@@ -20,7 +20,7 @@ from lightning_rlhf.runs.console import HOME
 from .conftest import PRESETS, Workplace
 
 FILE = HOME / "examples" / "ppo_in_one_file.py"
-ITERATIONS = 5
+ITERATIONS = 3
 ALLOWED = {"torch", "transformers", "peft", "numpy"} | sys.stdlib_module_names
 
 
@@ -45,10 +45,10 @@ def test_it_is_short_and_imports_nothing_of_the_package() -> None:
 
 
 def test_its_first_iterations_are_those_of_the_package(workplace: Workplace) -> None:
-    """The models of 60 steps on a few rows, and all other numbers those of the quickstart."""
+    """The models of some steps on a few rows, and all other numbers those of the quickstart."""
     few = ("--config-dir", str(PRESETS), "data=small", "preflight=off")
-    workplace.call(*few, "stage=sft", "sft.epochs=20").succeeded  # noqa: B018
-    workplace.call(*few, "stage=rm", "rm.epochs=10", "rm.calibration_samples=16").succeeded  # noqa: B018
+    workplace.call(*few, "stage=sft", "sft.epochs=8").succeeded  # noqa: B018
+    workplace.call(*few, "stage=rm", "rm.epochs=4", "rm.calibration_samples=16").succeeded  # noqa: B018
     with contextlib.chdir(workplace.folder):
         settings = lightning_rlhf.configuration("ppo", "reward.unfit=warn")
         training = lightning_rlhf.build(settings)

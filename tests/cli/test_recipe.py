@@ -31,11 +31,12 @@ from lightning_rlhf.runs.settings import read_settings
 from .conftest import MINI, PRESETS, STAGES, Outcome, Workplace, make_workplace, tree, weights
 
 RECIPES = console.RECIPES
+SHORT = ("sft.epochs=0.25", "rm.epochs=0.25", "ppo.iterations=1", "preflight=off")
 RECIPE: dict[str, Any] = {
     "title": "Small",
     "stages": ["sft", "rm", "ppo"],
     "program": None,
-    "overrides": ["model=mini", "data=small", "seed=3"],
+    "overrides": ["model=mini", "data=small", "seed=3", *SHORT],
     "promises": [
         {"stage": "rm", "metric": "eval/accuracy", "at_least": 0.0},
         {"stage": "ppo", "metric": "eval/kl", "at_most": 50.0},
@@ -181,7 +182,7 @@ def test_what_stands_on_a_stage_that_was_run_again_is_done_again(done: Kitchen) 
     before = {stage: weights(done.folder(stage)) for stage in STAGES}
     file = done.place.folder / "data" / "preferences_train.jsonl"
     file.write_text("".join(file.read_text().splitlines(keepends=True)[1:]))
-    done.place.mini("stage=rm", "seed=3", "overwrite=true").succeeded  # noqa: B018
+    done.place.mini("stage=rm", "seed=3", "rm.epochs=0.25", "overwrite=true").succeeded  # noqa: B018
     done.cook().succeeded  # noqa: B018
     assert done.ran == ["ppo"]
     changed = {stage for stage in STAGES if weights(done.folder(stage)) != before[stage]}
@@ -261,7 +262,7 @@ def test_a_broken_promise_is_told_with_its_numbers(done: Kitchen) -> None:
     """Words that change no result do not release the recipe from it."""
     name = "eval/reward_mean"
     done.write(promises=[*RECIPE["promises"], {"stage": "ppo", "metric": name, "gain": 99.0}])
-    same = ("trainer=cpu", "model=mini", "data=small", "reward.unfit=warn", "ppo.iterations=3")
+    same = ("trainer=cpu", "model=mini", "data=small", "reward.unfit=warn", "ppo.iterations=1")
     outcome = done.cook(*same)
     assert done.ran == []
     metrics = json.loads((done.folder("ppo") / "final/manifest.json").read_text())["metrics"]
@@ -291,14 +292,14 @@ def test_a_promise_is_judged_by_the_interval(
 
 
 def test_a_broken_promise_is_no_failure_where_the_user_changed_a_number(done: Kitchen) -> None:
-    """3 iterations, and these data, are what `done` ran with; here the recipe says others."""
+    """1 iteration, and these data, are what `done` ran with; here the recipe says others."""
     broken = {"stage": "rm", "metric": "eval/accuracy", "at_least": 1.5}
     done.write(overrides=[*RECIPE["overrides"], "data.max_val_rows=2"], promises=[broken])
     assert "what it promises" not in done.cook("data.max_val_rows=null").succeeded.out
     missing = {"stage": "ppo", "metric": "eval/judge/charm", "at_least": 0.1}
     no_start = {"stage": "rm", "metric": "eval/accuracy", "gain": 0.1}
     done.write(overrides=[*RECIPE["overrides"], "ppo.iterations=2"], promises=[missing, no_start])
-    out = done.cook("ppo.iterations=3").succeeded.out
+    out = done.cook("ppo.iterations=1").succeeded.out
     assert done.ran == []
     assert out.count("not measured") == 2
     assert "Not as the recipe is written: ppo.iterations; so its promises are shown" in out

@@ -75,9 +75,7 @@ def test_auto_is_the_gpu_where_there_is_one(
     assert given["precision"] == "auto"
 
 
-def test_callbacks_change_no_number_and_the_run_goes_on_without_them(
-    finished: Workplace,
-) -> None:
+def test_callbacks_change_no_number_and_the_run_goes_on_without_them(finished: Workplace) -> None:
     """Nor does a configuration that was written before there was the section."""
     folder = finished.stage("sft")
     before = [row for row in rows(folder) if "update/loss" in row]

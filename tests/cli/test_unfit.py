@@ -85,9 +85,7 @@ def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: W
     assert stage_report(read_run(folder)).verdict.level == "bad"
 
 
-def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(
-    backwards: Workplace,
-) -> None:
+def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(backwards: Workplace) -> None:
     """A function has none of its own; another reward is not judged by the report on this one."""
     code = "def score(prompts, responses, **_):\n    return [-len(r) for r in responses]"
     path = backwards.folder / "short.py"

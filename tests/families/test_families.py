@@ -35,7 +35,7 @@ STEPS = {
     "sft": ["sft.epochs=1", "sft.batch_size=4", "sft.microbatch_size=2", "sft.lr=0.01"],
     "rm": ["rm.epochs=1", "rm.batch_size=4", "rm.microbatch_size=2", "rm.lr=0.01",
            "rm.calibration_samples=4"],
-    "ppo": ["ppo.iterations=2", "ppo.rollout_batch_size=4", "ppo.minibatch_size=4",
+    "ppo": ["ppo.iterations=1", "ppo.rollout_batch_size=4", "ppo.minibatch_size=4",
             "ppo.microbatch_size=2", "ppo.ppo_epochs=2", "ppo.max_response_tokens=6",
             "ppo.lr=0.01"],
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +45,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+BUILT: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # and torch's random state after it
+
+
 def build_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """A model whose logits differ by whole nats, so that a wrong token or weight shows."""
+    key = repr((model_type, seed, changes))
+    if key not in BUILT:
+        BUILT[key] = new_model(model_type, seed, changes), torch.get_rng_state()
+    model, state = BUILT[key]
+    torch.set_rng_state(state)
+    return copy.deepcopy(model)
+
+
+def new_model(model_type: str, seed: int, changes: dict[str, Any]) -> PreTrainedModel:
     shape = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,

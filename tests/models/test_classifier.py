@@ -14,10 +14,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertForSequenceClassification,
-)
+from transformers import AutoModelForSequenceClassification, BertForSequenceClassification
 
 from lightning_rlhf.core.config import PAIR
 from lightning_rlhf.core.errors import ConfigError, RewardError

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +22,7 @@ from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
+from lightning_rlhf.kernels import patch
 from lightning_rlhf.models.config import CRITIC, POLICY, REWARD, SFT, VALUE, LoRASettings
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
@@ -124,6 +127,20 @@ def with_policy(base: Roles, model: PreTrainedModel, finetune: str) -> Roles:
     return roles
 
 
+@cache
+def ready(
+    architecture: str, spread: float, reward: Path, finetune: str, use_kernels: object
+) -> tuple[Roles, Roles]:
+    """The base with a frozen reward, and the roles of a new policy, to be copied. `use_kernels`
+    chooses their layers."""
+    base = Roles(language_model(architecture, spread=spread))
+    base.heads[REWARD] = ScalarHeads.random(
+        base.hidden_size, 1, torch.Generator().manual_seed(2)
+    ).requires_grad_(False)
+    base.load_adapter(REWARD, reward, trainable=False)
+    return base, with_policy(base, language_model(architecture, spread=spread), finetune)
+
+
 def rm_roles(architecture: str) -> Roles:
     roles = Roles(language_model(architecture))
     roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(2))
@@ -176,13 +193,9 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        base = Roles(language_model(architecture, spread=spread))
-        base.heads[REWARD] = ScalarHeads.random(
-            base.hidden_size, 1, torch.Generator().manual_seed(2)
-        ).requires_grad_(False)
-        base.load_adapter(REWARD, reward_adapters[architecture], trainable=False)
         config = ppo_config(**changes)
-        roles = with_policy(base, language_model(architecture, spread=spread), config.finetune)
+        place = reward_adapters[architecture], config.finetune, patch.use_kernels
+        base, roles = copy.deepcopy(ready(architecture, spread, *place))
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
         learned = LearnedReward(base.rewards, 0.1, 0.5, 0.0, batch_size)

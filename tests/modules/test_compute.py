@@ -124,7 +124,7 @@ def make(make_ppo: Make, monkeypatch: pytest.MonkeyPatch) -> Callable[..., PPOMo
         roles.add_adapter(POLICY, conftest.LORA, 3)
         sizes = {"rollout_batch_size": 4, "minibatch_size": 4, "microbatch_size": 4}
         config = conftest.ppo_config(
-            **{"max_response_tokens": 16, "ppo_epochs": 1} | sizes | changes
+            **{"max_response_tokens": 12, "ppo_epochs": 1} | sizes | changes
         )
         monkeypatch.setattr(conftest, "language_model", frozen)
         critic = conftest.add_critic(roles, "", config.critic) if config.has_critic else None
@@ -176,11 +176,11 @@ def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counte
     for phase, operations in found.items():
         assert totals[f"{phase}_flops"] == pytest.approx(operations, rel=WITHIN), phase
     assert totals["flops"] == sum(totals[f"{phase}_flops"] for phase in found)
-    # 4 responses of 16 tokens to prompts of 17.
+    # 4 responses of 12 tokens to prompts of 17.
     readings = 1 + ("critic" in changes) + (changes.get("kl_in") == "reward")
-    assert totals["generated_tokens"] == 64
-    assert totals["scored_tokens"] == readings * 132
-    assert totals["trained_tokens"] == module.config.ppo_epochs * 132
+    assert totals["generated_tokens"] == 48
+    assert totals["scored_tokens"] == readings * 116
+    assert totals["trained_tokens"] == module.config.ppo_epochs * 116
     assert totals["device_s"] > 0
 
 
@@ -190,7 +190,7 @@ def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counte
 def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
     make: Any, is_exact: bool, missing: list[str], readings: int
 ) -> None:
-    """4 rows of 33 tokens: the reference reads them, and the policy where it annotates."""
+    """4 rows of 29 tokens: the reference reads them, and the policy where it annotates."""
     module, outputs = make(), conftest.Outputs()  # with a critic on the policy's trunk
     native = module.collector.sampler
 
@@ -199,7 +199,7 @@ def test_the_policy_reads_what_its_sampler_gives_no_numbers_for(
 
     module.collector.sampler = SimpleNamespace(is_exact=is_exact, sample=sample)
     conftest.fit(module, [prompts()], [outputs])
-    assert iteration_totals(module, outputs.steps[0])["scored_tokens"] == readings * 132
+    assert iteration_totals(module, outputs.steps[0])["scored_tokens"] == readings * 116
 
 
 def test_demonstrations_and_reward_models_add_to_an_iteration(make: Any) -> None:
@@ -217,8 +217,8 @@ def test_demonstrations_and_reward_models_add_to_an_iteration(make: Any) -> None
     (source,) = module.collector.reward.sources
     source.module, source.role = module.roles, POLICY  # a reward model in this process
     more = iteration_totals(module, outputs.steps[0])
-    assert more["score_flops"] - plain["score_flops"] == policy.forward(rows)
-    assert more["scored_tokens"] - plain["scored_tokens"] == 132
+    assert more["score_flops"] - plain["score_flops"] == policy.forward(torch.full((4,), 29))
+    assert more["scored_tokens"] - plain["scored_tokens"] == 116
 
 
 @pytest.mark.parametrize(("role", "finetune"), [

@@ -52,7 +52,7 @@ CASES: dict[str, dict[str, Any]] = {
         "rollout_batch_size": 4, "minibatch_size": 1, "microbatch_size": 1,
     },
 }  # fmt: skip
-ITERATIONS = 3
+ITERATIONS = 2
 STEP = {"iterations": ITERATIONS, "lr": 1e-4}
 ROUNDING = 1e-5
 """Largest difference that the order of sums makes in these iterations, relative to the norm."""

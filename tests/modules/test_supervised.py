@@ -93,7 +93,7 @@ def test_sft_and_the_reward_model_learn() -> None:
     for stage, changes, steps in (("sft", {"lr": 2e-2}, 40), ("rm", {"lr": 1e-2}, 30)):
         build, batch, _ = STAGES[stage]
         outputs = Outputs()
-        fit(build(**changes), [batch()] * steps, [outputs])
+        fit(build(microbatch_size=6, **changes), [batch()] * steps, [outputs])
         found[stage] = outputs.steps[0], outputs.steps[-1]
     first, last = found["sft"]
     assert first.loss > 3  # about log 64 at the start

@@ -153,8 +153,7 @@ def test_a_probe_beside_the_good_and_bad_responses_to_the_same_prompts() -> None
 
 
 @pytest.mark.parametrize(
-    ("scores", "outcome"),
-    [([3.0] * 5, "clear"), ([3.1] * 5, "flag"), ([9.0] * 4, "not tested")],
+    ("scores", "outcome"), [([3.0] * 5, "clear"), ([3.1] * 5, "flag"), ([9.0] * 4, "not tested")]
 )
 def test_a_probe_above_the_median_good_response_is_a_way_to_cheat(
     scores: list[float], outcome: str
@@ -201,8 +200,7 @@ def test_broken_pairs_are_flagged_beside_the_reward() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longer", "of", "outcome"),
-    [(10, 50, "flag"), (27, 50, "clear"), (27, 29, "not tested")],
+    ("longer", "of", "outcome"), [(10, 50, "flag"), (27, 50, "clear"), (27, 29, "not tested")]
 )
 def test_length_that_tells_the_chosen_response_is_flagged_by_the_share(
     longer: int, of: int, outcome: str

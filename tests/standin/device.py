@@ -31,6 +31,7 @@ READS = {
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,
            aten._index_put_impl_.default}  # fmt: skip
+WAITING = {*READS, *COPIES, *INDEXED}
 LOWER = ("mm", "bmm", "addmm", "baddbmm", "matmul", "linear", "conv1d",
          "scaled_dot_product_attention")  # fmt: skip
 """Operations that autocast computes in 16 bits."""
@@ -98,31 +99,36 @@ class Device(TorchDispatchMode):
         torch.autograd.set_multithreading_enabled(threads)
         torch.__future__.set_swap_module_params_on_conversion(swaps)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and the wrapper of torch costs a tenth of the time
+
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        device = kwargs.get("device")
-        if is_here(device) or any(isinstance(x, StandInTensor) for x in tensors(args, kwargs)):
+        if StandInTensor in types or is_here(kwargs.get("device")):
             return self.run(op, args, kwargs)
         return op(*args, **kwargs)
 
     def run(self, op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Compute an operation on the data of the CPU."""
-        given = tensors(args, kwargs)
+        given: list[Tensor] = []
+        raw_args, raw_kwargs = opened(args, given), opened(kwargs, given)
         here = [x for x in given if isinstance(x, StandInTensor)]
         away = [x for x in given if not isinstance(x, StandInTensor)]
         target = kwargs.get("device")
         uploads = is_here(target) if target is not None else isinstance(args[0], StandInTensor)
-        if op not in COPIES and any(x.ndim for x in away) and here:
+        if here and any(x.ndim for x in away) and op not in COPIES:
             shapes = [(str(x.device), tuple(x.shape)) for x in given]
             raise RuntimeError(f"{op} of tensors on mixed devices: {shapes}")
         self.operations[op] += 1
-        kind = waits_for(op, args, here=bool(here), away=bool(away), uploads=uploads)
+        kind = None
+        if op in WAITING:
+            kind = waits_for(op, args, here=bool(here), away=bool(away), uploads=uploads)
         if kind is not None and not (uploads and kwargs.get("non_blocking")):
             self.synchronisations[kind] += 1
         if op is aten._fused_sdp_choice.default:
             return 0  # attention by its formula, as fused ones are a device's own
         kept = {id(x.raw): x for x in here}
-        raw_args, raw_kwargs = mapped(raw, args), mapped(raw, kwargs)
         if target is not None:
             raw_kwargs["device"] = torch.device("cpu")
         found = op(*raw_args, **raw_kwargs)
@@ -177,23 +183,23 @@ def mapped(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Return arguments or results with `function` applied to each tensor; torch's is slower."""
     if isinstance(tree, Tensor):
         return function(tree)
-    if isinstance(tree, dict):
-        return {key: mapped(function, x) for key, x in tree.items()}
     if isinstance(tree, (list, tuple)):
         return type(tree)([mapped(function, x) for x in tree])
     return tree
 
 
-def tensors(*trees: Any) -> list[Tensor]:
-    """Return the tensors among arguments."""
-    found: list[Tensor] = []
-    mapped(found.append, trees)
-    return found
-
-
-def raw(x: Tensor) -> Tensor:
-    """Return the data of a tensor of the device; any other as it is."""
-    return x.raw if isinstance(x, StandInTensor) else x
+def opened(tree: Any, given: list[Tensor]) -> Any:
+    """Return arguments with the data of tensors of the device; `given` gains all tensors."""
+    if isinstance(tree, StandInTensor):
+        given.append(tree)
+        return tree.raw
+    if isinstance(tree, (list, tuple)):
+        return type(tree)([opened(x, given) for x in tree])
+    if isinstance(tree, dict):
+        return {key: opened(x, given) for key, x in tree.items()}
+    if isinstance(tree, Tensor):
+        given.append(tree)
+    return tree
 
 
 class Backend:

@@ -13,20 +13,18 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Record
 
-from ..modules.conftest import (
-    Outputs,
-    fit,
-    parameters,
-    prompts,
-)
+from ..modules.conftest import Outputs, fit, parameters, prompts
 from ..modules.test_supervised import STAGES
 from .conftest import Make, on_device
 from .device import Device, register
 
-SHORT = {"rollout_batch_size": 4, "minibatch_size": 4, "ppo_epochs": 1, "max_response_tokens": 5}
+SHORT = {
+    "rollout_batch_size": 4, "minibatch_size": 4, "microbatch_size": 4, "ppo_epochs": 1,
+    "max_response_tokens": 4,
+}  # fmt: skip
 NO_CRITIC = {"advantage": "grpo", "samples_per_prompt": 2, "whiten_advantages": "none"}
 PPO: dict[str, dict[str, Any]] = {
-    "head": {"critic": "head", "target_kl": 10.0, "max_ratio": 10.0},
+    "head": {"critic": "head", "target_kl": 10.0, "max_ratio": 10.0, "microbatch_size": 2},
     "adapter": {"critic": "adapter", "whiten_advantages": "minibatch"},
     "model": {"critic": "model", "score_normalization": "running"},
     "none": NO_CRITIC,
