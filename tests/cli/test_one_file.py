@@ -20,7 +20,7 @@ from lightning_rlhf.runs.console import HOME
 from .conftest import PRESETS, Workplace
 
 FILE = HOME / "examples" / "ppo_in_one_file.py"
-ITERATIONS = 3
+ITERATIONS = 5
 ALLOWED = {"torch", "transformers", "peft", "numpy"} | sys.stdlib_module_names
 
 
