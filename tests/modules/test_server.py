@@ -135,13 +135,13 @@ def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
         ("400", "answered 400: max_tokens is too large"),
         ("slow", "gave no answer in 1 s: "),
         ("dead", "gave no answer in 1 s: "),
-        ("counts", "allowed: one choice with 1 to 6 token_ids, and as many token_logprobs"),
+        ("counts", "allowed: one choice with 1 to 6 token_ids, as many token_logprobs, and an end"),
     ],
 )
 def test_faults(make: Make, stand_in: StandIn, fault: str, told: str) -> None:
     """A run survives those without a message."""
     module = make({"timeout_s": 1.0} if fault in ("slow", "dead") else None)
-    sample = partial(module.roll_out, prompts(2))
+    sample = partial(module.roll_out, prompts(12))
     first = sample(module.generator(0, 0))
     if told:
         shake(module.roles, f"lora_B.{POLICY}.", seed=1, size=0.3)
