@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 from unittest.mock import patch
 
 import pytest
-import torch
 import yaml
 from hydra import version
 from hydra._internal import config_loader_impl as loader
@@ -23,7 +22,6 @@ from hydra._internal.defaults_list import create_defaults_list as list_of_files
 from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from omegaconf import DictConfig, OmegaConf
 
 from lightning_rlhf.cli.main import register_resolvers
@@ -38,12 +36,12 @@ UNCHANGED = {str(CONF), str(PRESETS)}
 
 @pytest.fixture(scope="session", autouse=True)
 def parsed_files() -> Iterator[None]:
-    """Hydra reads each of some fifty files twice a command, by a parser written in Python; by
-    another one the words on the command line. And it copies its configuration, which pickle does
-    three times as fast. Lightning moves each metric to the CPU, on which it is."""
+    """Parse each configuration file and each override once, with Hydra's own parsers.
+
+    They are written in Python, and read some fifty files twice a command.
+    """
     parse, parsed = yaml.load, dict[str, Any]()
     parse_word, words = OverridesParser.parse_rule, dict[tuple[str, str], Any]()
-    deepcopy, move = DictConfig.__deepcopy__, _ResultMetric.to
 
     def load(source: Any, Loader: Any) -> Any:
         if Loader.__name__ != "OmegaConfLoader" or not hasattr(source, "read"):
@@ -60,19 +58,7 @@ def parsed_files() -> Iterator[None]:
             words[word, name] = parse_word(self, word, name)
         return copy.deepcopy(words[word, name])
 
-    def copied(self: DictConfig, memo: dict[int, Any]) -> Any:
-        is_root = self._get_parent() is None
-        return pickle.loads(pickle.dumps(self)) if is_root else deepcopy(self, memo)
-
-    def to(self: _ResultMetric, device: torch.device, **how: Any) -> _ResultMetric:
-        return self if device.type == "cpu" else move(self, device, **how)
-
-    with (
-        patch.object(yaml, "load", load),
-        patch.object(OverridesParser, "parse_rule", rule),
-        patch.object(DictConfig, "__deepcopy__", copied),
-        patch.object(_ResultMetric, "to", to),
-    ):
+    with patch.object(yaml, "load", load), patch.object(OverridesParser, "parse_rule", rule):
         yield
 
 

@@ -118,18 +118,18 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
 def test_jobs_in_processes_fail_alone(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of each holds a file, for which no process of a stage starts."""
+    """Each is refused in its process of the launcher, as its folder holds a file of the user."""
     monkeypatch.setenv("COLUMNS", "400")
-    for value, name in ((1, "mine"), (2, "yours")):
-        folder = workplace.stage(f"seed={value}") / "ppo"
-        folder.mkdir(parents=True)
-        (folder / name).touch()
+    files = [workplace.stage(f"seed={value}") / "ppo" / f"mine{value}" for value in (1, 2)]
+    for file in files:
+        file.parent.mkdir(parents=True)
+        file.touch()
     words = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2", "stage=ppo", "seed=1,2")
     outcome = workplace.sweep(*words)
     assert outcome.status == 1
-    assert [*folder.iterdir()] == [folder / name]
-    assert re.search("failed: .*seed=1: .* holds mine and no config.json", outcome.out)
-    assert re.search("failed: .*seed=2: .* holds yours and no config.json", outcome.out)
+    for value, file in zip((1, 2), files, strict=True):
+        assert [*file.parent.iterdir()] == [file]
+        assert re.search(f"failed: .*seed={value}: .* holds mine{value} and no conf", outcome.out)
 
 
 SLURM = {

@@ -45,7 +45,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-BUILT: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}  # and torch's random state after it
+BUILT: dict[str, tuple[PreTrainedModel, torch.Tensor]] = {}
+"""Arguments of `build_model` -> the model, and torch's random state after it was made."""
 
 
 def build_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -28,6 +28,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.server.fault == "slow" and "completions" in self.path:
+            time.sleep(1.5)
         with self.server.lock:
             self.answer(*self.server.answers(self.path, request))
 
@@ -64,8 +66,6 @@ class StandIn(ThreadingHTTPServer):
             return 200, "added"
         if fault in ("restart", "busy", "abort"):  # and well from then on
             self.fault, self.loaded = "", {"base": BASE} if fault == "restart" else self.loaded
-        if fault == "slow":
-            time.sleep(1.5)
         if fault in ("busy", "400"):
             return 503 if fault == "busy" else 400, "max_tokens is too large"
         if request["model"] not in self.loaded:

@@ -31,8 +31,8 @@ ATTENTION = tuple(f"{family}Attention" for family in TRUNKS.values())
 and a gate in the last."""
 WORTH = 0.08  # share of padding from which packing saves more than its copies cost
 MULTIPLE = 32  # numbers of positions are rounded up to it, or to ROWS with few_shapes
-COLUMNS = 16  # multiple to which rows are lengthened: with few_shapes all of them
-MOST_ADDED = 0.04  # share of columns up to which the others are
+COLUMNS = 16  # rows are lengthened to a multiple of it: all with few_shapes, else where it is near
+MOST_ADDED = 0.04  # largest share of columns that is added without few_shapes
 
 
 def family(model: PreTrainedModel) -> str | None:

@@ -11,7 +11,7 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ AT_ONCE = 256
 """Number of requests of a process that wait for an answer at the same time."""
 COLDEST, GREEDY = 1e-2, 1e-5
 """Lowest temperature that vLLM samples at, and the one below which it takes the likeliest token."""
+FAREWELL_S = 3
+"""Time in which all servers are told that a run has ended, seconds."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
 
@@ -291,12 +293,12 @@ class ServerSampler(BatchSampler):
         )
 
     def end(self) -> None:
-        """Have the servers forget the adapters, and delete their folders; nothing waits for it."""
-        self.config = replace(self.config, timeout_s=5.0)
+        """Have the servers forget the adapters, where they answer soon, and delete the folders."""
+        ends = time.monotonic() + FAREWELL_S
         for name in self.written:
             for url in self.config.url:
                 with suppress(SamplerError):
-                    self.ask(url, UNLOAD, {"lora_name": name})
+                    self.ask(url, UNLOAD, {"lora_name": name}, ends)
             with suppress(OSError):
                 storage.delete(self.folder / name)
         if self.config.adapters is None:
