@@ -86,9 +86,11 @@ def test_supervised(architecture: str, stage: str, way: str, tmp_path: Path) -> 
     compare(partial(build, architecture), way, [batch, short, batch], [batch, short], tmp_path)
 
 
-def test_a_run_resumes_bit_for_bit(pipeline: Workplace, tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("finetune", ["lora", "full"])
+def test_a_run_resumes_bit_for_bit(pipeline: Workplace, finetune: str, tmp_path: Path) -> None:  # noqa: F811
     place = pipeline.copied(tmp_path / "work")
     words = ["stage=ppo", "ppo.critic=adapter", "trainer.strategy=fsdp", *given(place)]
+    words += [f"ppo.finetune={finetune}", "ppo.rollout=hf"]
     found, folder = [], place.stage("ppo")
     for resume in ("overwrite=true", "resume=2"):
         in_processes(place, 2, *words, resume, folder=tmp_path).succeeded  # noqa: B018
@@ -97,13 +99,19 @@ def test_a_run_resumes_bit_for_bit(pipeline: Workplace, tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm", "dpo", "ppo"])
-def test_commands(pipeline: Workplace, stage: str, tmp_path: Path) -> None:  # noqa: F811
-    """Of all stages, the critic of ppo on a base of its own, in one process, two and two shared."""
+@pytest.mark.parametrize(("stage", "more"), [
+    ("sft", ["sft.finetune=lora"]), ("sft", ["sft.finetune=full", "sft.final=2"]), ("rm", []),
+    ("dpo", []), ("dpo", ["dpo.finetune=full"]),
+    ("ppo", ["ppo.critic=model", "model.gradient_checkpointing=true"]),
+    ("ppo", ["ppo.finetune=full"]),
+])  # fmt: skip
+def test_commands(pipeline: Workplace, stage: str, more: list[str], tmp_path: Path) -> None:  # noqa: F811
+    """Of all stages, the critic of ppo on a base of its own, in one process, two and two shared.
+
+    At the start of DPO every pair is a tie, but for rounding, which two copies of a base may have.
+    """
     place = pipeline.copied(tmp_path / "work")
-    more = ["ppo.critic=model", "model.gradient_checkpointing=true"] if stage == "ppo" else []
     parents = [] if stage == "sft" else given(place)[: 1 + (stage == "ppo")]
-    more += ["sft.finetune=lora"] * (stage == "sft")
     words = [f"stage={stage}", *parents, *more]
     place.mini(*words, "run=one").succeeded  # noqa: B018
     for strategy in ("ddp", "fsdp"):
@@ -114,4 +122,5 @@ def test_commands(pipeline: Workplace, stage: str, tmp_path: Path) -> None:  # n
         assert outcome.status == 0, outcome.err
         assert tree(place.stage(stage, strategy)).keys() == tree(place.stage(stage, "one")).keys()
         assert_close(place.stage(stage, strategy) / "final", place.stage(stage, "one") / "final")
-        assert_same_rows(place.stage(stage, strategy), place.stage(stage, "one"))
+        ties = {"update/accuracy"} if "dpo.finetune=full" in more else set()
+        assert_same_rows(place.stage(stage, strategy), place.stage(stage, "one"), ties)

@@ -94,6 +94,8 @@ def in_all(
     def work(replicas: Replicas) -> dict[str, Any]:
         if shards:
             module.roles.shard(mesh(replicas.device))
+            if module.roles.frozen is not None:
+                module.roles.frozen.shard(mesh(replicas.device))
         return trained(module, batches, held_out, replicas, callbacks)
 
     found = replicated(size, work, folder)

@@ -22,9 +22,10 @@ from .test_replicas import CASES, STEP, assert_all_same, in_all
 from .test_supervised import STAGES
 
 
-def test_ppo_of_a_shared_base(make_ppo: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["adapter, running moments, adaptive KL", "all weights"])
+def test_ppo_of_a_shared_base(make_ppo: Make, case: str, tmp_path: Path) -> None:
     """Its critic, on an adapter, and demonstrations have passes of their own."""
-    config = STEP | CASES["adapter, running moments, adaptive KL"] | {"ptx_batch_size": 3}
+    config = STEP | CASES[case] | {"ptx_batch_size": 3}
     batches = [prompts(8), prompts(8, seed=1)]
 
     def make() -> Any:

@@ -20,22 +20,29 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files, progress
-from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.callbacks.stop import Stop, Stopped
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
 from lightning_rlhf.core.metrics import JUDGE, Goal, require_metrics, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 
 
 class WholeFiles(TorchCheckpointIO):
     """A CheckpointIO that writes to a temporary file and renames it once it is on the disk."""
 
+    def __init__(self, replicas: Replicas = ONE) -> None:
+        """replicas: processes of the run, of which the first writes; others gather with it."""
+        self.replicas = replicas
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
+        if not self.replicas.is_first:
+            return
         make_folder(target.parent)
         with written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
@@ -221,6 +228,8 @@ class Checkpoints(progress.Stateful):
             batches: Any = trainer.fit_loop.epoch_loop.batch_progress
             batches.total.ready = batches.total.started = batches.total.processed
             batches.is_last_batch = False
+            if sharding.trains() and not isinstance(exception, Stopped):
+                return  # raised in this process alone, which does not have all weights
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
@@ -229,9 +238,10 @@ class Checkpoints(progress.Stateful):
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), progress.trained(trainer)
-        if self.replicas.is_first:
-            path = files.path_of(self.folder, step)
+        path = files.path_of(self.folder, step)
+        if self.replicas.is_first or sharding.trains():
             trainer.save_checkpoint(path)
+        if self.replicas.is_first:
             self.delete_surplus()
             self._since = monotonic()
             size = readable(path.stat().st_size)

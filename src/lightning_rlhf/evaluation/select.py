@@ -103,7 +103,8 @@ def choose(
     last: int,
     reason: str | None,
 ) -> dict[str, float] | None:
-    """Give `module` the weights of the step that becomes `final/`, and write ending.json.
+    """Give `module` the weights of the step that becomes `final/`; the first process writes
+    ending.json.
 
     folder: folder of the run. steps: number of steps of its schedule. last: its last step.
     reason: why a rule of `stop` ended it there; None where none did.
@@ -115,7 +116,7 @@ def choose(
     step = {"last": last, "best": saver.best_step}[final] if isinstance(final, str) else final
     assert step is not None  # the last step is evaluated
     stopped = None if last == steps else reason or "a callback"
-    if stopped is not None:
+    if stopped is not None and saver.replicas.is_first:
         by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
         print_line(f"a {by} ended the run after step {last} of {steps}{why}")
     allowed = f"last, best, since the run was ended after step {last}"
@@ -126,6 +127,9 @@ def choose(
         if step == saver.best_step and not path.is_file():
             path = saver.folder / files.BEST
         load_weights(module, path, saver.origin)
+    if not saver.replicas.is_first:
+        return None
+    if step != last:
         found = ", ".join(
             f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step {last}, "
             f"{'higher' if value.mode == 'max' else 'lower'} is better)"

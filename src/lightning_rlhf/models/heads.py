@@ -133,8 +133,9 @@ def save_adapter(
 
 
 def save_whole(
-    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module | None, pad_token_id: int | None
-) -> None:
+    folder: Path, causal_lm: PreTrainedModel, state: dict[str, Tensor], heads: nn.Module | None,
+    pad_token_id: int | None,
+) -> None:  # fmt: skip
     """Write a language model; with heads, where transformers has one, as a sequence classifier.
 
     That has one label. The output layer of the language model stays in the file where it is not
@@ -142,10 +143,10 @@ def save_whole(
     """
     config = copy.deepcopy(causal_lm.config)
     if heads is None or trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
-        causal_lm.save_pretrained(folder)
+        causal_lm.save_pretrained(folder, state_dict=state)
         return
     score = {f"{SCORE}.weight": score_weight(heads).to(causal_lm.dtype)}
-    causal_lm.save_pretrained(folder, state_dict=causal_lm.state_dict() | score)
+    causal_lm.save_pretrained(folder, state_dict=state | score)
     (folder / "generation_config.json").unlink(missing_ok=True)
     kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     config.architectures = [kind.__name__]

@@ -254,7 +254,7 @@ class Roles(nn.Module):
 
     @torch.no_grad()
     def shard(self, processes: DeviceMesh) -> None:
-        """Shard the frozen base over the processes, unless it is; adapters and heads stay whole.
+        """Shard the base over the processes, unless it is; adapters and heads stay whole.
 
         Raises ConfigError where the model has no layers to gather one by one.
         """
@@ -279,6 +279,14 @@ class Roles(nn.Module):
     def whole(self) -> AbstractContextManager[None]:
         """Hold all weights of a sharded base inside the block, where no other role is activated."""
         return nullcontext() if self.sharded is None else self.sharded.whole()
+
+    @contextmanager
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the state of the language model, with whole weights also where it is sharded."""
+        state = self.causal_lm.state_dict()  # which would shard them again within the block
+        with self.whole():
+            own = dict(self.causal_lm.named_parameters(remove_duplicate=False))
+            yield {name: own.get(name, x).detach() for name, x in state.items()}
 
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.

@@ -20,8 +20,8 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import layer_matrices
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
-from lightning_rlhf.parallel.sharding import uninterrupted
 
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
@@ -79,7 +79,8 @@ def build_with(
     takes arguments of these names and `make` does not hold them; no fused beside foreach=True.
     """
     takes = signature(make.func).parameters
-    known = {"fused": not make.keywords.get("foreach"), "matrices": matrices}
+    is_sharded = sharding.trains()  # fused=True does not take both kinds of parameters
+    known = {"fused": not (make.keywords.get("foreach") or is_sharded), "matrices": matrices}
     if "betas" in takes:
         known |= {"betas": (0.9, config.adam_beta2), "eps": config.adam_eps}
     given = {name: value for name, value in known.items() if name in takes}
@@ -193,7 +194,7 @@ class StageModule(L.LightningModule):
         gradients add up to that of the minibatch.
         """
         # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
-        with torch.autocast(self.device.type, enabled=False), uninterrupted():
+        with torch.autocast(self.device.type, enabled=False), sharding.uninterrupted():
             self.manual_backward(loss)
         return loss.detach()
 
@@ -204,8 +205,7 @@ class StageModule(L.LightningModule):
         """
         optimizer: Any = self.optimizers()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        table = self.replicas.sum_gradients(trained, numbers)
-        return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+        return sharding.sum_and_clip(trained, self.config.max_grad_norm, numbers, self.replicas)
 
     def weights_changed(self, *_: Any) -> None:
         """Count a change of the trained weights; the optimizer calls it after each step."""
@@ -230,6 +230,8 @@ class StageModule(L.LightningModule):
         with optimizer_faults():
             optimizer = self.make_optimizer(parameter_groups)
         optimizer.register_step_post_hook(self.weights_changed)
+        optimizer.register_state_dict_post_hook(lambda _, state: sharding.whole_tensors(state))
+        optimizer.register_load_state_dict_pre_hook(sharding.sharded_state)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)
         )
@@ -276,7 +278,13 @@ class StageModule(L.LightningModule):
             self.log("step", float(self.iteration))  # the step that Lightning's loggers use
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
+        state: dict[str, Any] = sharding.whole_tensors(trainable_state(self))
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        own = dict(self.named_parameters())
+        parts = {name: sharding.part_of(x, own.get(name)) for name, x in state_dict.items()}
+        return super().load_state_dict(parts, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         kept = {"nonfinite": self.nonfinite, "weights_version": self.weights_version}

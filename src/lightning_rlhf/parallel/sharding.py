@@ -1,10 +1,13 @@
-"""Frozen models whose weights are divided among the processes, by torch's FSDP2.
+"""Models whose weights are divided among the processes, by torch's FSDP2.
 
 A process holds its part of every weight, and gathers a layer while it computes it. That takes all
 processes, which compute different numbers of passes. So each gives the number of the pass that it
 wants, 0 while it waits in a collective operation, and all gather the layers of the largest number:
 those that want another pass drop them, and ask again. Embedding, last norm and output layer are
 held from the first pass to the next collective operation: 1 is added where a process lacks them.
+
+Gradients of trained weights stay whole in each process until `sum_gradients`; the optimizer has a
+part of the weights, of the gradient and of its moments.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,13 +17,15 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 from lightning_rlhf.core.errors import InterruptedPassError, ProcessEndedError, first_line
-from lightning_rlhf.parallel.replicas import arrivals, ended_processes
+from lightning_rlhf.parallel.replicas import Replicas, arrivals, ended_processes
 
 FORWARD, BACKWARD, WHOLE, NUMBERS = 2, 4, 6, 8
 """Kinds of passes: layers in their order, in reverse, and in their order and held by sampling; a
@@ -32,7 +37,7 @@ models: list["ShardedModel"] = []
 
 
 class ShardedModel:
-    """The weights of a frozen language model, sharded over the processes, without its adapters."""
+    """The weights of a language model, sharded over the processes, without its adapters."""
 
     def __init__(self, model: Any, layers: Sequence[Any], processes: DeviceMesh) -> None:
         """Shard the weights; this process frees those that belong to others.
@@ -42,10 +47,17 @@ class ShardedModel:
         self.model, self.layers, self.first = model, layers, NUMBERS * len(models)
         self.is_whole = False
         """True inside `whole`, where passes need no other process."""
+        self.has_gradient = False
+        """True if this process has computed a gradient since the last sum."""
         adapters = {p for name, p in model.named_parameters() if "lora_" in name}
+        self.is_trained = any(p.requires_grad and p not in adapters for p in model.parameters())
+        """True if the weights themselves are trained."""
         for module in (*layers, model):
             fully_shard(module, mesh=processes, ignored_params=adapters)
             module.set_modules_to_backward_prefetch([module])  # no layer that `follow` does not
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False, recurse=False)
         model.set_unshard_in_backward(False)
         # The gradient then passes through all layers, whichever of them have adapters.
@@ -69,6 +81,7 @@ class ShardedModel:
         output = self._trunk(*args, **kwargs)
         if output.last_hidden_state.requires_grad and not self.is_whole:
             # Registered before the hooks of FSDP, which gather the layers.
+            self.has_gradient = True
             output.last_hidden_state.register_hook(lambda _: self._begin(BACKWARD))
         return output
 
@@ -88,6 +101,23 @@ class ShardedModel:
         if number % 2:
             self.model.reshard()
             self.model.unshard()
+
+    @torch.enable_grad()
+    def sum_gradients(self) -> None:
+        """Add up what all processes have computed, as each had a gradient of 0 in one more pass.
+
+        There is no gradient afterwards where no process has computed one.
+        """
+        if not agreed(int(self.has_gradient)):
+            return
+        self.has_gradient, self.is_whole = False, True
+        self.model.set_requires_gradient_sync(True)
+        with uninterrupted():
+            token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
+            hidden = self.model.compute_trunk(input_ids=token, use_cache=False).last_hidden_state
+            (0.0 * self.model.get_output_embeddings()(hidden)).sum().backward()
+        self.model.set_requires_gradient_sync(False)
+        self.is_whole = False
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -123,6 +153,67 @@ def mesh(device: torch.device) -> DeviceMesh:
 def held(parameter: Tensor) -> Tensor:
     """Return the part of a parameter that this process holds, all of it unless it is sharded."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def trains() -> bool:
+    """Return whether weights are trained of which this process holds a part."""
+    return any(sharded.is_trained for sharded in models)
+
+
+def sum_and_clip(
+    trained: Sequence[nn.Parameter], most: float, numbers: Tensor, replicas: Replicas
+) -> tuple[Tensor, Tensor]:
+    """Sum all gradients over the processes, and clip them to a norm of `most` over all of them.
+
+    trained: all trained parameters. numbers: as of `Replicas.sum_gradients`.
+    Returns: the numbers of each process, in their order, and the norm before clipping, 0-d.
+    """
+    table = replicas.sum_gradients([p for p in trained if not isinstance(p, DTensor)], numbers)
+    if not trains():
+        return table, nn.utils.clip_grad_norm_(trained, most)
+    for sharded in models:
+        if sharded.is_trained:
+            sharded.sum_gradients()
+    found = [p.grad for p in trained if p.grad is not None]
+    parts = [held(gradient) for gradient in found if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in found if not isinstance(gradient, DTensor)]
+    square = replicas.sum(nn.utils.get_total_norm(parts) ** 2)
+    norm = (square + nn.utils.get_total_norm(whole) ** 2).sqrt()
+    for gradient in (*parts, *whole):
+        gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
+    return table, norm
+
+
+def whole_tensors(tree: Any) -> Any:
+    """Return a state with whole tensors on the CPU for sharded ones, None in all but process 0.
+
+    All processes call it at once where a tensor is sharded.
+    """
+    is_first = not models or distributed.get_rank() == 0
+
+    def gathered(part: DTensor) -> Tensor | None:
+        tensor = part.full_tensor()
+        return tensor.cpu() if is_first else None
+
+    return tree_map_only(DTensor, gathered, tree)
+
+
+def part_of(tensor: Any, like: Tensor | None) -> Any:
+    """Return this process's part of a whole tensor, where one of the same shape is sharded."""
+    if not isinstance(like, DTensor) or getattr(tensor, "shape", None) != like.shape:
+        return tensor
+    mesh, places = like.device_mesh, like.placements
+    return distribute_tensor(tensor.to(like.device), mesh, places, src_data_rank=None)
+
+
+def sharded_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved state of an optimizer with this process's parts of its moments."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    parts = {
+        number: {name: part_of(x, own[number]) for name, x in state.items()}
+        for number, state in saved["state"].items()
+    }
+    return {**saved, "state": parts}
 
 
 def agreed(number: int) -> int:

@@ -33,6 +33,8 @@ from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs import accelerator, folders, objects, stage
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
+ALONE = "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"
+"""Optimizers that compute each weight by itself, and so a part of a sharded one."""
 NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
 """Kind of data -> noun for a row."""
 
@@ -201,12 +203,14 @@ class Run:
 def check_sharded(settings: stage.Settings) -> None:
     """Raise ConfigError where a base cannot be sharded that trainer.strategy=fsdp would shard."""
     if settings.shards:
-        why = "as trainer.strategy=fsdp shards frozen weights, which the library's layers read"
-        for key, found, allowed in (
-            ("model.quantization", settings.model.quantization, ("none",)),
-            ("model.kernels", settings.model.kernels, ("auto", "plain")),
-            (f"{settings.stage}.finetune", getattr(settings.config, "finetune", "lora"), ("lora",)),
-        ):
+        why = "as trainer.strategy=fsdp shards the weights, which the library's layers read"
+        config, own, limits = settings.config, settings.optimizer, list[tuple[str, Any, Any]]()
+        limits.append(("model.quantization", settings.model.quantization, ("none",)))
+        limits.append(("model.kernels", settings.model.kernels, ("auto", "plain")))
+        if getattr(config, "finetune", "lora") == "full":
+            limits.append((f"{settings.stage}.ema_decay", config.ema_decay or "null", ("null",)))
+            limits.append(("optimizer._target_", own.get("_target_", ALONE[0]), ALONE))
+        for key, found, allowed in limits:
             require(found in allowed, key, found, f"{', '.join(allowed)}, {why}")
 
 

@@ -210,7 +210,8 @@ def write_final(
                 heads.save_adapter(own, roles.model, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
-            heads.save_whole(beside, causal_lm, rewards, tokenizer.pad_token_id)
+            with roles.weights() as state:
+                heads.save_whole(beside, causal_lm, state, rewards, tokenizer.pad_token_id)
         tokenizer.save_pretrained(beside)
         if head is not None:
             state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}

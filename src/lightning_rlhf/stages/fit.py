@@ -116,11 +116,12 @@ def fit(settings: Settings) -> Path:
                     trainer.validate(module, datamodule=data, verbose=False)
             if sharding.models:  # which the first process goes on to compute with
                 module.to(run.device)
+            last = progress.trained(trainer)
+            if replicas.is_first or sharding.trains():  # else the others end
+                chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
             if not replicas.is_first:
                 sharding.arrive()  # as the first process does once it has written final/
                 sys.exit()
-            last = progress.trained(trainer)
-            chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
             stage.report(run, module, loggers, progress.position(trainer, module))
             exit_code = 0
         finally:
@@ -306,7 +307,7 @@ def trainer_of(
         run.arguments,
         stop,
         callbacks=callbacks,
-        plugins=[checkpoints.WholeFiles()],
+        plugins=[checkpoints.WholeFiles(run.replicas)],
         max_epochs=1,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,

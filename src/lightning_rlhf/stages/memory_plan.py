@@ -282,7 +282,8 @@ def bytes_of(
     own = [p for p in parameters if p.requires_grad]
     trained = sum(p.nbytes for p in own)
     weights = sum(held(p).nbytes + loading.scale_bytes(p) for p in parameters)
-    optimizer = sum(map(moments, own)) + trained * (config.ema_decay is not None)
+    optimizer = sum(moments(p) * held(p).numel() // p.numel() for p in own)
+    optimizer += trained * (config.ema_decay is not None)
     return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
 
 
