@@ -68,6 +68,10 @@ def test_whole_weights_are_trained_beside_a_frozen_base(tmp_path: Path) -> None:
     ppo = dpo | {"reward": Bytes(weights=ADAPTER + head), "critic": critic}
     for stage, expected in {"dpo": dpo, "ppo": ppo}.items():
         assert plan_run(configuration(stage, *words, stages=("dpo", "ppo"))).roles == expected
+    words += ("trainer.strategy=fsdp", "trainer.devices=2")
+    shared = plan_run(configuration("dpo", *words, stages=("dpo", "ppo"))).roles
+    assert shared["base"] == Bytes(weights=whole // 2, gradients=whole, optimizer=whole)
+    assert shared["reference"] == Bytes(weights=whole // 4)
 
 
 @pytest.mark.parametrize(("targets", "numbers"), [

@@ -251,6 +251,8 @@ class Task:
             is_full = isinstance(policy, Kept) and policy.lora is None
             rounded, whole = run.settings.model.quantization, "none for a checkpoint of all weights"
             require(not is_full or rounded == "none", "model.quantization", rounded, whole)
+            served, alone = config.rollout, "native for it, or the folder that export makes of it"
+            require(not is_full or served != "vllm", f"{key}.rollout", served, alone)
             seed, role = run.settings.seed, REFERENCE
             roles = build_roles.start_from(run.settings.model, start, trainable=is_full, seed=seed)
             if isinstance(policy, Kept):

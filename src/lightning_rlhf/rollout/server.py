@@ -71,8 +71,10 @@ class ServerSampler(BatchSampler):
         """Start of the names of the adapters, of this sampler alone."""
         self.version: int | None = None
         """Version of the weights that the servers have; None before the first."""
-        self.served, self.folder = "", Path()
-        """Name of the model that is asked for, an adapter or the base, and folder of adapters."""
+        self.served = dict[str, str]()
+        """Server -> name of the model that is asked for, an adapter or the base."""
+        self.folder = Path()
+        """Folder of adapters."""
         self.written: list[str] = []
         """Names of the latest versions in the folder, the oldest first."""
         heat = self.params.temperature
@@ -115,14 +117,13 @@ class ServerSampler(BatchSampler):
             token = token_in(self.config.token_env, f"{SECTION}.token_env")
             self.pool.headers = {"authorization": f"Bearer {token}"}
 
-    def publish(self, version: int, logits: Tensor | None) -> tuple[str, Path]:
+    def publish(self, version: int, logits: Tensor | None) -> tuple[dict[str, str], Path]:
         """Write the adapters as one, have all servers load it, and unload the one before.
 
         The folder of a version is deleted when the second one after it is published.
 
         logits: `probe` of the role, with which servers are checked that were not asked before.
-        Returns: the name to ask for, that of the base where the role has no adapter, and the folder
-            of all versions.
+        Returns: `served` and `folder` from now on.
         """
         config, model, stack = self.config, self.roles, self.roles.adapters(self.roles.role)
         name, base = f"{self.name}-v{version}", model.causal_lm.name_or_path
@@ -142,10 +143,11 @@ class ServerSampler(BatchSampler):
             with place as beside, model.stacked(model.role) as adapter:
                 heads.save_adapter(beside, model.model, adapter, base)
             self.written.append(name)
+        served = dict.fromkeys(config.url, name) if stack else dict(self.served)
         for url in config.url:
             answer = self.load(url, self.folder / name) if stack else (200, "")
             if logits is not None:
-                name = self.check(url, name, answer, logits)
+                served[url] = self.check(url, name, answer, logits)
             elif answer[0] != 200:
                 told = f"{answer[0]} to loading an adapter: {str(answer[1])[:300]}"
                 raise SamplerError(f"{SECTION}.url: {url} answered {told}")
@@ -154,7 +156,7 @@ class ServerSampler(BatchSampler):
         while len(self.written) > 2:
             with suppress(OSError):
                 storage.delete(self.folder / self.written.pop(0))
-        return name, self.folder
+        return served, self.folder
 
     def load(self, url: str, folder: Path, ends: float | None = None) -> Answer:
         """Have a server load an adapter under the name of its folder; return its answer."""
@@ -222,10 +224,11 @@ class ServerSampler(BatchSampler):
         A server that was restarted does not know the adapter any more, and is told of it again.
         """
         most, ends = self.params.max_response_tokens, time.monotonic() + self.config.timeout_s
-        request = self.request(self.served, prompt, seed=seed, most=most)
+        name = self.served[url]
+        request = self.request(name, prompt, seed=seed, most=most)
         status, found = self.ask(url, COMPLETIONS, request, ends)
-        if status == 404 and self.served.startswith(PREFIX):
-            status, found = self.load(url, self.folder / self.served, ends)
+        if status == 404 and name.startswith(PREFIX):
+            status, found = self.load(url, self.folder / name, ends)
             if status == 200:
                 status, found = self.ask(url, COMPLETIONS, request, ends)
         if status != 200:

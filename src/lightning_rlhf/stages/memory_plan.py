@@ -3,7 +3,7 @@
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
 from types import SimpleNamespace
@@ -347,8 +347,13 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
         number = computing_dtype(model).itemsize
         is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
         if settings.shards:
-            weights = ceil(sizes[BASE].weights / trainer.processes)
-            copied, sizes[BASE] = sizes[BASE].weights - weights, Bytes(weights=weights)
+            parts = trainer.processes
+            copied = sizes[BASE].weights - ceil(sizes[BASE].weights / parts)
+            for role in sizes.keys() & {BASE, REFERENCE}:
+                weights, optimizer = sizes[role].weights, sizes[role].optimizer
+                sizes[role] = replace(
+                    sizes[role], weights=ceil(weights / parts), optimizer=ceil(optimizer / parts)
+                )
         elif is_fast and family(model) and own.quantization == "none":
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
