@@ -204,11 +204,10 @@ def check_sharded(settings: stage.Settings) -> None:
     """Raise ConfigError where a base cannot be sharded that trainer.strategy=fsdp would shard."""
     if settings.shards:
         why = "as trainer.strategy=fsdp shards the weights, which the library's layers read"
-        config, own, limits = settings.config, settings.optimizer, list[tuple[str, Any, Any]]()
+        limits, own = list[tuple[str, Any, Any]](), settings.optimizer
         limits.append(("model.quantization", settings.model.quantization, ("none",)))
         limits.append(("model.kernels", settings.model.kernels, ("auto", "plain")))
-        if getattr(config, "finetune", "lora") == "full":
-            limits.append((f"{settings.stage}.ema_decay", config.ema_decay or "null", ("null",)))
+        if getattr(settings.config, "finetune", "lora") == "full":
             limits.append(("optimizer._target_", own.get("_target_", ALONE[0]), ALONE))
         for key, found, allowed in limits:
             require(found in allowed, key, found, f"{', '.join(allowed)}, {why}")

@@ -283,7 +283,7 @@ def bytes_of(
     trained = sum(p.nbytes for p in own)
     weights = sum(held(p).nbytes + loading.scale_bytes(p) for p in parameters)
     optimizer = sum(moments(p) * held(p).numel() // p.numel() for p in own)
-    optimizer += trained * (config.ema_decay is not None)
+    optimizer += (config.ema_decay is not None) * sum(held(p).nbytes for p in own)
     return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
 
 
