@@ -204,7 +204,9 @@ def plan_of(
     if isinstance(module, PPOModule):
         demonstrations = () if module.ptx is None else module.ptx.examples
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
-        copied += sum(p.nbytes - held(p).nbytes for p in model.parameters())  # gathered to sample
+        # Gathered to sample; weights that are trained take the place of their gradient then.
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        copied += sum(p.nbytes - held(p).nbytes for p in frozen)
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
@@ -348,7 +350,8 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
         is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
         if settings.shards:
             parts = trainer.processes
-            copied = sizes[BASE].weights - ceil(sizes[BASE].weights / parts)
+            if not is_full:
+                copied = sizes[BASE].weights - ceil(sizes[BASE].weights / parts)
             for role in sizes.keys() & {BASE, REFERENCE}:
                 weights, optimizer = sizes[role].weights, sizes[role].optimizer
                 sizes[role] = replace(
