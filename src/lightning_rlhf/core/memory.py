@@ -80,5 +80,5 @@ class MicrobatchSize:
                 if self.rows == rows:  # other work with this object has not halved it
                     self.rows //= 2
                     told = f"{self.key} is {self.rows} from now on, which changes no result"
-                    warnings.warn(f"out of memory: {told}", stacklevel=2)
+                    warnings.warn(f"out of memory: {told}", stacklevel=1)
             torch.cuda.empty_cache()  # what the failed work held is free only now
