@@ -227,9 +227,9 @@ class RunComparison:
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
-            ("Curves", run_page.plots(curves, note, is_soft=True)),
+            ("Curves", run_page.part("plots", curves, note, True)),
             *(("", table) for table in frontiers[:1]),
-            ("", run_page.plots([by_kl] if frontiers else [])),
+            ("", run_page.part("plots", [by_kl] if frontiers else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
             ("Runs", run_page.part("list", names)),
