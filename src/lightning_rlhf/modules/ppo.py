@@ -184,25 +184,19 @@ class PPOModule(optim.StageModule):
         """
         share = vars(self.microbatch.fitting(lambda _: self.accumulate(minibatch)))
         shares, grad_norm = self.sum_and_clip(torch.stack([*share.values()]))
-        terms = losses.sum_terms(
-            [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
-        )
+        parts = [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
+        terms = losses.sum_terms(parts)
         # The only wait for the device in an update, for all that the limits compare.
-        loss, norm, approx_kl, ratio_mean = torch.stack(
-            [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
-        ).cpu()
+        compared = [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
+        loss, norm, approx_kl, ratio_mean = torch.stack(compared).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
             is_finite = self.check_finite(loss, norm)
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
-        self.stopped = is_finite and self.exceeds(
-            self.config.target_kl, approx_kl, "approx_kl", "target_kl"
-        )
-        skipped = is_finite and self.exceeds(
-            self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
-        )
+        self.stopped = is_finite and self.exceeds("target_kl", approx_kl, "approx_kl")
+        skipped = is_finite and self.exceeds("max_ratio", ratio_mean, "ratio_mean")
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
@@ -213,11 +207,12 @@ class PPOModule(optim.StageModule):
             nonfinite=terms.loss.new_full((), not is_finite),
         )
 
-    def exceeds(self, limit: float | None, found: Tensor, field: str, key: str) -> bool:
+    def exceeds(self, key: str, found: Tensor, field: str) -> bool:
         """Return whether a field of the terms, 0-d, is above the limit of a key; False without one.
 
         Raises: ConfigError for NaN, a field that a subclass's `loss_terms` did not measure.
         """
+        limit: float | None = getattr(self.config, key)
         if limit is not None and found.isnan():
             raise errors.ConfigError(
                 f"{key} is {limit:g}, but {type(self).__name__}.loss_terms() measured no {field} "

@@ -315,8 +315,7 @@ class PTX:
         """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
 
         The role that is active is read. rows: number of demonstrations in a forward and backward
-        pass. The share of each pass is divided by the target tokens of the whole batch, so that the
-        shares add up.
+        pass.
         """
         batch = batch.to(module.device)
         tokens = masking.upload(batch.target_mask.sum(), module.device)
