@@ -207,10 +207,7 @@ class RunComparison:
                 yield found.console()
 
     def write(self, path: Path, title: str, jobs: tables.Table | None = None) -> None:
-        """Write the page.
-
-        jobs: table of the jobs of a sweep, also of those without a run.
-        """
+        """Write the page. jobs: table of the jobs of a sweep, also of those without a run."""
         wide = "numbers stacked"
         curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
         note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
