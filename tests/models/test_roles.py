@@ -23,7 +23,8 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.roles import Roles, trainable_names
+from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import trainable_state
 
 from .conftest import build_model, randomise
 
@@ -145,12 +146,12 @@ def test_switching_roles_keeps_exactly_the_policy_trainable(lineage: Any, tokens
     # in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj gate up down in one of linear attention.
     layers = roles.causal_lm.config.layer_types
     assert len(adapter) == sum(2 * (8 if "linear" in kind else 7) for kind in layers)
-    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+    assert sorted(trainable_state(roles)) == sorted([*adapter, *head])
     for role in (REFERENCE, REWARD, BASE, POLICY):
         with roles.use_role(role):
-            assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+            assert sorted(trainable_state(roles)) == sorted([*adapter, *head])
         roles.set_role(role)
-    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
+    assert sorted(trainable_state(roles)) == sorted([*adapter, *head])
 
 
 def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(

@@ -57,7 +57,7 @@ def everywhere(text: str, number: int = 1) -> run_page.StageReport:
         "list": [text],
     }
     sections = [
-        (text, run_page.plots([drawn], text)),
+        (text, run_page.part("plots", [drawn], text)),
         ("", run_page.evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
         ("", Table(title=text, columns=[text], rows=[[text]], note=text).html()),
         ("", run_page.token_part([tokens], str(number))),

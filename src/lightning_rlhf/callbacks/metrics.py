@@ -20,12 +20,10 @@ from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
 from lightning_rlhf.core import logprobs, results, shaping
-from lightning_rlhf.core.metrics import PART, check_names
+from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.parallel.replicas import Replicas
 
-QUANTILES = (5, 25, 50, 75, 95)
-"""Percentages of the quantiles of the score."""
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
 STATS = tuple(one.name for one in fields(UpdateStats))
@@ -67,7 +65,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/reward_std": score.std(correction=0),
         "rollout/reward_min": score.min(),
         "rollout/reward_max": score.max(),
-        **{f"rollout/score_p{p:02d}": q for p, q in zip(QUANTILES, quantiles, strict=True)},
+        **dict(zip(FAN, quantiles, strict=True)),
         "rollout/response_tokens": column["tokens"].mean(),
         "rollout/ended": ended.mean(),
         "rollout/shaped_return": column["rewards"].mean(),

@@ -18,7 +18,7 @@ from lightning_rlhf.callbacks.files import step_named, step_of
 from lightning_rlhf.callbacks.loggers import AXIS
 from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
 from lightning_rlhf.core import metrics
-from lightning_rlhf.core.config import DType, Stage
+from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
@@ -319,7 +319,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
         os._exit(0)  # Python would wait for the thread, which may never return
 
 
-SECTIONS: dict[str, tuple[Stage, Sequence[metrics.Phase]]] = {
+SECTIONS: dict[str, tuple[str, Sequence[metrics.Phase]]] = {
     "Rollout": ("ppo", ["rollout"]),
     "Update": ("ppo", ["update"]),
     "Evaluation": ("ppo", ["eval"]),

@@ -11,8 +11,6 @@ from pydantic.dataclasses import dataclass
 from lightning_rlhf.core import validation
 
 Schedule = Literal["constant", "linear", "cosine"]
-Stage = str
-"""Name of a stage."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 KernelChoice = Literal["auto", "fast", "plain"]

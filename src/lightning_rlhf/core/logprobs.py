@@ -56,10 +56,7 @@ def token_logprobs(
     """
     if frozen_head:
         known = hidden if torch.is_grad_enabled() else hidden.detach()
-        logprobs, entropy = _FrozenHead.apply(
-            known, targets, head, temperature, vocab_size, row_multiple
-        )
-        return logprobs, entropy
+        return _FrozenHead.apply(known, targets, head, temperature, vocab_size, row_multiple)  # type: ignore
 
     def of_chunk(h: Tensor, target: Tensor) -> Any:
         return _LogSoftmax.apply(head(h), target, temperature)

@@ -269,10 +269,7 @@ def ppo_terms(
 
 def sum_terms(terms: Sequence[records.PPOTerms]) -> records.PPOTerms:
     """Return the terms of all micro-batches together: sums of shares, the largest of ratio_max."""
-    columns = {
-        f.name: torch.stack([getattr(t, f.name) for t in terms]) for f in fields(records.PPOTerms)
-    }
-    largest = columns.pop("ratio_max").max()
-    return records.PPOTerms(
-        ratio_max=largest, **{name: shares.sum() for name, shares in columns.items()}
-    )
+    names = [field.name for field in fields(records.PPOTerms)]
+    columns = {name: torch.stack([getattr(one, name) for one in terms]) for name in names}
+    whole = {name: shares.sum() for name, shares in columns.items()}
+    return records.PPOTerms(**whole | {"ratio_max": columns["ratio_max"].max()})

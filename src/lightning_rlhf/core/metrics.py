@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rlhf.core.config import Mode, Stage
+from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import require
 
 Phase = Literal["rollout", "update", "eval", "time", "compute", "rank"]
@@ -37,8 +37,9 @@ HEADLINES = {REWARD: "rollout", KL: "rollout", "entropy": "update", "ppo_loss": 
 """Metrics without the prefix of their phase -> that phase."""
 SIGNS = {"min": -1, "max": 1}
 """Direction in which a metric is better -> factor by which the largest value is the best."""
-FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
-"""Quantiles of the score."""
+QUANTILES = (5, 25, 50, 75, 95)
+FAN = tuple(f"rollout/score_p{p:02d}" for p in QUANTILES)
+"""Percentages of the quantiles of the score, and the metrics that these are."""
 BEFORE_AFTER = (HELD_OUT, GOLD, HELD_OUT_KL, "eval/response_perplexity", "eval/response_tokens",
                 "eval/ended")  # fmt: skip
 """Metrics of the tables of an evaluation, in their order; all others follow."""
@@ -59,8 +60,8 @@ class Metric:
     unit: str
     """Unit of the metric; "1" for dimensionless ones."""
     phase: Phase
-    stages: tuple[Stage, ...]
-    """Stages that log the metric."""
+    stages: tuple[str, ...]
+    """Names of the stages that log the metric."""
     healthy: str
     """Healthy range or course of the metric; "-" where there is none."""
     label: str | None

@@ -163,8 +163,7 @@ class SampledResponses(Responses):
     """Log-probability of each response token under the distribution that it was drawn from, nats;
     0 on padding. None where the sampler does not know it."""
     values: Float[Tensor, "B T"] | None
-    """V(s_t) of a critic that the sampler evaluated while sampling; 0 on padding. None without one.
-    """
+    """V(s_t) of a critic that the sampler evaluated too; 0 on padding. None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

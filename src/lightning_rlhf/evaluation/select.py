@@ -18,8 +18,7 @@ from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.roles import trainable_names
-from lightning_rlhf.modules.optim import StageModule, check_parameters
+from lightning_rlhf.modules.optim import StageModule, check_parameters, trainable_state
 from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
@@ -176,7 +175,7 @@ def load_weights(
     content = files.check_checkpoint(path, origin)
     state = content["state_dict"] | content.get(AVERAGE, {})
     if prefix is not None:
-        names = [name for name in trainable_names(module) if prefix + name in state]
+        names = [name for name in trainable_state(module) if prefix + name in state]
         state = {name: state[prefix + name] for name in names}
     try:
         check_parameters(module, {"state_dict": state})

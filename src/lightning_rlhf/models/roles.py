@@ -93,11 +93,6 @@ def layer_matrices(module: nn.Module) -> set[nn.Parameter]:
     return {p for layer in layers for p in layer.parameters() if p.ndim == 2}
 
 
-def trainable_names(module: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-
-
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
     """Return the fixed sequence of tokens that models are compared on, on the model's device."""
     vocab_size = int(causal_lm.get_output_embeddings().out_features)
@@ -291,9 +286,8 @@ class Roles(nn.Module):
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
-        Its initial weights depend on (seed, role) alone.
-
-        Raises CheckpointError where PEFT finds no module to adapt.
+        Its initial weights depend on (seed, role) alone. Raises CheckpointError where PEFT finds no
+        module to adapt.
         """
         targets = settings.target_modules
         modules, alpha = targets if isinstance(targets, str) else list(targets), settings.alpha
@@ -341,12 +335,11 @@ class Roles(nn.Module):
             patch.patch_layers(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
-        marker = f".{role}."
-        for name, parameter in self.model.named_parameters():
-            if marker in name and "lora_" in name:
+        of_adapters = {n: p for n, p in self.model.named_parameters() if "lora_" in n}
+        for name, parameter in of_adapters.items():
+            if f".{role}." in name:
                 parameter.requires_grad_(trainable)
-        parameters = self.model.named_parameters()
-        self._trainable = [p for name, p in parameters if "lora_" in name and p.requires_grad]
+        self._trainable = [p for p in of_adapters.values() if p.requires_grad]
         self.model.eval()
         self.set_role(role)
 
@@ -360,13 +353,13 @@ class Roles(nn.Module):
 
         Of several, it is a temporary one that concatenates them; else the single one.
         """
-        before, (*below, top) = self.role, self.adapters(role)
-        if not below:
-            yield top
+        before, names = self.role, [*self.adapters(role)]
+        if len(names) == 1:
+            yield names[0]
             return
         model: Any = self.model
-        add, weights = model.base_model.add_weighted_adapter, [1.0] * len(self.adapters(role))
-        add([*below, top], weights, "export", combination_type="cat")
+        weights = [1.0] * len(names)
+        model.base_model.add_weighted_adapter(names, weights, "export", combination_type="cat")
         try:
             yield "export"
         finally:
@@ -375,10 +368,9 @@ class Roles(nn.Module):
 
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's adapter; without one, of the model."""
-        marker = f".{role}."
-        has_adapter = role in self._stacks[role]
+        marker = f".{role}." if role in self._stacks[role] else ""  # which is in every name
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and (marker in name or not has_adapter):
+            if parameter.requires_grad and marker in name:
                 yield parameter
 
     def set_role(self, role: str) -> None:

@@ -236,8 +236,9 @@ class DPOModule(SupervisedModule):
 
     def scores(self, micro_batch: records.Preferences) -> results.DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs."""
-        config, (tokens, _) = self.config, micro_batch.stacked()
-        targets = target_mask(micro_batch)
+        config, (tokens, mask) = self.config, micro_batch.stacked()
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        targets = mask & (positions >= micro_batch.prompt_tokens.repeat(2)[:, None])
         if config.reference_free:
             reference = torch.zeros(len(tokens), device=tokens.device)
         else:
@@ -271,13 +272,6 @@ class DPOModule(SupervisedModule):
             found = target_logprobs(roles, tokens, targets)
         mask = masking.upload(targets[:, 1:], found.device)
         return found.new_zeros(mask.shape).masked_scatter(mask, found).sum(dim=1)
-
-
-def target_mask(batch: records.Preferences) -> Bool[Tensor, "2B W"]:
-    """Return a mask of the response tokens of both sides, as `Preferences.stacked` orders them."""
-    _, mask = batch.stacked()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    return mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])
 
 
 class PTX:
@@ -321,8 +315,7 @@ class PTX:
         """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
 
         The role that is active is read. rows: number of demonstrations in a forward and backward
-        pass. The share of each pass is divided by the target tokens of the whole batch, so that the
-        shares add up.
+        pass.
         """
         batch = batch.to(module.device)
         tokens = masking.upload(batch.target_mask.sum(), module.device)

@@ -360,11 +360,10 @@ class CheckedSampler:
             (index != prompts.index, "another index", "that of its prompt"),
             (unknown, "a token id outside of the vocabulary", f"{ids}, on padding too"),
         ]
-        for name in ("logprobs", "values"):
-            if (x := getattr(found, name)) is not None:
-                rules.append(
-                    (~x.isfinite() & mask, f"{name} that are not finite", "finite numbers")
-                )
+        for name, x in (("logprobs", found.logprobs), ("values", found.values)):
+            if x is not None:
+                wrong = ~x.isfinite() & mask
+                rules.append((wrong, f"{name} that are not finite", "finite numbers"))
         if found.logprobs is not None:
             wrong = (found.logprobs > ROUNDING) & mask
             rules.append((wrong, "logprobs above 0", "logarithms of probabilities, at most 0"))

@@ -69,9 +69,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     found = [("trainer.callbacks", x) for x in listed(arguments.pop("callbacks", None))]
     nodes = {f"callbacks.{name}": node for name, node in settings.callbacks.items()}
     found += [(key, instantiated(node, key)) for key, node in nodes.items() if node is not None]
-    loggers, custom = [], settings.custom_logger
-    if custom is not None:
-        loggers.append(("logger", instantiated(custom, "logger")))
+    custom = settings.custom_logger
+    loggers = [] if custom is None else [("logger", instantiated(custom, "logger"))]
     for kind, ones in ((lightnings.Callback, found), (Logger, loggers)):
         for key, one in ones:
             is_one = isinstance(one, kind)
@@ -94,9 +93,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
             check_writable("logger.save_dir", Path(folder), Path(folder))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     build_trainer(settings.trainer, arguments, Stop(), **quiet)
-    own_callbacks, own_loggers = ([x for _, x in ones] for ones in (found, loggers))
-    own = {"callbacks": own_callbacks, "loggers": own_loggers, "arguments": arguments}
-    return own | {"optimizer": optimizer_class(settings)}
+    own = {"callbacks": [x for _, x in found], "loggers": [x for _, x in loggers]}
+    return own | {"arguments": arguments, "optimizer": optimizer_class(settings)}
 
 
 def optimizer_class(settings: Settings) -> partial[Any]:

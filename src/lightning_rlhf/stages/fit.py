@@ -21,7 +21,7 @@ from lightning_rlhf.callbacks.loggers import close_loggers
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted, refusal
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted
 from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
@@ -29,7 +29,8 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.report.curves import panel_for_each
+from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.rollout import server
 from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
@@ -86,9 +87,9 @@ def fit(settings: Settings) -> Path:
         stage, run = begun
         if not stage.trains:
             final = stage.measure(run)
-            if not (isinstance(final, Path) and final.is_dir()):
-                what = f"what `measure` of stage={stage.name} returned"
-                raise ConfigError(refusal(what, final, "the path of the folder that it wrote"))
+            is_folder = isinstance(final, Path) and final.is_dir()
+            what = f"what `measure` of stage={stage.name} returned"
+            errors.require(is_folder, what, final, "the path of the folder that it wrote")
             return final
         module, data, callbacks = build(stage, run)
         steps, replicas = len(data.schedule), run.replicas
@@ -349,8 +350,10 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 def print_curves(run: Run, stage: Stage, saver: checkpoints.Checkpoints) -> None:
     """Draw the curves, and print which evaluation was the best unless it was the last one."""
     title = f"{stage.title}: {folders.run_name(run.settings)}"
-    curves = measured.read_metrics(run.folder)
-    print_line(f"curves: {draw_curves(run.folder, curves, title, stage.unit, stage.panels)}")
+    curves, path = measured.read_metrics(run.folder), run.folder / "curves.png"
+    panels = (stage.panels or panel_for_each)(curves)
+    draw_plots(path, title, [panel.measured(curves, stage.unit) for panel in panels])
+    print_line(f"curves: {path}")
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
         print_line(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
