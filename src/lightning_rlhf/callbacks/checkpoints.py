@@ -47,6 +47,11 @@ class WholeFiles(TorchCheckpointIO):
         with written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        # Mapped where processes share weights, so that none holds all of them.
+        load = files.load_checkpoint if sharding.trains() else super().load_checkpoint
+        return load(path, *args, **kwargs)
+
 
 def check_loadable(parts: Mapping[str, Any]) -> None:
     """Raise CheckpointError where torch.load would refuse a part of a checkpoint.
@@ -92,7 +97,8 @@ class Checkpoints(progress.Stateful):
       that the evaluation is due, and a run that resumes from it starts with the evaluation;
     - when an exception ends the run, including the one raised by `stop` after a signal, if no
       optimizer step was started since the last finished step. The modules update all their other
-      counters together at the end of a step.
+      counters together at the end of a step. Where processes share trained weights, which they
+      gather together, it is written after a signal alone.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")
@@ -166,16 +172,18 @@ class Checkpoints(progress.Stateful):
         self._finished = counters(trainer, pl_module)
         step, config = progress.trained(trainer), self.config
         minutes = (monotonic() - self._since) / 60
-        if (
+        is_due = (
             step % config.checkpoint_every == 0
             or step % config.val_every == 0
             or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes)
             or step == trainer.num_training_batches
-            or trainer.should_stop
-        ):
+        )
+        # Every process saves where it is due in one of them, by whose clock or callback it may be,
+        # and ends where a signal or a callback ends one.
+        found = self.replicas.largest(2 if trainer.should_stop else int(is_due))
+        if found > 0:
             self.save(trainer)
-        # The run ends in every process where a signal or a callback ends it in one of them.
-        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
+        trainer.should_stop = found == 2
         self.stop.obey(self.replicas)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -243,10 +251,9 @@ class Checkpoints(progress.Stateful):
             trainer.save_checkpoint(path)
         if self.replicas.is_first:
             self.delete_surplus()
-            self._since = monotonic()
             size = readable(path.stat().st_size)
-            print_line(f"checkpoint {step}: {size}, {self._since - started:.2f} s")
-        self._saved = step, self.evaluated
+            print_line(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
+        self._saved, self._since = (step, self.evaluated), monotonic()
 
     def delete_surplus(self) -> None:
         """Delete the oldest checkpoints, but for that of `final` where it is a step."""

@@ -282,6 +282,8 @@ class StageModule(L.LightningModule):
         return state
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if sharding.trains():
+            sharding.arrive()  # weights that are gathered are copies
         own = dict(self.named_parameters())
         parts = {name: sharding.part_of(x, own.get(name)) for name, x in state_dict.items()}
         return super().load_state_dict(parts, *args, **kwargs)

@@ -19,6 +19,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.sharding import clear
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.sampler import Sampler
@@ -233,7 +234,7 @@ class PPOModule(optim.StageModule):
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
         )
         critic_apart = self.critic is not None and not self.critic.shares_trunk
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        clear(self.optimizers())
         loss, shares = torch.zeros((), device=self.device), []
         minibatch, weights = minibatch.select(rows), weights[rows]
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):

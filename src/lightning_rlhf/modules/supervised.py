@@ -20,6 +20,7 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.sharding import clear
 
 
 class SupervisedModule(optim.StageModule):
@@ -58,7 +59,7 @@ class SupervisedModule(optim.StageModule):
 
         Returns: their share of its loss, 0-d, and the scores of each micro-batch.
         """
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        clear(self.optimizers())
         loss, parts, total = torch.zeros((), device=self.device), [], self.total(batch)
         for micro_batch in batch.select(self.replicas.rows).split(size):
             share, scores = self.loss_share(micro_batch, total)

@@ -47,8 +47,8 @@ class ShardedModel:
         self.model, self.layers, self.first = model, layers, NUMBERS * len(models)
         self.is_whole = False
         """True inside `whole`, where passes need no other process."""
-        self.has_gradient = False
-        """True if this process has computed a gradient since the last sum."""
+        self.used = 0
+        """What has a gradient here since the last sum: 1 the trunk, 2 the output layer too."""
         adapters = {p for name, p in model.named_parameters() if "lora_" in name}
         self.is_trained = any(p.requires_grad and p not in adapters for p in model.parameters())
         """True if the weights themselves are trained."""
@@ -60,6 +60,7 @@ class ShardedModel:
         model.set_requires_gradient_sync(False)
         model.set_reshard_after_backward(False, recurse=False)
         model.set_unshard_in_backward(False)
+        model.get_output_embeddings().register_forward_hook(self._use_head)
         # The gradient then passes through all layers, whichever of them have adapters.
         model.get_input_embeddings().register_forward_hook(
             lambda _, args, found: found.requires_grad_(torch.is_grad_enabled())
@@ -81,7 +82,7 @@ class ShardedModel:
         output = self._trunk(*args, **kwargs)
         if output.last_hidden_state.requires_grad and not self.is_whole:
             # Registered before the hooks of FSDP, which gather the layers.
-            self.has_gradient = True
+            self.used = max(self.used, 1)
             output.last_hidden_state.register_hook(lambda _: self._begin(BACKWARD))
         return output
 
@@ -102,22 +103,28 @@ class ShardedModel:
             self.model.reshard()
             self.model.unshard()
 
+    def _use_head(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self.used = 2
+
     @torch.enable_grad()
     def sum_gradients(self) -> None:
-        """Add up what all processes have computed, as each had a gradient of 0 in one more pass.
+        """Add up what all processes have computed, in one more pass with a gradient of 0.
 
         There is no gradient afterwards where no process has computed one.
         """
-        if not agreed(int(self.has_gradient)):
+        used = agreed(self.used)
+        if not used:
             return
-        self.has_gradient, self.is_whole = False, True
+        self.is_whole = True  # nobody is waited for in this pass, which all begin at once
         self.model.set_requires_gradient_sync(True)
         with uninterrupted():
             token = torch.zeros(1, 1, dtype=torch.long, device=self.model.device)
             hidden = self.model.compute_trunk(input_ids=token, use_cache=False).last_hidden_state
-            (0.0 * self.model.get_output_embeddings()(hidden)).sum().backward()
+            found = self.model.get_output_embeddings()(hidden) if used == 2 else hidden
+            (0.0 * found).sum().backward()
         self.model.set_requires_gradient_sync(False)
-        self.is_whole = False
+        self.used, self.is_whole = 0, False
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -177,22 +184,40 @@ def sum_and_clip(
     found = [p.grad for p in trained if p.grad is not None]
     parts = [held(gradient) for gradient in found if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in found if not isinstance(gradient, DTensor)]
-    square = replicas.sum(nn.utils.get_total_norm(parts) ** 2)
-    norm = (square + nn.utils.get_total_norm(whole) ** 2).sqrt()
+    square = replicas.sum(nn.utils.get_total_norm(parts).double() ** 2)
+    norm = (square + nn.utils.get_total_norm(whole).double() ** 2).sqrt().float()
     for gradient in (*parts, *whole):
         gradient.mul_((most / (norm + 1e-6)).clamp(max=1.0))
     return table, norm
 
 
+def clear(optimizer: Any) -> None:
+    """Set all gradients to None.
+
+    Raises InterruptedPassError where sharded weights have a part of one that was never summed, as
+    where the memory ran out between two passes.
+    """
+    if any(sharded.is_trained and sharded.used for sharded in models):
+        raise InterruptedPassError(
+            "the memory of the device is too small for a micro-batch, which cannot be halved where "
+            "processes share the weights; a smaller microbatch_size in the section of the stage "
+            "needs less"
+        )
+    optimizer.zero_grad()
+
+
 def whole_tensors(tree: Any) -> Any:
     """Return a state with whole tensors on the CPU for sharded ones, None in all but process 0.
 
-    All processes call it at once where a tensor is sharded.
+    All processes call it at once where sharded weights are trained.
     """
     is_first = not models or distributed.get_rank() == 0
+    if trains():
+        arrive()
 
     def gathered(part: DTensor) -> Tensor | None:
-        tensor = part.full_tensor()
+        with uninterrupted():
+            tensor = part.full_tensor()
         return tensor.cpu() if is_first else None
 
     return tree_map_only(DTensor, gathered, tree)

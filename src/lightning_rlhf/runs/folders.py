@@ -136,7 +136,7 @@ VOLATILE = (
     "resume", "overwrite", "preflight", "record", "debug", "samples", "logger", "recipe", "run",
     "job", "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
     "trainer.devices", "trainer.enable_progress_bar", "trainer.max_time", "trainer.num_nodes",
-    "trainer.profiler", "rollout_server",
+    "trainer.profiler", "trainer.strategy", "rollout_server",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""

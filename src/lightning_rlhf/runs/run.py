@@ -204,13 +204,13 @@ def check_sharded(settings: stage.Settings) -> None:
     """Raise ConfigError where a base cannot be sharded that trainer.strategy=fsdp would shard."""
     if settings.shards:
         why = "as trainer.strategy=fsdp shards the weights, which the library's layers read"
-        limits, own = list[tuple[str, Any, Any]](), settings.optimizer
-        limits.append(("model.quantization", settings.model.quantization, ("none",)))
-        limits.append(("model.kernels", settings.model.kernels, ("auto", "plain")))
+        quantization, kernels = settings.model.quantization, settings.model.kernels
+        require(quantization == "none", "model.quantization", quantization, f"none, {why}")
+        require(kernels != "fast", "model.kernels", kernels, f"auto, plain, {why}")
         if getattr(settings.config, "finetune", "lora") == "full":
-            limits.append(("optimizer._target_", own.get("_target_", ALONE[0]), ALONE))
-        for key, found, allowed in limits:
-            require(found in allowed, key, found, f"{', '.join(allowed)}, {why}")
+            kind = settings.optimizer.get("_target_", ALONE[0])
+            why = "as trainer.strategy=fsdp gives an optimizer a part of each weight"
+            require(kind in ALONE, "optimizer._target_", kind, f"{', '.join(ALONE)}, {why}")
 
 
 def check_trained_weights(settings: stage.Settings) -> None:

@@ -277,7 +277,7 @@ class Settings:
 
     @property
     def shards(self) -> bool:
-        """Return whether the processes of a training share the weights of frozen models."""
+        """Return whether the processes of a training share the weights of its models."""
         return self.trainer.options.get("strategy") == FSDP and self.definition.trains
 
 

@@ -110,7 +110,7 @@ def fit(settings: Settings) -> Path:
         try:
             with deferred_signals(stop), objects.misconfigured():
                 trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
-                if replicas.is_first:
+                if replicas.is_first or sharding.trains():
                     select.check_learned(stage.name, run.folder, trainer, module)
                 # The last checkpoint is written before the evaluation of the same step.
                 if saver.measured != progress.trained(trainer):
