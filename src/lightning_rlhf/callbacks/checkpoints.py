@@ -48,9 +48,9 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        # Mapped where processes share weights, so that none holds all of them.
-        load = files.load_checkpoint if sharding.trains() else super().load_checkpoint
-        return load(path, *args, **kwargs)
+        if sharding.trains():  # mapped, as each process takes its parts of all weights
+            return files.load_checkpoint(path)
+        return super().load_checkpoint(path, *args, **kwargs)
 
 
 def check_loadable(parts: Mapping[str, Any]) -> None:
