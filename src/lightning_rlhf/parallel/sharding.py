@@ -232,13 +232,20 @@ def part_of(tensor: Any, like: Tensor | None) -> Any:
 
 
 def sharded_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state of an optimizer with this process's parts of its moments."""
+    """Return a saved state of an optimizer with this process's parts of its moments.
+
+    What computes a step, fused or not, stays as it is here.
+    """
     own = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {
         number: {name: part_of(x, own[number]) for name, x in state.items()}
         for number, state in saved["state"].items()
     }
-    return {**saved, "state": parts}
+    groups = [
+        {**saved_group, **{key: group[key] for key in ("fused", "foreach") if key in group}}
+        for saved_group, group in zip(saved["param_groups"], optimizer.param_groups, strict=False)
+    ]
+    return {**saved, "state": parts, "param_groups": groups}
 
 
 def agreed(number: int) -> int:
