@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +16,7 @@ import pytest
 
 from lightning_rlhf.callbacks.stopping import WeightAverage
 
-from ..cli.conftest import Workplace, given, pipeline, rows, tree, weights  # noqa: F401
+from ..cli.conftest import Workplace, given, pipeline, rows, tree, weights, workplace  # noqa: F401
 from ..cli.test_processes import assert_close, assert_same_rows, in_processes
 from ..modules.conftest import make_ppo, prompts, reward_adapters  # noqa: F401
 from ..modules.experiences import Make
@@ -128,3 +129,26 @@ def test_commands(pipeline: Workplace, stage: str, more: list[str], tmp_path: Pa
         assert_close(place.stage(stage, strategy) / "final", place.stage(stage, "one") / "final")
         ties = {"update/accuracy"} if "dpo.finetune=full" in more else set()
         assert_same_rows(place.stage(stage, strategy), place.stage(stage, "one"), ties)
+
+
+def test_callbacks_of_single_processes(
+    workplace: Workplace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+) -> None:
+    """The first one computes by itself before a checkpoint; the second one ends the run."""
+    monkeypatch.syspath_prepend(workplace.folder)
+    (workplace.folder / "own.py").write_text(
+        "import os\n"
+        "from lightning.pytorch import Callback\n"
+        "class Own(Callback):\n"
+        "    def on_train_batch_end(self, trainer, module, *_):\n"
+        "        if os.environ['RANK'] == '0':\n"
+        "            module.roles.probe(module.roles.role)\n"
+        "        elif module.iteration == 5:\n"
+        "            trainer.should_stop = True\n"
+    )
+    words = ["stage=sft", "sft.finetune=full", "trainer.strategy=fsdp", "sft.checkpoint_every=1"]
+    words += ["+callbacks.x._target_=own.Own", "sft.checkpoint_minutes=0.001"]
+    in_processes(workplace, 2, *words, folder=tmp_path).succeeded  # noqa: B018
+    assert json.loads((workplace.stage("sft") / "ending.json").read_text())["last_step"] == 5

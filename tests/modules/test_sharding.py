@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import InterruptedPassError, ProcessEndedError
+from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
 
 from ..processes import replicated
-from .conftest import prompts, sft_roles
+from .conftest import language_model, prompts, sft_roles
 from .experiences import Make
 from .test_ptx import with_ptx
 from .test_replicas import CASES, STEP, assert_all_same, in_all
@@ -75,6 +76,19 @@ def test_each_process_holds_its_part_whatever_passes_others_compute(tmp_path: Pa
         assert held <= rows
         for logits in found:
             torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_that_was_never_summed_ends_the_run(tmp_path: Path) -> None:
+    """As where the memory runs out between two passes: it would count twice."""
+    roles = Roles(language_model("qwen3").requires_grad_(True))
+
+    def work(replicas: Replicas) -> None:
+        roles.shard(sharding.mesh(replicas.device))
+        roles.head(roles.hidden(torch.tensor([[5, 6, 7]]))).sum().backward()
+        sharding.clear(torch.optim.SGD(roles.parameters()))
+
+    for error in replicated(2, work, tmp_path):
+        assert isinstance(error, InterruptedPassError)
 
 
 @pytest.mark.parametrize("fault", ["memory", "delay", "backward"])
