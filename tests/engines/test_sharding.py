@@ -1,4 +1,4 @@
-"""A frozen base that two processes share, in every stage: the samples, metrics and weights of one.
+"""A base that two processes share, in every stage: the samples, metrics and weights of one.
 
 `make engines-check` runs this; one case of each kind is among the tests of the modules.
 """
@@ -132,9 +132,9 @@ def test_commands(pipeline: Workplace, stage: str, more: list[str], tmp_path: Pa
 
 
 def test_callbacks_of_single_processes(
-    workplace: Workplace,
+    workplace: Workplace,  # noqa: F811
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first one computes by itself before a checkpoint; the second one ends the run."""
     monkeypatch.syspath_prepend(workplace.folder)

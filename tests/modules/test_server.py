@@ -140,9 +140,11 @@ def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
 )
 def test_faults(make: Make, stand_in: StandIn, fault: str, told: str) -> None:
     """A run survives those without a message."""
-    module = make({"timeout_s": 1.0} if fault in ("slow", "dead") else None)
-    sample = partial(module.roll_out, prompts(12))
+    module = make()
+    sample, sampler = partial(module.roll_out, prompts(12)), module.collector.sampler
     first = sample(module.generator(0, 0))
+    if fault in ("slow", "dead"):
+        sampler.config = replace(sampler.config, timeout_s=1.0)
     if told:
         shake(module.roles, f"lora_B.{POLICY}.", seed=1, size=0.3)
         module.weights_version = 1

@@ -37,7 +37,7 @@ AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
 SUM = "sum"
 FSDP = "fsdp"
-"""Value of trainer.strategy with which each process holds a part of the frozen weights."""
+"""Value of trainer.strategy with which each process holds a part of the weights."""
 PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
