@@ -224,8 +224,9 @@ ROWS = (
     *(Row(name=f"bitsandbytes {kind}", shape=TRUE, work=stage, seconds=25, needs=("bitsandbytes",),
           words=(f"model.quantization={kind}",)) for kind in ("nf4", "int8")),
     Row(name="full weights", shape=TRUE, work=stage, words=("ppo.finetune=full",), seconds=25),
-    *(Row(name=f"{shape} ppo, base sharded, all GPUs", shape=shape, work=command, seconds=50,
-          words=("trainer.strategy=fsdp",), on_all=True) for shape in (TINY, TRUE)),
+    *(Row(name=f"{TRUE} ppo, {way} sharded, all GPUs", shape=TRUE, work=command, seconds=50,
+          words=("trainer.strategy=fsdp", f"ppo.finetune={way}"), on_all=True)
+      for way in ("lora", "full")),
     Row(name="vLLM", shape=TRUE, work=command, words=SERVED, seconds=240, needs=(VLLM,)),
     Row(name="flash-linear-attention", shape=TRUE, work=logits, seconds=10, needs=FLA),
 )  # fmt: skip

@@ -79,10 +79,9 @@ BATCH = (
     "ppo.rollout_batch_size=512", "ppo.minibatch_size=128", "ppo.generation_batch_size=64",
     "ppo.max_response_tokens=512", CHECKPOINTING,
 )  # fmt: skip
-FSDP = "trainer.strategy=fsdp"
 WAYS = {
-    "LoRA": ((), ("model.quantization=nf4",), (FSDP,)),
-    "full": (("ppo.finetune=full",), ("ppo.finetune=full", FSDP)),
+    "LoRA": ((), ("model.quantization=nf4",), ("trainer.strategy=fsdp",)),
+    "full": (("ppo.finetune=full",), ("ppo.finetune=full", "trainer.strategy=fsdp")),
 }
 """Weights that are trained -> overrides of the set-ups, those that are simpler first."""
 DEVICE = 77e9
