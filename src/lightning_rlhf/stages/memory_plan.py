@@ -197,7 +197,11 @@ def plan_of(
     """
     model, config, copied = module.roles.causal_lm, module.config, 0
     demonstrations: Sequence[DemonstrationTokens] = ()
-    found = role_bytes(module, device)
+    moments = partial(moment_bytes, module.optimizer_class.func.__name__, layer_matrices(module))
+    found = {
+        role: bytes_of([p for p in group if p.device.type == device.type], config, moments)
+        for role, group in by_role(module).items()
+    }
     loaded = sum(role.weights for role in found.values())
     free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     number = computing_dtype(model).itemsize
@@ -213,16 +217,6 @@ def plan_of(
         config, model, found, rows, demonstrations, size=module.microbatch.rows,
         number=number, copied=copied, processes=processes, device=free // sharing,
     )  # fmt: skip
-
-
-def role_bytes(module: Any, device: torch.device) -> dict[str, Bytes]:
-    """Return role -> memory of its weights, gradients and optimizer on a device."""
-    name = module.optimizer_class.func.__name__
-    moments = partial(moment_bytes, name, layer_matrices(module))
-    return {
-        role: bytes_of([p for p in group if p.device.type == device.type], module.config, moments)
-        for role, group in by_role(module).items()
-    }
 
 
 def plan_built(ready: run.Run, module: Any, data: StageData) -> MemoryPlan | None:
