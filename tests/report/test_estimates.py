@@ -59,15 +59,6 @@ def test_equal_values_share_a_bin_wherever_they_stand() -> None:
     assert np.bincount(equal_mass(np.arange(20.0), 10)).tolist() == [2] * 10
 
 
-def test_correlation_by_hand() -> None:
-    # Less their means: (0.5, -0.5, -2.5, 2.5) and (3, 1, -3, -1); products 1.5 - 0.5 + 7.5 - 2.5
-    # = 6, squares 13 and 20. Ranks (3, 2, 1, 4) and (4, 3, 1, 2): 1 - 6 * 6 / (4 * 15) = 0.4.
-    found = correlate(np.array([1.0, 0, -2, 3]), np.array([2.0, 0, -4, -2]))
-    assert found["pearson"] == pytest.approx(6 / 260**0.5, rel=1e-12)
-    assert found["spearman"] == pytest.approx(0.4, rel=1e-12)
-    assert found["points"] == 4
-
-
 def test_a_correlation_with_a_constant_or_of_two_points_is_undefined() -> None:
     for values in ([0.1, 0.1, 0.1], [1.0, 2.0], []):
         found = correlate(np.array(values), np.arange(len(values), dtype=float))

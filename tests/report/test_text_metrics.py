@@ -12,12 +12,7 @@ from lightning_rlhf.callbacks.evaluation import distinct
 from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.report.comparison import best_of, pass_at_k
-from lightning_rlhf.rewards.format_check import accuracy
 from lightning_rlhf.stages.supervised import unigram_perplexity
-
-
-def test_a_tie_is_half_a_win() -> None:
-    assert [accuracy([a], [b]) for a, b in ((2, 1), (1, 1), (1, 2))] == [1.0, 0.5, 0.0]
 
 
 def test_distinct_counts_ngrams_over_all_texts() -> None:

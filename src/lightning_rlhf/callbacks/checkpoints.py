@@ -258,7 +258,7 @@ class Checkpoints(progress.Stateful):
     def delete_surplus(self) -> None:
         """Delete the oldest checkpoints, but for that of `final` where it is a step."""
         for path in files.numbered(self.folder)[: -self.config.checkpoints_kept]:
-            if files.step_named(path) != self.config.final:
+            if int(path.stem) != self.config.final:
                 path.unlink()
 
 

@@ -14,7 +14,7 @@ from pydantic import Field
 from rich import get_console
 from rich.tree import Tree
 
-from lightning_rlhf.callbacks.files import step_named, step_of
+from lightning_rlhf.callbacks.files import step_of
 from lightning_rlhf.callbacks.loggers import AXIS
 from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
 from lightning_rlhf.core import metrics
@@ -128,7 +128,7 @@ def export(arguments: Sequence[str]) -> None:
         check_value("--step", step, PositiveInt)
         settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
         fit.require_trained(settings.definition, "exported")
-        kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+        kept = {int(p.stem) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
         out = out or folder / f"{folders.FINAL}_{step:06d}"
         require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
         if step not in kept:

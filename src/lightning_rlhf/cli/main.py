@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.files import numbered, step_named
+from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
@@ -185,7 +185,7 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
             if settings.resume == AUTO:
                 return ["the same command goes on"]
             if saved := numbered(folder / folders.CHECKPOINTS):
-                return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
+                return [f"resume=auto goes on from the checkpoint of step {int(saved[-1].stem)}"]
             is_new = folders.is_unbegun(folder)
             return [f"{'the same command' if is_new else 'resume=auto'} starts it over"]
     return []

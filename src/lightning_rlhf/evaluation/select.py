@@ -148,7 +148,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     The metrics of PPO include those before the first iteration, as in `final/`.
     """
     ending, found = read_ending(folder), measured_at(folder, step)
-    last = max(step, *map(files.step_named, files.numbered(checkpoint.parent)))
+    last = max(step, *(int(path.stem) for path in files.numbered(checkpoint.parent)))
     last, stopped = (last, None) if ending is None else (ending.last_step, ending.stopped)
     if settings.definition.validates_first and found:
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
