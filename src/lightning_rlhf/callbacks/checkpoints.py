@@ -28,21 +28,18 @@ from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.world import world
 
 
 class WholeFiles(TorchCheckpointIO):
     """A CheckpointIO that writes to a temporary file and renames it once it is on the disk."""
 
-    def __init__(self, replicas: Replicas = ONE) -> None:
-        """replicas: processes of the run, of which the first writes; others gather with it."""
-        self.replicas = replicas
-
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
-        if not self.replicas.is_first:
-            return
+        if world().rank > 0:
+            return  # it has gathered sharded weights with the first one
         make_folder(target.parent)
         with written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
@@ -97,8 +94,7 @@ class Checkpoints(progress.Stateful):
       that the evaluation is due, and a run that resumes from it starts with the evaluation;
     - when an exception ends the run, including the one raised by `stop` after a signal, if no
       optimizer step was started since the last finished step. The modules update all their other
-      counters together at the end of a step. Where processes share trained weights, which they
-      gather together, it is written after a signal alone.
+      counters together at the end of a step. Where processes share trained weights, after a signal.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")

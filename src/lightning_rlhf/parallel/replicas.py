@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -248,11 +248,9 @@ def join_group(
 
 def leave_message(message: str) -> None:
     """Leave the reason why this process ends, for the first process to print."""
-    try:
+    with suppress(RuntimeError):  # the first process has ended, and its store with it
         for store in _stores:
             store.set(MESSAGE, message)
-    except RuntimeError:  # the first process has ended, and its store with it
-        pass
 
 
 def message_left() -> str | None:

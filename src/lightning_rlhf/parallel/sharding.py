@@ -199,9 +199,8 @@ def clear(optimizer: Any) -> None:
     """
     if any(sharded.is_trained and sharded.used for sharded in models):
         raise InterruptedPassError(
-            "the memory of the device is too small for a micro-batch, which cannot be halved where "
-            "processes share the weights; a smaller microbatch_size in the section of the stage "
-            "needs less"
+            "the memory of the device is too small for a micro-batch, which is not halved where "
+            "processes share trained weights; allowed: a smaller microbatch_size"
         )
     optimizer.zero_grad()
 
@@ -232,10 +231,7 @@ def part_of(tensor: Any, like: Tensor | None) -> Any:
 
 
 def sharded_state(optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a saved state of an optimizer with this process's parts of its moments.
-
-    What computes a step, fused or not, stays as it is here.
-    """
+    """Return a saved state with this process's parts of the moments, and its own kind of step."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {
         number: {name: part_of(x, own[number]) for name, x in state.items()}

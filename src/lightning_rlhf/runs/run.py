@@ -200,23 +200,17 @@ class Run:
         return found[0]
 
 
-def check_sharded(settings: stage.Settings) -> None:
-    """Raise ConfigError where a base cannot be sharded that trainer.strategy=fsdp would shard."""
+def check_trained_weights(settings: stage.Settings) -> None:
+    """Raise ConfigError where the stage shards weights, or trains whole ones, that cannot be."""
+    kind, kernels = settings.model.quantization, settings.model.kernels
     if settings.shards:
         why = "as trainer.strategy=fsdp shards the weights, which the library's layers read"
-        quantization, kernels = settings.model.quantization, settings.model.kernels
-        require(quantization == "none", "model.quantization", quantization, f"none, {why}")
+        require(kind == "none", "model.quantization", kind, f"none, {why}")
         require(kernels != "fast", "model.kernels", kernels, f"auto, plain, {why}")
         if getattr(settings.config, "finetune", "lora") == "full":
-            kind = settings.optimizer.get("_target_", ALONE[0])
+            given = settings.optimizer.get("_target_", ALONE[0])
             why = "as trainer.strategy=fsdp gives an optimizer a part of each weight"
-            require(kind in ALONE, "optimizer._target_", kind, f"{', '.join(ALONE)}, {why}")
-
-
-def check_trained_weights(settings: stage.Settings) -> None:
-    """Raise ConfigError where the stage trains whole weights that would be quantised."""
-    check_sharded(settings)
-    kind = settings.model.quantization
+            require(given in ALONE, "optimizer._target_", given, f"{', '.join(ALONE)}, {why}")
     for name, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
         if kind != "none" and getattr(settings.config, name, None) == whole:
             key = f"{settings.stage}.{name}"

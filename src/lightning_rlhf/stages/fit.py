@@ -308,7 +308,7 @@ def trainer_of(
         run.arguments,
         stop,
         callbacks=callbacks,
-        plugins=[checkpoints.WholeFiles(run.replicas)],
+        plugins=[checkpoints.WholeFiles()],
         max_epochs=1,
         val_check_interval=config.val_every,
         check_val_every_n_epoch=None,

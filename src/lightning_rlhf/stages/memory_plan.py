@@ -343,14 +343,12 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
         number = computing_dtype(model).itemsize
         is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
         if settings.shards:
-            parts = trainer.processes
             if not is_full:
-                copied = sizes[BASE].weights - ceil(sizes[BASE].weights / parts)
+                copied = sizes[BASE].weights - ceil(sizes[BASE].weights / trainer.processes)
             for role in sizes.keys() & {BASE, REFERENCE}:
-                weights, optimizer = sizes[role].weights, sizes[role].optimizer
-                sizes[role] = replace(
-                    sizes[role], weights=ceil(weights / parts), optimizer=ceil(optimizer / parts)
-                )
+                whole, n = sizes[role], trainer.processes
+                part = Bytes(weights=ceil(whole.weights / n), optimizer=ceil(whole.optimizer / n))
+                sizes[role] = replace(part, gradients=whole.gradients)
         elif is_fast and family(model) and own.quantization == "none":
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
