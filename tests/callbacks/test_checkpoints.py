@@ -23,11 +23,12 @@ from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.callbacks.stop import Stop, Stopped, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import SFTConfig
+from lightning_rlhf.core.metrics import MACHINE
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.runs.stage import find_stage
 from lightning_rlhf.stages.ppo import PPO
 
-from ..core.configs import MACHINE, STAGES
+from ..core.configs import STAGES
 from .conftest import FakePPO, Fit
 
 GOAL = PPO.goal

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from lightning_rlhf.callbacks.files import numbered
+from lightning_rlhf.core.metrics import MACHINE
 
-from ..core.configs import MACHINE
 from .conftest import MINI, MODULE, STAGES, Workplace, forking, rows, weights
 
 STEPS = {"sft": 6, "rm": 6, "ppo": 3}

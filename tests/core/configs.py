@@ -15,8 +15,6 @@ PPO = section_of("ppo") | SMALL | {
     "iterations": 10, "rollout_batch_size": 8, "minibatch_size": 4, "max_response_tokens": 6,
     "missing_eos": "none", "kl_coef": 0.1, "clip_range_vf": None, "kl_warning": None,
 }  # fmt: skip
-MACHINE = ("time/", "compute/device_s", "compute/peak_memory")
-"""Starts of the names of metrics that a repeated run measures differently."""
 STAGES: dict[str, tuple[type, dict[str, Any]]] = {
     "sft": (SFTConfig, section_of("sft") | SUPERVISED),
     "rm": (RMConfig, section_of("rm") | SUPERVISED),

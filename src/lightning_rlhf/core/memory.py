@@ -3,7 +3,8 @@
 import os
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
@@ -64,21 +65,30 @@ class MicrobatchSize:
     def fitting(self, work: Callable[[int], T]) -> T:
         """Return `work(rows)`, repeated with half of the rows as long as the memory runs out.
 
-        Each halving is told by a warning. `work` must have no effect where it fails. Raises
-        TrainingError where one row is too many.
+        `work` must have no effect where it fails. Raises TrainingError where one row is too many.
         """
         while True:
-            rows = self.rows
-            try:
-                return work(rows)
-            except torch.OutOfMemoryError as error:
-                if rows == 1:
-                    raise TrainingError(
-                        f"one row at a time ({self.key}) is too much for the memory of the device: "
-                        f"{error} Shorter prompts and responses, or a smaller model, need less"
-                    ) from error
-                if self.rows == rows:  # other work with this object has not halved it
-                    self.rows //= 2
-                    told = f"{self.key} is {self.rows} from now on, which changes no result"
-                    warnings.warn(f"out of memory: {told}", stacklevel=1)
-            torch.cuda.empty_cache()  # what the failed work held is free only now
+            with self.halving():
+                return work(self.rows)
+            torch.cuda.empty_cache()  # what the failed block held is free only now
+
+    @contextmanager
+    def halving(self) -> Iterator[None]:
+        """End the block where it runs out of memory, and halve the rows, with one warning.
+
+        The caller repeats the block, whose tensors are free only after it. Raises TrainingError
+        where one row is too many.
+        """
+        rows = self.rows
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if rows == 1:
+                raise TrainingError(
+                    f"one row at a time ({self.key}) is too much for the memory of the device: "
+                    f"{error} Shorter prompts and responses, or a smaller model, need less"
+                ) from error
+            if self.rows == rows:  # other work with this object has not halved it
+                self.rows //= 2
+                told = f"{self.key} is {self.rows} from now on, which changes no result"
+                warnings.warn(f"out of memory: {told}", stacklevel=3)

@@ -45,6 +45,8 @@ BEFORE_AFTER = (HELD_OUT, GOLD, HELD_OUT_KL, "eval/response_perplexity", "eval/r
 """Metrics of the tables of an evaluation, in their order; all others follow."""
 FITNESS = "fitness/"
 """Prefix of the metrics of a fitness report, which defines them."""
+MACHINE = ("time/", "compute/device_s", "compute/peak_memory")
+"""Starts of the names of metrics that a repeated run measures differently."""
 CHOSEN_NAMES = (JUDGE, BEST_JUDGE, PART, EVAL_PART, FITNESS, PASS, *INTERVALS)
 """Prefixes of metrics whose names are not listed in METRICS."""
 

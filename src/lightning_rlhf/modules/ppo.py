@@ -61,8 +61,11 @@ class PPOModule(optim.StageModule):
         Args:
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
-            microbatch, stage, replicas: as for `StageModule`; the reward's model shares the former.
+            microbatch: size of the micro-batches, shared with the reward's model and halved for
+                both at once; None makes one from `config.microbatch_rows`.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
+            stage: name of the section that holds `config`, for the keys in messages.
+            replicas: processes that divide the rows of each batch.
             ptx: demonstrations of ppo.ptx_coef; None for a module that learns from none.
         """
         super().__init__(stage, config, replicas, microbatch)
@@ -183,7 +186,11 @@ class PPOModule(optim.StageModule):
         Raises: NotFiniteError as `check_finite`; ConfigError where a limit compares
             what a subclass's `loss_terms` did not measure.
         """
-        share = vars(self.microbatch.fitting(lambda _: self.accumulate(minibatch)))
+        while True:
+            with self.microbatch.halving():
+                share = vars(self.accumulate(minibatch))
+                break
+            torch.cuda.empty_cache()  # what the failed passes held is free only now
         shares, grad_norm = self.sum_and_clip(torch.stack([*share.values()]))
         parts = [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
         terms = losses.sum_terms(parts)
@@ -196,8 +203,9 @@ class PPOModule(optim.StageModule):
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
-        self.stopped = is_finite and self.exceeds("target_kl", approx_kl, "approx_kl")
-        skipped = is_finite and self.exceeds("max_ratio", ratio_mean, "ratio_mean")
+        limits = self.config.target_kl, self.config.max_ratio
+        self.stopped = is_finite and self.exceeds(limits[0], approx_kl, "approx_kl", "target_kl")
+        skipped = is_finite and self.exceeds(limits[1], ratio_mean, "ratio_mean", "max_ratio")
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
@@ -208,12 +216,11 @@ class PPOModule(optim.StageModule):
             nonfinite=terms.loss.new_full((), not is_finite),
         )
 
-    def exceeds(self, key: str, found: Tensor, field: str) -> bool:
+    def exceeds(self, limit: float | None, found: Tensor, field: str, key: str) -> bool:
         """Return whether a field of the terms, 0-d, is above the limit of a key; False without one.
 
         Raises: ConfigError for NaN, a field that a subclass's `loss_terms` did not measure.
         """
-        limit: float | None = getattr(self.config, key)
         if limit is not None and found.isnan():
             raise errors.ConfigError(
                 f"{key} is {limit:g}, but {type(self).__name__}.loss_terms() measured no {field} "
@@ -275,11 +282,17 @@ class PPOModule(optim.StageModule):
         policy: losses.PolicyOutputs | None,
         values: Float[Tensor, " N"] | None,
     ) -> records.PPOTerms:
-        """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
+        """Return the loss and statistics of a micro-batch, as `ppo_terms`.
 
         With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
         adds terms of its own to the loss here. With a critic apart it is called twice a
         micro-batch: with `policy` alone, then with `values` alone.
+
+        Args:
+            weights: weight of each response token in the loss, as `token_weights`.
+            tokens: number of response tokens of the minibatch.
+            policy: log-probabilities and entropy of the N response tokens of the micro-batch.
+            values: values of the critic at the same tokens.
         """
         policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
         cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
