@@ -77,7 +77,7 @@ def check(
 
 def obstacle(row: Row, place: Place, left: float) -> str | None:
     """Return why a row is not run, None where it is. left: seconds of the check that are left."""
-    missing = [name for name in row.needs if which(name) is None and find_spec(name) is None]
+    missing = [x for x in row.needs if not (which(x) or ("/" not in x and find_spec(x)))]
     if missing:
         return f"not installed: {', '.join(missing)}"
     if row.on_all and place.gpus == 1:

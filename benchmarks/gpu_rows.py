@@ -215,10 +215,6 @@ ROWS = (
     Row(name="transformers' generate", shape=TRUE, work=generate, seconds=20),
     Row(name="TRL's PPO", shape=TINY, work=trl, seconds=20, needs=("trl",)),
     Row(name="TRL's PPO", shape=TRUE, work=trl, seconds=40, needs=("trl",)),
-    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=35, on_all=True)
-      for s in STAGES),
-    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=50, on_all=True)
-      for s in STAGES),
     Row(name="fast layers", shape=TINY, work=stage, words=FAST, seconds=5),
     Row(name="fast layers", shape=TRUE, work=stage, words=FAST, seconds=20),
     *(Row(name=f"bitsandbytes {kind}", shape=TRUE, work=stage, seconds=25, needs=("bitsandbytes",),
@@ -229,5 +225,9 @@ ROWS = (
       for way in ("lora", "full")),
     Row(name="vLLM", shape=TRUE, work=command, words=SERVED, seconds=240, needs=(VLLM,)),
     Row(name="flash-linear-attention", shape=TRUE, work=logits, seconds=10, needs=FLA),
+    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=35, on_all=True)
+      for s in STAGES),
+    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=50, on_all=True)
+      for s in STAGES),
 )  # fmt: skip
 """Rows in the order in which they are run; where the time is over, the last ones are left out."""

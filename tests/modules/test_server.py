@@ -22,6 +22,7 @@ from lightning_rlhf.core.validation import build
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.rollout import answers, server
 from lightning_rlhf.rollout.sampler import SamplingParams
@@ -83,7 +84,8 @@ def configured(url: Any, **changes: Any) -> ServerConfig:
 
 def sampler_of(roles: Roles, config: ServerConfig, folder: Path | str) -> server.ServerSampler:
     roles.causal_lm.name_or_path = str(folder)
-    params = SamplingParams(max_response_tokens=6, temperature=0.7, end_token_ids=range(1, 9))
+    params = SamplingParams(max_response_tokens=6, temperature=0.7, end_token_ids=range(1, 9),
+                            stop_strings=("~",))  # fmt: skip
     return server.ServerSampler(roles, params, config, Replicas(), 12)
 
 
@@ -160,10 +162,23 @@ def test_faults(make: Make, stand_in: StandIn, fault: str, told: str) -> None:
         sample(module.generator(0, 0))
 
 
+def test_two_servers_take_turns(make: Make, stand_in: StandIn) -> None:
+    batch, one, two = prompts(5), make(), make()
+    expected = one.roll_out(batch, torch.Generator().manual_seed(1))
+    with serving(Roles(language_model("qwen3"))) as other:
+        sampler = two.collector.sampler
+        sampler.config = replace(sampler.config, url=(stand_in.url, other.url))
+        found = two.roll_out(batch, torch.Generator().manual_seed(1))
+        assert len(other.loaded) == 2
+        server.release()
+    assert torch.equal(found.tokens, expected.tokens)
+
+
+@pytest.mark.parametrize("shards", [False, True])
 def test_tokens_in_pieces_and_in_two_processes(
-    make: Make, stand_in: StandIn, tmp_path: Path
+    make: Make, stand_in: StandIn, shards: bool, tmp_path: Path
 ) -> None:
-    """The server is restarted before the processes sample."""
+    """The server is restarted before the processes sample, which may share their base."""
     batch, module = prompts(5), make()
     whole = module.roll_out(batch, torch.Generator().manual_seed(1))
     pieces = make(generation_batch_size=2).roll_out(batch, torch.Generator().manual_seed(1))
@@ -171,9 +186,12 @@ def test_tokens_in_pieces_and_in_two_processes(
     def work(processes: Replicas) -> Any:
         module.collector.replicas = module.collector.sampler.processes = processes
         module.weights_version = 1
+        if shards:
+            module.roles.shard(sharding.mesh(processes.device))
         found = module.roll_out(batch, torch.Generator().manual_seed(1))
         if processes.is_first:
             module.collector.sampler.end()
+        sharding.leave()
         return found
 
     stand_in.fault = "restart"

@@ -61,11 +61,8 @@ class PPOModule(optim.StageModule):
         Args:
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
-            microbatch: size of the micro-batches, shared with the reward's model and halved for
-                both at once; None makes one from `config.microbatch_rows`.
+            microbatch, stage, replicas: as for `StageModule`; the reward's model shares the former.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
-            stage: name of the section that holds `config`, for the keys in messages.
-            replicas: processes that divide the rows of each batch.
             ptx: demonstrations of ppo.ptx_coef; None for a module that learns from none.
         """
         super().__init__(stage, config, replicas, microbatch)
@@ -282,17 +279,11 @@ class PPOModule(optim.StageModule):
         policy: losses.PolicyOutputs | None,
         values: Float[Tensor, " N"] | None,
     ) -> records.PPOTerms:
-        """Return the loss and statistics of a micro-batch, as `ppo_terms`.
+        """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
 
         With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
         adds terms of its own to the loss here. With a critic apart it is called twice a
         micro-batch: with `policy` alone, then with `values` alone.
-
-        Args:
-            weights: weight of each response token in the loss, as `token_weights`.
-            tokens: number of response tokens of the minibatch.
-            policy: log-probabilities and entropy of the N response tokens of the micro-batch.
-            values: values of the critic at the same tokens.
         """
         policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
         cap, told = self.config.importance_cap, micro_batch.sampler_logprobs

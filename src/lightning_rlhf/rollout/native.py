@@ -12,7 +12,7 @@ from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels import decoder, decoding, layers
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.sampler import BatchSampler, draw_tokens, response_numbers
+from lightning_rlhf.rollout.sampler import BatchSampler, Share, draw_tokens, response_numbers
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
@@ -132,11 +132,7 @@ class NativeSampler(BatchSampler):
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        generator: torch.Generator,
-        share: Int[Tensor, " M"],
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator, share: Share
     ) -> SampledResponses:
         """Return responses with their log-probabilities and values, as `Sampler.sample`."""
         roles, params, model = self.roles, self.params, self.roles.causal_lm

@@ -23,6 +23,9 @@ from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.io.user_code import FAULTS
 from lightning_rlhf.models.roles import Roles
 
+Share = Int[Tensor, " M"]
+"""Numbers of the prompts of a batch that a sampler responds to, ascending."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -129,11 +132,7 @@ class Sampler(Protocol):
         """
 
     def sample(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        generator: torch.Generator,
-        share: Int[Tensor, " M"],
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator, share: Share
     ) -> SampledResponses:
         """Return responses to some of the prompts, drawn from softmax(logits / temperature).
 
@@ -187,11 +186,7 @@ class HFSampler(BatchSampler):
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        generator: torch.Generator,
-        share: Int[Tensor, " M"],
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator, share: Share
     ) -> SampledResponses:
         """Return responses without log-probabilities and values, as `Sampler.sample`."""
         params, model = self.params, self.roles.causal_lm
@@ -282,11 +277,7 @@ class CheckedSampler:
             synchronise(self.sampler, version)
 
     def sample(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        generator: torch.Generator,
-        share: Int[Tensor, " M"],
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator, share: Share
     ) -> SampledResponses:
         """Return the responses of the user's sampler, unchanged.
 

@@ -240,11 +240,12 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
 
     It is the smallest of those of all processes. A run that resumes goes on with the size of its
     checkpoint, as sums of another size are rounded otherwise. On a CPU, whose system ends a process
-    that takes too much, phases may take twice what the plan says.
+    that takes too much, and with sharded weights, phases may take twice what the plan says.
     """
     is_auto = ready.settings.config.microbatch_size == "auto" and ready.checkpoint is None
     if is_auto and (plan := plan_built(ready, module, data)) is not None:
-        size = plan.largest(2 if ready.device.type == "cpu" else 1) or 1
+        is_rough = ready.device.type == "cpu" or ready.settings.shards  # see docs/scaling.md
+        size = plan.largest(2 if is_rough else 1) or 1
         module.microbatch.rows = rows = -ready.replicas.largest(-size)
         told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
         print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
