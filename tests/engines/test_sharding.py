@@ -3,8 +3,6 @@
 `make engines-check` runs this; one case of each kind is among the tests of the modules.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 LIGHTNING_RLHF_VLLM names its executable. It shares the cores with the run.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

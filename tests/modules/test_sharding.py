@@ -1,7 +1,5 @@
 """Models whose weights the processes share: results of one process, parts, and faults midway."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any
