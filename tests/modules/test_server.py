@@ -124,6 +124,7 @@ def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
         assert (told[-1].logprobs - told[-1].sampler_logprobs).abs().max() < 1e-5
     assert told[0].responses.tolist() != told[-1].responses.tolist()
     assert {*told[0].ended.tolist()} == {True, False}
+    assert stand_in.stop == ["~"]
 
 
 @pytest.mark.parametrize(

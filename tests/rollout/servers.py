@@ -66,7 +66,8 @@ class StandIn(ThreadingHTTPServer):
             return 200, "added"
         if fault in ("restart", "busy", "abort"):  # and well from then on
             self.fault, self.loaded = "", {"base": BASE} if fault == "restart" else self.loaded
-        if fault in ("busy", "400") or request["stop"] != ["~"]:
+        self.stop = request["stop"]
+        if fault in ("busy", "400"):
             return 503 if fault == "busy" else 400, "max_tokens is too large"
         if request["model"] not in self.loaded:
             return 404, f"The model {request['model']} does not exist."

@@ -103,8 +103,7 @@ def choose(
     last: int,
     reason: str | None,
 ) -> dict[str, float] | None:
-    """Give `module` the weights of the step that becomes `final/`; the first process writes
-    ending.json.
+    """Give `module` the weights of the step that becomes `final/`; process 0 writes ending.json.
 
     folder: folder of the run. steps: number of steps of its schedule. last: its last step.
     reason: why a rule of `stop` ended it there; None where none did.

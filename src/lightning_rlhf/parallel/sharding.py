@@ -178,9 +178,8 @@ def sum_and_clip(
     table = replicas.sum_gradients([p for p in trained if not isinstance(p, DTensor)], numbers)
     if not trains():
         return table, nn.utils.clip_grad_norm_(trained, most)
-    for sharded in models:
-        if sharded.is_trained:
-            sharded.sum_gradients()
+    for sharded in filter(lambda one: one.is_trained, models):
+        sharded.sum_gradients()
     found = [p.grad for p in trained if p.grad is not None]
     parts = [held(gradient) for gradient in found if isinstance(gradient, DTensor)]
     whole = [gradient for gradient in found if not isinstance(gradient, DTensor)]
@@ -192,10 +191,9 @@ def sum_and_clip(
 
 
 def clear(optimizer: Any) -> None:
-    """Set all gradients to None.
+    """Set all gradients to None. Raises InterruptedPassError where a sharded one was never summed.
 
-    Raises InterruptedPassError where sharded weights have a part of one that was never summed, as
-    where the memory ran out between two passes.
+    It would count twice, as after the memory ran out between two passes.
     """
     if any(sharded.is_trained and sharded.used for sharded in models):
         raise InterruptedPassError(

@@ -100,7 +100,7 @@ def own_objects(settings: Settings) -> dict[str, Any]:
 def optimizer_class(settings: Settings) -> partial[Any]:
     """Return the class of the section `optimizer` with its arguments; AdamW for an empty one.
 
-    For a stage that trains, an optimizer of a matrix makes a step and is thrown away.
+    For a stage that trains, an optimizer of a matrix and a vector makes a step and is thrown away.
     Raises ConfigError naming the key where that is not possible.
     """
     own, config = settings.optimizer, settings.config
@@ -112,10 +112,13 @@ def optimizer_class(settings: Settings) -> partial[Any]:
             found, meant = f"optimizer.{name} is {own[name]!r}", meant.format(settings.stage)
             raise ConfigError(f"{found}, but it is not to be set: {meant}")
     make: partial[Any] = instantiated({**own, "_partial_": True}, "optimizer")
-    weight = torch.nn.Parameter(torch.zeros(2, 2, device=device_of(settings)))
-    weight.grad, group = torch.zeros_like(weight), {"lr": config.lr, "weight_decay": 0.0}
+    groups = []
+    for shape, decay in (((2, 2), config.weight_decay), ((2,), 0.0)):
+        weight = torch.nn.Parameter(torch.zeros(shape, device=device_of(settings)))
+        weight.grad = torch.zeros_like(weight)
+        groups.append({"params": [weight], "lr": config.lr, "weight_decay": decay})
     with optimizer_faults():
-        built = build_with(make, [{"params": [weight], **group}], config, {weight})
+        built = build_with(make, groups, config, {*groups[0]["params"]})
         is_one = isinstance(built, torch.optim.Optimizer)
         require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
         built.step()
