@@ -81,15 +81,6 @@ def test_every_value_starts_at_zero_and_can_be_trained(
         assert not mine & {id(p) for p in roles.trained_by(POLICY)}
 
 
-@pytest.mark.parametrize("kind", ["adapter", "model"])
-def test_adding_a_critic_changes_no_other_role(lineage: Any, tokens: Tensor, kind: str) -> None:
-    alone, (roles, _, _) = policy(lineage), critic(lineage, kind)
-    for role in (REFERENCE, POLICY, REWARD):
-        assert torch.equal(roles.probe(role), alone.probe(role)), role
-    with torch.no_grad():
-        assert torch.equal(roles.reward(tokens, MASK), alone.reward(tokens, MASK))
-
-
 @torch.no_grad()
 def test_an_adapter_starts_as_the_reward_model_standardised(lineage: Any, tokens: Tensor) -> None:
     roles, owner, role = critic(lineage, "adapter", reward=lineage.rm, scale=(0.5, 2.0))
