@@ -172,15 +172,6 @@ def test_at_its_target_the_price_stays_to_the_last_bit() -> None:
     assert adapted_coef(0.1, 0.3, target=0.3, horizon=7.0, episodes=11) == 0.1
 
 
-def test_what_changes_it_is_episodes_over_the_horizon() -> None:
-    # 20 % above for one horizon of episodes: 20 % dearer, whatever the horizon.
-    for horizon in (10, 1000):
-        found = adapted_coef(1.0, 100.0, target=6.0, horizon=horizon, episodes=horizon)
-        assert found == pytest.approx(1.2, rel=1e-12)
-    # A tenth of a horizon: a tenth of that.
-    assert adapted_coef(1.0, 100.0, target=6.0, horizon=100, episodes=10) == pytest.approx(1.02)
-
-
 @pytest.mark.parametrize(
     ("start", "end", "expected"),
     [(0.4, 0.1, [0.4, 0.3, 0.2, 0.1]), (0.0, 3.0, [0, 1, 2, 3]), (0.2, 0.2, [0.2] * 4)],
