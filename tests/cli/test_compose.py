@@ -93,18 +93,6 @@ def stage_keys(stage: str) -> dict[str, Any]:
     return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
-def test_groups_are_those_that_the_tests_below_go_through() -> None:
-    groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
-    assert groups == {
-        "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
-        "advantage", "optimizer"
-    }  # fmt: skip
-    assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
-    assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
-    assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
-
-
 @pytest.mark.parametrize("turn", range(len(MODELS)))
 def test_every_model_composes_with_all_else(turn: int) -> None:
     """The stages and the options of the other groups are dealt out in turn."""
