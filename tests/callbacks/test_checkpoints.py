@@ -1,7 +1,5 @@
 """Which checkpoints a run leaves, when, and that one goes on with what was due."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """metrics.csv, TensorBoard and W&B, which may be away at the start, or end within a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

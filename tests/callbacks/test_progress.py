@@ -1,7 +1,5 @@
 """The progress bar, and lines without a terminal: nothing is silent for more than ten seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

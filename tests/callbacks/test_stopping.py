@@ -1,7 +1,5 @@
 """How a run ends: by a signal, by a rule; and the average of its weights, by hand."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

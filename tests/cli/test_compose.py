@@ -1,7 +1,5 @@
 """Everything that conf/ offers composes, is accepted, and is read by some line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """What a user does wrong: one message or finding that says what to change, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from typing import Any

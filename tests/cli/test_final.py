@@ -4,8 +4,6 @@
 hand over.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Sweeps whose jobs are processes of their own: a crash, a signal, a requeue, the launchers."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

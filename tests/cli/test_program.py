@@ -1,7 +1,5 @@
 """A recipe that is a program: it gets PPO's numbers, and what it claims is checked."""
 
-from __future__ import annotations
-
 import csv
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A recipe: stages as processes, what is done is not done again, promises are checked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """record=true, lightning-rlhf replay, and the batch of a run that ends as not finite."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Going on from the newest checkpoint, or from the one that is asked for; one run at a time."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """A reward that cannot be had ends the run, and costs nothing that was learned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

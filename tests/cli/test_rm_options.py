@@ -1,7 +1,5 @@
 """stage=rm with margins, with an ensemble of heads, and with data that have problems."""
 
-from __future__ import annotations
-
 import json
 import statistics
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Files from elsewhere run no code: what they plant would write a marker."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle

@@ -1,7 +1,5 @@
 """ppo.rollout=vllm and eval_policy.rollout=vllm by the command, with a stand-in for the server."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches: their order, which an interrupted run resumes, and their padding and masks."""
 
-from __future__ import annotations
-
 import contextlib
 from array import array
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Every family from a folder through sft, rm and ppo, and back into the ecosystem's own code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

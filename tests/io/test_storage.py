@@ -1,7 +1,5 @@
 """What is written whole is there whole, or not at all; a full disk says so."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Our layers say and learn what those of transformers say and learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Adapters added in place, or merged into the weights, say and learn what PEFT's forward does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

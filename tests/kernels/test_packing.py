@@ -1,7 +1,5 @@
 """What is computed of wanted positions alone is what the whole computation says there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

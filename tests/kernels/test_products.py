@@ -1,7 +1,5 @@
 """Which library multiplies, what it says, and which products are compiled for their shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model

@@ -1,7 +1,5 @@
 """The final/ folder: what one stage writes is what the next reads, or is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket

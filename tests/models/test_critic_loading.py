@@ -1,7 +1,5 @@
 """Scalar heads, and where a critic's head stands and what it starts as."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """From a hub id, a folder or a configuration to a model, and what is said when that fails."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

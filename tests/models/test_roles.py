@@ -1,7 +1,5 @@
 """One base, several roles: who sees which adapters, and what can be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """Operations by the standard formula against torch's counter, and by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial

@@ -1,7 +1,5 @@
 """The memory plan: its arithmetic by hand, and beside what an update and a rollout really take."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Runs with a planted fault report it, and report it first."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Iterations of PPO through a Trainer: what they touch, repeat, remember and learn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A critic apart from the policy: what it says, what reaches it, and when it learns alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace

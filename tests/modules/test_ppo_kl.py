@@ -1,7 +1,5 @@
 """The leash: a price in the reward or a term of the loss."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

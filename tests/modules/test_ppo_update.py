@@ -1,7 +1,5 @@
 """One update of PPO against a slow version of it, and what must not change it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Demonstrations in the updates of PPO: their loss, gradient, order and operations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Replicas: several processes make the samples, metrics and weights of one."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import partial

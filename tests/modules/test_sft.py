@@ -1,7 +1,5 @@
 """Cross-entropy on the response alone, whatever the padding and the size of a micro-batch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """What goes wrong in an update: too little memory halves the micro-batch, NaN is not followed."""
 
-from __future__ import annotations
-
 import copy
 import math
 import re

@@ -1,7 +1,5 @@
 """Panels, and values far outside: the axis shows the others, the edge says where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Inverse-CDF sampling against the definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Scores of a rollout: the reference's log-probabilities and the reward source's number."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any

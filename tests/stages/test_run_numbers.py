@@ -1,7 +1,5 @@
 """Numbers and verdicts of a run, means over seeds by hand, and the job that a model is of."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
