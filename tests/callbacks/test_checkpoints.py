@@ -232,7 +232,6 @@ def left(folder: Path) -> dict[str, Any]:
     ("hook", "count", "resume"),
     [
         ("on_train_batch_end", 4, "000002"),  # in the middle of what follows the fourth iteration
-        ("on_validation_start", 2, "000004"),
         ("on_validation_batch_end", 4, "000004"),  # of two batches each
     ],
 )
@@ -341,20 +340,6 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
     assert run.steps == [2, 4, 6]
     assert saver.evaluated == 6
     assert written.read_text() == "not again\n"
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patched:
-        full = throw(OSError(28, "No space left on device"))
-        spoil = lambda: patched.setattr(files, "outline_of", lambda _: full())  # noqa: E731
-        with pytest.raises(errors.StorageError, match=r"000003.ckpt was not written: No space"):
-            run.train(At("on_train_batch_start", 3, spoil), checkpoint_every=1)
-    assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
-    run.train(resume="000002", checkpoint_every=1)
-    assert run.steps == [5, 6]
 
 
 # Signals.

@@ -196,17 +196,6 @@ def test_the_average_is_that_by_hand(fit: Fit, tmp_path: Path) -> None:
         assert found[AVERAGE].keys() == {"roles.weight"}  # not of a critic of its own
 
 
-@pytest.mark.parametrize("finished", [1, 3])
-def test_a_resumed_average_goes_on(fit: Fit, tmp_path: Path, finished: int) -> None:
-    """After the last batch too, where nothing is left to train."""
-    fit(Counter(), [WeightAverage(0.75), Saved(tmp_path)], [], batches=3)
-    module = Counter()
-    path = tmp_path / f"{finished - 1}.ckpt"
-    fit(module, [WeightAverage(0.75)], [], batches=3, ckpt_path=path)
-    assert module.counted.item() == AVERAGES[-1]
-    assert module.trained == [4.0, 6.0][finished - 1 :]
-
-
 def test_an_exception_in_a_validation_leaves_the_trained_weights() -> None:
     module, average = Counter(), WeightAverage(0.75)
     for number in (4.0, 8.0):

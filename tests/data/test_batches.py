@@ -177,14 +177,6 @@ def test_validation_goes_from_long_to_short() -> None:
     assert module.validated == [[4, 3], [2, 1], [1]]
 
 
-def test_loading_batches_draws_no_random_number_of_the_run() -> None:
-    data = stage_data()
-    before = torch.get_rng_state()
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        assert len(list(loader)) > 0
-    assert torch.equal(torch.get_rng_state(), before)
-
-
 def schedule(
     lengths: list[int], batch_size: int, *, batches: int = 8, seed: int = 0, pool_batches: int = 1
 ) -> Schedule:
