@@ -135,9 +135,7 @@ def test_best_of_two_scores() -> None:
     unequal = 0.75**3  # all three have the score that three of four responses have
     expected = unequal * math.log(unequal / 0.75) + (1 - unequal) * math.log((1 - unequal) / 0.25)
     assert best_of_kl([5.0, 5.0, 7.0, 5.0], 3) == pytest.approx(expected)
-
-
-def test_equal_scores_and_a_single_response_leave_the_policy() -> None:
+    # Equal scores and a single response leave the policy.
     assert best_of_kl([0.5] * 8, 8) == 0.0
     assert best_of_kl([0.1, 0.2, 0.3], 1) == pytest.approx(0.0)
 

@@ -32,15 +32,7 @@ from lightning_rlhf.stages.memory_plan import (
 )
 from lightning_rlhf.stages.preflight import of_memory
 
-from .conftest import (
-    Outputs,
-    fit,
-    language_model,
-    rm_config,
-    rm_roles,
-    sft_config,
-    sft_roles,
-)
+from .conftest import Outputs, fit, language_model, rm_config, rm_roles, sft_config, sft_roles
 
 CPU = torch.device("cpu")
 PROMPT = 40
@@ -244,11 +236,6 @@ class Peak(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
-def same_length(rows: int = 8) -> Prompts:
-    tokens = torch.randint(9, 64, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
-    return Prompts(tokens=tokens, mask=tokens > 0, index=torch.arange(rows))
-
-
 @pytest.mark.parametrize(("critic", "kernels"), [("head", "plain"), ("model", "fast")])
 def test_a_plan_is_between_half_and_twice_of_what_is_used(
     make_ppo: Callable[..., PPOModule], monkeypatch: pytest.MonkeyPatch, critic: str, kernels: str
@@ -278,7 +265,9 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
 
     measured(module.collector, "roll_out")
     measured(module, "accumulate")
-    fit(module, [same_length()], [outputs := Outputs()])
+    tokens = torch.randint(9, 64, (8, PROMPT), generator=torch.Generator().manual_seed(0))
+    asked = Prompts(tokens=tokens, mask=tokens > 0, index=torch.arange(8))
+    fit(module, [asked], [outputs := Outputs()])
     assert outputs.steps[0].experience.response_mask.all()
     trained = sum(role.gradients for role in found.roles.values())
     update = found.update(4).total + trained
