@@ -14,13 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
-from lightning_rlhf.io.storage import (
-    WRITTEN,
-    Kind,
-    full_disk_told,
-    read_text,
-    written_whole,
-)
+from lightning_rlhf.io.storage import WRITTEN, Kind, full_disk_told, read_text, written_whole
 
 
 def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:

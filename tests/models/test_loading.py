@@ -10,10 +10,7 @@ import bitsandbytes as bnb
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import CheckpointError, HubError
 from lightning_rlhf.models.config import BASE, POLICY, LoRASettings
