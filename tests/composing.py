@@ -1,7 +1,5 @@
 """Hydra's compositions in tests: what is the same is read, parsed and composed once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator

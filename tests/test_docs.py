@@ -1,7 +1,5 @@
 """The files, functions, keys and commands that the documentation names exist."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re

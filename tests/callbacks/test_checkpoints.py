@@ -1,7 +1,5 @@
 """Which checkpoints a run leaves, when, and that one goes on with what was due."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -164,15 +162,6 @@ def test_of_equally_accurate_reward_models_the_one_of_the_lower_loss_is_best(
     )
 
 
-def test_an_evaluation_that_is_not_finite_is_refused_and_not_done(tmp_path: Path) -> None:
-    saver = saver_of("sft", tmp_path)
-    evaluated(saver, 1, loss=2.0, **{"judge/own": float("nan")})
-    said = r"^sft has diverged: after step 2, eval/perplexity is inf\. A learning rate .* sft\.lr"
-    with pytest.raises(errors.DivergedError, match=said):
-        evaluated(saver, 2, loss=800.0, perplexity=float("inf"))
-    assert (saver.evaluated, saver.best_step) == (1, 1)
-
-
 def test_the_evaluation_before_the_first_step_needs_all_that_is_monitored_and_is_not_the_best(
     tmp_path: Path,
 ) -> None:
@@ -242,7 +231,6 @@ def left(folder: Path) -> dict[str, Any]:
     ("hook", "count", "resume"),
     [
         ("on_train_batch_end", 4, "000002"),  # in the middle of what follows the fourth iteration
-        ("on_validation_start", 2, "000004"),
         ("on_validation_batch_end", 4, "000004"),  # of two batches each
     ],
 )
@@ -351,20 +339,6 @@ def test_an_evaluation_is_not_repeated_after_an_exception(run: Run) -> None:
     assert run.steps == [2, 4, 6]
     assert saver.evaluated == 6
     assert written.read_text() == "not again\n"
-
-
-def test_a_full_disk_leaves_the_checkpoint_before(
-    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with monkeypatch.context() as patched:
-        full = throw(OSError(28, "No space left on device"))
-        spoil = lambda: patched.setattr(files, "outline_of", lambda _: full())  # noqa: E731
-        with pytest.raises(errors.StorageError, match=r"000003.ckpt was not written: No space"):
-            run.train(At("on_train_batch_start", 3, spoil), checkpoint_every=1)
-    assert "no checkpoint" not in capsys.readouterr().out  # it is not tried again
-    assert sorted(path.name for path in run.checkpoints.iterdir()) == ["000001.ckpt", "000002.ckpt"]
-    run.train(resume="000002", checkpoint_every=1)
-    assert run.steps == [5, 6]
 
 
 # Signals.

@@ -1,7 +1,5 @@
 """What is reported of a run while it goes on: each symptom once, with its cause and a remedy."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """metrics.csv, TensorBoard and W&B, which may be away at the start, or end within a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -302,20 +300,18 @@ class KillsWandb(Callback):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
-@pytest.mark.parametrize("killed_after", [2, 4], ids=["in the middle", "before it is closed"])
 def test_a_run_goes_on_where_wandb_dies(
-    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], killed_after: int
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Curves, tables and the end of the run go to a process that is no more."""
     config = configured("wandb", mode="offline")
     loggers = build_loggers(config, tmp_path, ABOUT)
     capsys.readouterr()
     samples = Samples(tmp_path, 1, 1, 50)
-    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb(killed_after)], loggers, batches=4)
+    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb(2)], loggers, batches=4)
     picture = tmp_path / "picture.png"
     imsave(picture, [[0.0, 1.0]])
-    if killed_after == 2:
-        log_pictures(loggers, {"picture": picture}, 4)
+    log_pictures(loggers, {"picture": picture}, 4)
     close_loggers(loggers, exit_code=0)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "W&B" in x]
     assert line == (

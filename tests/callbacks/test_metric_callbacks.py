@@ -1,7 +1,5 @@
 """The rows that callbacks log of training and evaluation, and their totals over resumes."""
 
-from __future__ import annotations
-
 import csv
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Every case is given to all rules: the names of those that find something, in their order.
 """
 
-from __future__ import annotations
-
 import csv
 import math
 import re

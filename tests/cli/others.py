@@ -3,8 +3,6 @@
 What they say is computed here from their files by transformers and peft, one text at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Everything that conf/ offers composes, is accepted, and is read by some line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -91,18 +89,6 @@ def yaml(group: str, option: str) -> dict[str, Any]:
 def stage_keys(stage: str) -> dict[str, Any]:
     """Of the stage's section, as it is where nothing is overridden."""
     return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
-
-
-def test_groups_are_those_that_the_tests_below_go_through() -> None:
-    groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
-    assert groups == {
-        "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
-        "advantage", "optimizer"
-    }  # fmt: skip
-    assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
-    assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
-    assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
 
 
 @pytest.mark.parametrize("turn", range(len(MODELS)))

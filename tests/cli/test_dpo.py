@@ -1,7 +1,5 @@
 """stage=dpo: what it leaves, cut off and resumed, where its policy is taken, what is refused."""
 
-from __future__ import annotations
-
 import json
 import math
 import shutil

@@ -1,7 +1,5 @@
 """finetune=full of PPO and DPO: a run leaves a model of its own, which every stage takes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from functools import partial

@@ -1,7 +1,5 @@
 """The section `optimizer`: the shipped ones and a class of the user's own, in runs that resume."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """A folder of configurations of the user's own extends every group of conf/."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any

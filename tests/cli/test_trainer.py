@@ -1,7 +1,5 @@
 """The sections trainer, callbacks and logger: what of Lightning a user may give, and what not."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json

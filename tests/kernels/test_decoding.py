@@ -1,7 +1,5 @@
 """A step by one token says what the model's own layers say of it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch

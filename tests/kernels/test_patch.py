@@ -1,7 +1,5 @@
 """The switch: which layers a model gets, and that it gets its own back where ours do not fit."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

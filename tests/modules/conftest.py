@@ -1,7 +1,5 @@
 """Tiny models with random weights, in the roles of each stage, and a silent Trainer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache

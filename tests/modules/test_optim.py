@@ -1,7 +1,5 @@
 """The optimizer, its schedules and the one step that all stages take."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

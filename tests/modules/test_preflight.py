@@ -1,7 +1,5 @@
 """Each check of the preflight passes on the modules of the stages, and fails on a planted fault."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Servers of vLLM as samplers: a stand-in for one, with planted faults."""
 
-from __future__ import annotations
-
 import socket
 import sys
 from collections.abc import Iterator

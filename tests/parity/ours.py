@@ -1,7 +1,5 @@
 """Our side of an iteration of TRL: its settings in our configuration, its tensors in our code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Direct preference optimization against TRL's DPOTrainer: the same adapter on the same pairs."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from typing import Any

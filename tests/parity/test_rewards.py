@@ -1,7 +1,5 @@
 """From scores and log-probabilities to rewards, against an iteration of TRL's trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM

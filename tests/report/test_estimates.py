@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,16 +26,6 @@ def test_whole_clusters_are_drawn() -> None:
     assert values.tolist() == [0.0, 0.25, 1.0]
     # 2,000 resamples: a share of 1/2 has a standard error of 0.011.
     np.testing.assert_allclose(counts / 2000, [0.25, 0.5, 0.25], atol=0.04)
-
-
-def test_clusters_alike_are_drawn_as_if_one_by_one() -> None:
-    # The slow, obvious bootstrap over 40 prompts, of which 30 are ranked right.
-    right = np.array([1.0] * 30 + [0.0] * 10)
-    fast = resampled_means(right, np.zeros(40, dtype=int), np.arange(40), seed=0)[:, 0]
-    generator = np.random.default_rng(1)
-    slow = right[generator.integers(0, 40, (2000, 40))].mean(1)
-    assert fast.mean() == pytest.approx(slow.mean(), abs=0.01)
-    assert fast.std() == pytest.approx(slow.std(), rel=0.1)
 
 
 def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:

@@ -1,7 +1,5 @@
 """Panels, and values far outside: the axis shows the others, the edge says where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -85,10 +83,6 @@ def triangles(axes: Axes) -> list[tuple[str, float, float]]:
     return [(marker, float(x), float(y)) for marker, (x, y) in points]
 
 
-def written(axes: Axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
 def test_what_lies_far_outside_by_hand() -> None:
     # Of 0 to 9 and one more the middle are 1 to 9: span 8, so that 9 + 24 = 33 is the last inside.
     values = np.arange(10.0)
@@ -121,7 +115,7 @@ def test_a_spike_of_a_curve_is_marked_at_the_edge(tmp_path: Path, drawn: dict[st
     marks = sorted(triangles(axes))
     assert [(marker, x) for marker, x, _ in marks] == [("^", 20.0), ("^", 21.0)]
     assert [y for *_, y in marks] == pytest.approx([4.2, 4.2])
-    assert written(axes) == ["inf"]
+    assert [text.get_text() for text in axes.texts] == ["inf"]
 
 
 def test_a_picture_is_headed_by_the_runs_name_as_it_is(

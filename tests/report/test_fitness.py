@@ -1,13 +1,10 @@
-from __future__ import annotations
-
 import math
 
-import numpy as np
 import pytest
 
 from lightning_rlhf.report.fitness import LONGER, SAME, SHORTER
 
-from .pairs import measure, pair, scored, simulated
+from .pairs import measure, pair, scored
 
 # Differences 1 (right), 0 (a tie), -2 (wrong) and 3 (right); of length 2, 0, -4 and -2.
 FOUR = scored((1, 0, 4, 2), (0, 0, 3, 3), (0, 2, 1, 5), (3, 0, 2, 4))
@@ -67,30 +64,6 @@ def test_scores_divided_by_their_deviation_are_scaled_back() -> None:
     half = [(p.chosen_score / 2, p.rejected_score / 2, 1, 1) for p in FOUR]
     assert measure(scored(*half), logit_scale=2.0).calibration == measure(FOUR).calibration
     assert measure(FOUR, logit_scale=None).calibration is None
-
-
-def test_a_calibrated_model_has_the_error_of_chance() -> None:
-    found = measure(simulated(1000, per_token=0.0)).calibration
-    assert found is not None
-    low, high = found["overconfidence_interval"]
-    assert low < 0 < high
-    # The mean over repeats, by drawing outcomes; the formula is normal.
-    chance = [measure(simulated(400, 0.0, seed=s)).calibration or {} for s in range(12)]
-    mean = np.mean([one["ece"] for one in chance])
-    assert mean == pytest.approx(chance[0]["ece_of_calibrated"], rel=0.2)
-
-
-def test_pairs_of_a_prompt_are_drawn_together() -> None:
-    # 100 prompts with a pair each, then 10 prompts with ten pairs alike: that is 10 draws.
-    alone = [pair(prompt=str(i), chosen_score=float(i % 4)) for i in range(100)]
-    tens = [pair(prompt=str(i % 10), chosen_score=float(i % 10 != 0)) for i in range(100)]
-    # Outcomes 1/2 (a tie) and 1, so that their variance is p (1 - p) / 4, with p = 1/4 and 1/10.
-    for pairs, variance, rel in (
-        (alone, 0.25 * 0.75 / 4 / 100, 0.15),
-        (tens, 0.1 * 0.9 / 4 / 10, 0.25),
-    ):
-        low, high = measure(pairs).accuracy.interval
-        assert high - low == pytest.approx(3.92 * math.sqrt(variance), rel=rel)
 
 
 def test_accuracy_by_difference_and_by_given_margin() -> None:

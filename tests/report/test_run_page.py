@@ -1,7 +1,5 @@
 """Pages: well-formed, self-contained, text stays text, and the verdict follows from facts."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Numbers that describe texts, and percentages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """Models of some ten thousand random weights, and prompts of uneven lengths."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The scale of a reward: whose samples it is measured on, and what comes out."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest

@@ -1,7 +1,5 @@
 """A user's sampler that fails or returns what does not fit ends the run with one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Sampling by the library: the tokens of the native sampler."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation: what is recorded at sampling is what the model says when it is asked again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Inverse-CDF sampling against the definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -100,18 +98,6 @@ def test_it_says_the_log_probability_of_what_it_drew(size: int, seed: int) -> No
     tokens, logprobs = draw_tokens(logits, torch.rand(3, generator=generator))
     expected = torch.log_softmax(logits.double(), dim=-1)[torch.arange(3), tokens]
     torch.testing.assert_close(logprobs, expected.float(), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1, 9, 61])
-def test_evenly_spread_numbers_draw_every_token_as_often_as_it_is_likely(size: int) -> None:
-    """Whatever is left over when the vocabulary is cut into blocks."""
-    probabilities = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(1)), 0)
-    n = 20_000
-    uniform = (torch.arange(n) + 0.5) / n
-    tokens, _ = draw_tokens(probabilities.log().expand(n, size), uniform)
-    found = torch.bincount(tokens, minlength=size)
-    assert len(found) == size
-    assert (found - n * probabilities).abs().max() <= 1.1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,7 +1,5 @@
 """Texts that end a response, in a vocabulary whose tokens hold one letter or two."""
 
-from __future__ import annotations
-
 import torch
 
 from lightning_rlhf.core.records import Prompts, SampledResponses

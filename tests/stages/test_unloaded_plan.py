@@ -1,7 +1,5 @@
 """The memory plan of a run whose models are not loaded, by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """How often the processor waits for the device, and how much it launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any
