@@ -1,11 +1,11 @@
-"""Several rewards at once: what is reported of each, what is reported of all, what PPO is paid."""
+"""Several rewards at once: what is reported of each sample, and what PPO is paid."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from .conftest import Workplace
+from .conftest import Workplace, rows
 
 RULES = """
 def threes(prompts, responses):
@@ -55,3 +55,19 @@ def test_the_score_of_a_sample_is_the_weighted_sum_of_its_parts(folder: Path) ->
         assert abs(noise - hum) > 1e-3  # each random head is another one
     assert len({sample["parts"]["liked"] for sample in found}) > 1
     assert len({sample["parts"]["noise"] for sample in found}) > 1
+
+
+def test_ppo_is_paid_components_that_are_normalised_and_clipped(folder: Path) -> None:
+    """Without leash and end rule the shaped return is what is paid, mean over the batch."""
+    first = next(row for row in rows(folder) if "reward_mean" in row)
+    liked, short, hum = (
+        float(first[f"rollout/reward/{name}"]) for name in ("liked", "short", "hum")
+    )
+    # steady is 3, kept at 0.5, of weight 2. noise less its mean over all so far, which in the first
+    # iteration is this batch's, has mean 0.
+    expected = liked - 0.5 * short + 2 * 0.5 + 0 - hum
+    assert float(first["rollout/shaped_return"]) == pytest.approx(expected, abs=1e-5)
+    for row in (row for row in rows(folder) if "reward_mean" in row):
+        paid, shaped = (float(row[f"rollout/{n}"]) for n in ("reward_paid", "shaped_return"))
+        assert paid == pytest.approx(shaped, abs=1e-5)
+    assert abs(float(first["rollout/reward/noise"])) > 1e-3

@@ -20,14 +20,7 @@ from ..cli.test_processes import assert_close, assert_same_rows, in_processes
 from ..modules.conftest import make_ppo, prompts, reward_adapters  # noqa: F401
 from ..modules.experiences import Make
 from ..modules.test_ptx import with_ptx
-from ..modules.test_replicas import (
-    CASES,
-    ITERATIONS,
-    STEP,
-    assert_all_same,
-    assert_same,
-    in_all,
-)
+from ..modules.test_replicas import CASES, ITERATIONS, STEP, assert_all_same, assert_same, in_all
 from ..modules.test_supervised import STAGES
 
 SPREAD = {"qwen3": 0.2, "qwen3_5": 0.1}
