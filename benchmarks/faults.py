@@ -43,7 +43,7 @@ NOT_DRAWN = ("static", "cache", "step_compute", "compute", "config")
 """Files without mutants: those of CUDA graphs and of counted operations, and tables of bounds."""
 RESULTS = Path(__file__).parent / "results" / "faults.csv"
 LEFT_OUT = (".git", ".venv*", "outputs", "__pycache__", ".*_cache", ".hypothesis", "results")
-NOT_RUN = ("parity", "standin", "kernels", "families", "recipes")  # folders of tests
+NOT_RUN = ("parity", "standin", "engines", "kernels", "families", "recipes")  # folders of tests
 IMPORTED = ("lightning", "transformers", "peft", "hydra", "pytest", "datasets", "matplotlib.pyplot")
 """Libraries that are imported once, here, for the tests of all faults."""
 LIMIT_S = 1200  # for the tests of one fault

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import torch
@@ -29,7 +30,10 @@ from gpu_worker import Outcome, Worker
 from lightning_rlhf.runs.accelerator import BUILT
 from machine import circumstances
 
-NEEDED = "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes"
+NEEDED = (
+    "a CUDA GPU of about 24 GB, 4 GB of disk and ten minutes; rows of all GPUs need two of them, "
+    "and that of vLLM its program (LIGHTNING_RLHF_VLLM=PATH)"
+)
 LATE = 3
 """Multiple of its usual duration after which a row is ended."""
 HEADER = [
@@ -73,11 +77,11 @@ def check(
 
 def obstacle(row: Row, place: Place, left: float) -> str | None:
     """Return why a row is not run, None where it is. left: seconds of the check that are left."""
-    missing = [name for name in row.needs if find_spec(name) is None]
+    missing = [x for x in row.needs if not (which(x) or ("/" not in x and find_spec(x)))]
     if missing:
         return f"not installed: {', '.join(missing)}"
     if row.on_all and place.gpus == 1:
-        return "one GPU"
+        return "it needs two GPUs"
     return None if left >= row.seconds else "time"
 
 
@@ -162,6 +166,7 @@ def main() -> None:
         require_gpu()
     except CheckError as error:
         sys.exit(f"error: {error}")
+    print(f"gpu-check needs {NEEDED}", flush=True)
     place = Place(
         device=torch.device("cuda", 0), words=("trainer=gpu",), arguments=on_gpu,
         gpus=torch.cuda.device_count(), folder=args.folder.resolve(),

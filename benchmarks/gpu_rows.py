@@ -113,8 +113,8 @@ def command(place: Place, row: Row, seconds: float) -> Found:
     file.unlink(missing_ok=True)
     words = (
         f"stage={row.stage}", *overrides(place, row), *place.words, f"run={name}", "overwrite=true",
-        f"trainer.devices={place.gpus}", f"trainer.precision={PRECISION[row.shape]}",
-        f"trainer.weights_dtype={dtype_of(row)}", "preflight=off",
+        f"trainer.devices={place.gpus if row.on_all else 1}", "preflight=off",
+        f"trainer.precision={PRECISION[row.shape]}", f"trainer.weights_dtype={dtype_of(row)}",
         "+callbacks.check._target_=gpu_runs.Measure", f"+callbacks.check.file={file}",
     )  # fmt: skip
     environment = os.environ | {"PYTHONPATH": f"{Path(__file__).parent}:{ROOT / 'src'}"}
@@ -199,6 +199,12 @@ def trl(place: Place, row: Row, seconds: float) -> Found:
 STAGES = ("sft", "rm", "dpo", "ppo")
 FAST = ("model.kernels=fast",)
 FLA = ("fla", "causal_conv1d")
+VLLM = os.environ.get("LIGHTNING_RLHF_VLLM", "vllm")
+"""Program of vLLM, in an environment of its own."""
+SERVED = (
+    "ppo.rollout=vllm", "rollout_server.start=true", f"rollout_server.command={VLLM}",
+    "rollout_server.arguments=[--gpu-memory-utilization,'0.4']",
+)  # fmt: skip
 ROWS = (
     Row(name="limits of the GPU", shape="", work=limits, seconds=10),
     *(Row(name=f"{TINY} {s}", shape=TINY, work=stage, stage=s, seconds=5) for s in STAGES),
@@ -209,14 +215,19 @@ ROWS = (
     Row(name="transformers' generate", shape=TRUE, work=generate, seconds=20),
     Row(name="TRL's PPO", shape=TINY, work=trl, seconds=20, needs=("trl",)),
     Row(name="TRL's PPO", shape=TRUE, work=trl, seconds=40, needs=("trl",)),
-    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=35, on_all=True)
-      for s in STAGES),
-    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=50, on_all=True)
-      for s in STAGES),
     Row(name="fast layers", shape=TINY, work=stage, words=FAST, seconds=5),
     Row(name="fast layers", shape=TRUE, work=stage, words=FAST, seconds=20),
     *(Row(name=f"bitsandbytes {kind}", shape=TRUE, work=stage, seconds=25, needs=("bitsandbytes",),
           words=(f"model.quantization={kind}",)) for kind in ("nf4", "int8")),
+    Row(name="full weights", shape=TRUE, work=stage, words=("ppo.finetune=full",), seconds=25),
+    *(Row(name=f"{TRUE} ppo, {way} sharded, all GPUs", shape=TRUE, work=command, seconds=50,
+          words=("trainer.strategy=fsdp", f"ppo.finetune={way}"), on_all=True)
+      for way in ("lora", "full")),
+    Row(name="vLLM", shape=TRUE, work=command, words=SERVED, seconds=240, needs=(VLLM,)),
     Row(name="flash-linear-attention", shape=TRUE, work=logits, seconds=10, needs=FLA),
+    *(Row(name=f"{TINY} {s}, all GPUs", shape=TINY, work=command, stage=s, seconds=35, on_all=True)
+      for s in STAGES),
+    *(Row(name=f"{TRUE} {s}, all GPUs", shape=TRUE, work=command, stage=s, seconds=50, on_all=True)
+      for s in STAGES),
 )  # fmt: skip
 """Rows in the order in which they are run; where the time is over, the last ones are left out."""

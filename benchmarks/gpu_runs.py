@@ -116,7 +116,7 @@ class Row:
     on_all: bool = False
     """True if it computes on all GPUs."""
     needs: tuple[str, ...] = ()
-    """Modules that it imports and that may be missing."""
+    """Modules that it imports, or programs that it starts, and that may be missing."""
 
 
 def overrides(place: Place, row: Row) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ class Measure(L.Callback):
 
     def __init__(self, file: str | None = None) -> None:
         self.found: dict[str, Any] = {"first": None, "phases": [], "fault": None}
-        if file is not None and world().is_first:
+        if file is not None and world().rank == 0:
             atexit.register(lambda: Path(file).write_text(json.dumps(self.found)))
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

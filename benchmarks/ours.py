@@ -87,7 +87,7 @@ def build(model: PreTrainedModel, setting: Setting, critic: CriticKind) -> PPOMo
         critic=Critic(roles, role),
         chat=SimpleNamespace(  # type: ignore[arg-type]
             end_token_ids=(setting.end_token,),
-            stop_at=lambda texts: None,
+            tokenizer=None,
             decode_response=lambda tokens: "",  # without a tokenizer
         ),
         prompts={"train": [{}] * setting.iterations * setting.episodes, "val": []},

@@ -131,7 +131,8 @@ def build(stage: str, workload: Workload, replicas: Replicas) -> tuple[L.Lightni
 def section(stage: str, kind: Callable[..., Any]) -> Any:
     """Return the default configuration of a stage."""
     keys: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/stages/{stage}.yaml"))
-    return kind(**keys | {"final": "last"})
+    own = {"lr": 2.0e-5} if stage == "dpo" else {}
+    return kind(**keys | {"final": "last"} | own)
 
 
 def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], object]:
@@ -143,7 +144,7 @@ def respond(stage: str, workload: Workload, replicas: Replicas) -> Callable[[], 
     prompts, count, at_once = RESPONSES[stage]
     batch = prompts_of(replace(workload, episodes=prompts))
     chat = SimpleNamespace(
-        end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, stop_at=lambda texts: None,
+        end_token_ids=(workload.vocabulary + 1,), pad_token_id=0, tokenizer=None,
         decode_response=lambda tokens: "",
     )  # fmt: skip
     config = SimpleNamespace(

@@ -85,6 +85,7 @@ def pairs_module(workload: Workload, stage: str, device: torch.device) -> Reward
     roles = Roles(build_model(workload).eval().requires_grad_(False))
     keys: Any = OmegaConf.to_container(OmegaConf.load(ROOT / f"conf/stages/{stage}.yaml"))
     keys |= {"batch_size": workload.episodes, "microbatch_size": MICROBATCH, "final": "last"}
+    keys["lr"] = 1.0e-4
     if stage == "dpo":
         roles.add_adapter(POLICY, LORA)
         return DPOModule(roles, DPOConfig(**keys)).to(device)

@@ -53,7 +53,7 @@ def measure(workload: Workload, repeats: int, device: torch.device) -> dict[str,
         experience = experience_of(module, prompts)
         works = {
             "rollout": lambda: module.collector.roll_out(prompts, module.generator(TRAINING, 0)),
-            "update": lambda: module.update(experience, module.kl_coef),
+            "update": lambda: module.update(experience),
         }
         return in_turn(works, repeats, device)
 

@@ -81,10 +81,9 @@ class Phases(L.Callback):
         forget_peak()
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        from lightning_rlhf.stages.memory_plan import by_role, bytes_of
+        from lightning_rlhf.stages.memory_plan import role_bytes
 
-        for role, parameters in by_role(pl_module).items():
-            own = bytes_of(parameters, pl_module.config)
+        for role, own in role_bytes(pl_module, pl_module.device).items():
             self.roles[role] = {
                 "weights": own.weights, "gradients": own.gradients, "optimizer": own.optimizer
             }  # fmt: skip

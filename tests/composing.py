@@ -1,7 +1,5 @@
 """Hydra's compositions in tests: what is the same is read, parsed and composed once."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterator
@@ -24,6 +22,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf
 
+from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.runs.console import CONF
 
@@ -111,6 +110,7 @@ def compositions() -> Iterator[None]:
 @cache
 def section_of(stage: str) -> dict[str, Any]:
     """The values of a stage in conf/, with `advantage=gae` for PPO."""
+    register_resolvers()
     files = [CONF / "stages" / f"{stage}.yaml"]
     if stage == "ppo":
         files.append(CONF / "advantage" / "gae.yaml")

@@ -1,7 +1,5 @@
 """Work that runs in several processes, forked from the test's own."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import socket

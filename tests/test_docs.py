@@ -1,7 +1,5 @@
 """The files, functions, keys and commands that the documentation names exist."""
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import re
@@ -44,7 +42,8 @@ PAGES = [
     *sorted((HOME / "docs").glob("*.md")),
 ]
 PPO = (HOME / "docs" / "ppo.md").read_text()
-KEYS: dict[str, Any] = get_type_hints(PPOConfig)
+HINTS = get_type_hints(PPOConfig)
+KEYS: dict[str, Any] = {field.name: HINTS[field.name] for field in fields(PPOConfig)}
 NOT_THE_ALGORITHM = (
     "val_every", "val_samples_per_prompt", "samples_every", "kl_warning",
     "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "final", "best", "stop",

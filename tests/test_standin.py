@@ -3,8 +3,6 @@
 A device cannot be unregistered from torch, and libraries choose the one that is registered.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from pathlib import Path

@@ -20,7 +20,7 @@ from lightning_rlhf.runs.resume import decide
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import Settings, Stage, stage_names
-from lightning_rlhf.stages.fit import require_trained
+from lightning_rlhf.stages import fit
 
 
 def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> Settings:
@@ -80,7 +80,7 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     already.
     """
     resume, stage = settings.resume, copy(settings.definition)
-    require_trained(stage, "built")
+    fit.require_trained(stage, "built")
     require(not resume, "resume", resume, "false; give the checkpoint to Trainer.fit as ckpt_path")
     decide(settings)
     accelerator.quiet_libraries()
@@ -90,7 +90,7 @@ def build(settings: Settings, module: type[L.LightningModule] | None = None) -> 
     run = Run.of(settings)
     if module is not None:
         stage.module_class = module  # type: ignore[attr-defined]
-    built, data, _ = stage.build(run)
+    built, data, _ = fit.build(stage, run)
     return Training(stage, run, built, data)
 
 

@@ -1,7 +1,5 @@
 """Modules that return what the real stages return, made of invented numbers, and run in no time."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What is on the disk, in which order, and what a kill between two deletions leaves."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Samples of training and evaluations: what is shown, kept and measured of them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

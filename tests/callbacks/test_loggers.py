@@ -1,7 +1,5 @@
 """metrics.csv, TensorBoard and W&B, which may be away at the start, or end within a run."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os
@@ -101,17 +99,12 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_checkpoint(tmp_path: Path) -> No
 
 
 def test_a_row_that_finds_no_room_names_the_file(tmp_path: Path, largest_file: Limit) -> None:
-    """It may be there in part."""
     path, file = tmp_path / "metrics.csv", MetricsFile(tmp_path)
     file.log_metrics({"entropy": 1.0}, step=1)
     assert path.stat().st_size == 14 + 7  # "step,entropy" and "1,1.0" with their ends of lines
     told = rf"^{path} was not written: File too large; .* may have 0\.0 kB \(ulimit -f\)\. Raise"
     with pytest.raises(StorageError, match=told), largest_file(23):
         file.log_metrics({"entropy": 2.0}, step=2)
-    after = MetricsFile(tmp_path)
-    after.rewind(1)
-    after.log_metrics({"entropy": 3.0}, step=2)
-    assert [row["entropy"] for row in read(path)] == ["1.0", "3.0"]
 
 
 @pytest.mark.parametrize(
@@ -307,20 +300,18 @@ class KillsWandb(Callback):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the process in /proc")
-@pytest.mark.parametrize("killed_after", [2, 4], ids=["in the middle", "before it is closed"])
 def test_a_run_goes_on_where_wandb_dies(
-    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str], killed_after: int
+    fit: Fit, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Curves, tables and the end of the run go to a process that is no more."""
     config = configured("wandb", mode="offline")
     loggers = build_loggers(config, tmp_path, ABOUT)
     capsys.readouterr()
     samples = Samples(tmp_path, 1, 1, 50)
-    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb(killed_after)], loggers, batches=4)
+    fit(FakePPO(), [samples, PPOMetrics(), KillsWandb(2)], loggers, batches=4)
     picture = tmp_path / "picture.png"
     imsave(picture, [[0.0, 1.0]])
-    if killed_after == 2:
-        log_pictures(loggers, {"picture": picture}, 4)
+    log_pictures(loggers, {"picture": picture}, 4)
     close_loggers(loggers, exit_code=0)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if "W&B" in x]
     assert line == (

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import math
 from dataclasses import fields, replace
 from typing import Any
@@ -40,15 +38,6 @@ def test_rollout_metrics_by_hand() -> None:
         "rollout/explained_variance": 1.0 - 1.5 / 3.5,
     }  # fmt: skip
     assert rollout_metrics(make_experience()) == pytest.approx(expected, abs=1e-6)
-
-
-def test_quantiles_of_the_score_by_hand() -> None:
-    # Sorted: -4, 0, 1, 3, 10. The quantile q is at place 4 q: 0.2, 1, 2, 3 and 3.8 from 0.
-    score = torch.tensor([3.0, -4.0, 10.0, 1.0, 0.0])
-    found = rollout_metrics(replace(_random_experience([1] * 5, 0), score=score))
-    by_hand = {5: -4 + 0.2 * 4, 25: 0.0, 50: 1.0, 75: 3.0, 95: 3 + 0.8 * 7}
-    for percent, expected in by_hand.items():
-        assert found[f"rollout/score_p{percent:02d}"] == pytest.approx(expected)
 
 
 def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:

@@ -1,7 +1,5 @@
 """The progress bar, and lines without a terminal: nothing is silent for more than ten seconds."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -22,9 +20,7 @@ def test_without_a_terminal_there_is_a_line_each_tenth_of_the_run(
     callbacks = [PPOMetrics(), Progress("ppo", PPO.headlines)]
     fit(FakePPO(), callbacks, [], batches=40, enable_progress_bar=True)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ppo ")]
-    assert [line.split()[1] for line in lines] == [
-        "1/40", *(f"{k}/40" for k in range(4, 41, 4))
-    ]  # fmt: skip
+    assert [line.split()[1] for line in lines] == ["1/40", *(f"{k}/40" for k in range(4, 41, 4))]
     assert "elapsed, 0:00:00 left" in lines[-1]
     assert "reward_mean 40.500  kl_divergence 0.250  entropy 2.000  ppo_loss 2.000" in lines[-1]
 

@@ -1,7 +1,5 @@
 """How a run ends: by a signal, by a rule; and the average of its weights, by hand."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal
@@ -196,17 +194,6 @@ def test_the_average_is_that_by_hand(fit: Fit, tmp_path: Path) -> None:
         assert found["state_dict"]["roles.weight"].item() == 2.0 * (number + 1)
         assert found[AVERAGE]["roles.weight"].item() == average
         assert found[AVERAGE].keys() == {"roles.weight"}  # not of a critic of its own
-
-
-@pytest.mark.parametrize("finished", [1, 3])
-def test_a_resumed_average_goes_on(fit: Fit, tmp_path: Path, finished: int) -> None:
-    """After the last batch too, where nothing is left to train."""
-    fit(Counter(), [WeightAverage(0.75), Saved(tmp_path)], [], batches=3)
-    module = Counter()
-    path = tmp_path / f"{finished - 1}.ckpt"
-    fit(module, [WeightAverage(0.75)], [], batches=3, ckpt_path=path)
-    assert module.counted.item() == AVERAGES[-1]
-    assert module.trained == [4.0, 6.0][finished - 1 :]
 
 
 def test_an_exception_in_a_validation_leaves_the_trained_weights() -> None:

@@ -6,6 +6,8 @@ It knows of the library what `Sampler` says: it is built as `Class(roles, params
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
@@ -20,11 +22,19 @@ class Greedy:
         self.roles = roles
         self.params = params
 
+    def sync(self, version: int) -> None:
+        with Path("versions.txt").open("a") as file:
+            file.write(f"{version} ")
+
     @torch.no_grad()
     def sample(
-        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator
+        self,
+        prompts: Prompts,
+        samples_per_prompt: int,
+        generator: torch.Generator,
+        share: torch.Tensor,
     ) -> SampledResponses:
-        prompts = prompts.repeat(samples_per_prompt)
+        prompts = prompts.select(share).repeat(samples_per_prompt)
         tokens, mask = prompts.tokens, prompts.mask
         end = torch.tensor(list(self.params.end_token_ids), device=tokens.device)
         ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)

@@ -3,8 +3,6 @@
 What they say is computed here from their files by transformers and peft, one text at a time.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +37,7 @@ OTHER = ("model.name=other", "run=other")
 
 
 def until_called(
-    place: Workplace, *words: str, name: str = "lightning_rlhf.stages.fit.preflight"
+    place: Workplace, *words: str, name: str = "lightning_rlhf.stages.preflight.preflight"
 ) -> str:
     """What a command says before this is called: preflight, before it trains, or another."""
 

@@ -1,7 +1,5 @@
 """The examples of docs/extending.md do what the page says."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import math

@@ -1,7 +1,5 @@
 """What a user takes away: loaded by other programs, merged, moved and described."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """ema_decay: `final/`, evaluations, exports and resumed runs of averaged weights."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """The conversation with models, fed with lines; and the numbers beside each reply."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

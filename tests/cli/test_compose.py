@@ -1,7 +1,5 @@
 """Everything that conf/ offers composes, is accepted, and is read by some line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -93,18 +91,6 @@ def stage_keys(stage: str) -> dict[str, Any]:
     return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
-def test_groups_are_those_that_the_tests_below_go_through() -> None:
-    groups = {path.parent.name for path in CONF.glob("*/*.yaml")}
-    assert groups == {
-        "stages", "model", "data", "reward", "trainer", "logger", "callbacks", "stage_model",
-        "advantage"
-    }  # fmt: skip
-    assert set(options("advantage")) == {"gae", "rloo", "grpo", "dr_grpo", "reinforce++"}
-    assert STAGES == ["dpo", "eval_policy", "eval_reward", "ppo", "rank", "rm", "sft"]
-    assert {"tiny", "hub", "qwen0.8b", "qwen2b", "qwen4b", "qwen3_0.6b"} <= set(MODELS)
-    assert {"llama3.2_1b", "smollm2_135m"} <= set(MODELS)
-
-
 @pytest.mark.parametrize("turn", range(len(MODELS)))
 def test_every_model_composes_with_all_else(turn: int) -> None:
     """The stages and the options of the other groups are dealt out in turn."""
@@ -160,6 +146,14 @@ def test_a_model_s_own_numbers_apply_to_it_alone(option: str) -> None:
     for name, expected in ((model, stage_keys(stage) | own), ("hub", stage_keys(stage))):
         cfg = composed(f"stage={stage}", *model_overrides(name))
         assert OmegaConf.to_container(cfg[stage]) == expected
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "ppo", "dpo"])
+def test_the_memory_plan_chooses_micro_batches_but_of_tiny(stage: str) -> None:
+    """The floating-point sums of the default do not depend on the memory of the machine."""
+    sizes = [read_settings(composed(f"stage={stage}", f"model={model}")).config.microbatch_size
+             for model in ("smollm2_135m", "tiny")]  # fmt: skip
+    assert sizes == ["auto", 32 if stage == "ppo" else 16]
 
 
 def test_tiny_runs_on_one_thread_unless_told_otherwise() -> None:
@@ -220,6 +214,21 @@ def test_every_field_is_read() -> None:
     fields = {field.name for cls in CONFIGS for field in dataclasses.fields(cls)}
     assert fields - read == {"weights_dtype"}
     assert "${trainer.weights_dtype}" in (CONF / "model/hub.yaml").read_text()
+
+
+@pytest.mark.parametrize(("stage", "model", "lora", "full"), [
+    ("ppo", "qwen0.8b", 1e-5, 3e-6), ("dpo", "qwen0.8b", 2e-5, 6e-6),
+    ("ppo", "tiny", 1e-3, 3e-4), ("dpo", "tiny", 1e-3, 3e-4),
+])  # fmt: skip
+def test_all_weights_have_a_learning_rate_of_their_own(
+    stage: str, model: str, lora: float, full: float
+) -> None:
+    words = [f"stage={stage}", f"model={model}"]
+    for more, expected in {
+        (): lora, (f"{stage}.finetune=full",): full,
+        (f"{stage}.finetune=full", f"{stage}.lr=1"): 1,
+    }.items():  # fmt: skip
+        assert read_settings(composed(*words, *more)).config.lr == expected
 
 
 # What is not known is refused.

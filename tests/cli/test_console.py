@@ -1,7 +1,5 @@
 """What a stage says of the rows that it leaves out or cuts, and what it keeps torch from saying."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

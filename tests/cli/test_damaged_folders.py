@@ -1,7 +1,5 @@
 """A damaged file of a run that is resumed is named, and nothing is removed or changed."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

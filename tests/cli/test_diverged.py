@@ -1,7 +1,5 @@
 """A run that has diverged, or has learned nothing, ends with status 1 and without final/."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

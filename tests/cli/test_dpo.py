@@ -1,27 +1,21 @@
 """stage=dpo: what it leaves, cut off and resumed, where its policy is taken, what is refused."""
 
-from __future__ import annotations
-
-import contextlib
 import json
 import math
 import shutil
 
-import lightning as L
 import pytest
 import torch
 from peft import AutoPeftModelForCausalLM
 
-import lightning_rlhf
 from lightning_rlhf.cli.chat import load_speaker
 from lightning_rlhf.models.build_roles import start_from
 from lightning_rlhf.models.checkpoint import find
 from lightning_rlhf.runs.folders import trained_as
 
-from .conftest import PRESETS, Workplace, rows, weights
+from .conftest import Workplace, rows, weights
 
 STAGE = "stage=dpo"
-LIBRARY = (f"hydra.searchpath=[file://{PRESETS}]", "model=mini", "data=small")
 
 
 @pytest.fixture(scope="module")
@@ -76,16 +70,3 @@ def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workpl
         ours = speaker.roles.causal_lm(tokens).logits
     torch.testing.assert_close(policy(tokens).logits, ours, atol=1e-5, rtol=0)
     trained.call("export", str(final.path), "--merge").succeeded  # noqa: B018
-
-
-def test_a_trainer_of_ones_own_trains_the_same_weights(trained: Workplace) -> None:
-    with contextlib.chdir(trained.folder):
-        settings = lightning_rlhf.configuration("dpo", *LIBRARY, "job=own")
-        training = lightning_rlhf.build(settings)
-        trainer = L.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, limit_val_batches=0,
-            enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-        )  # fmt: skip
-        trainer.fit(training.module, training.data)
-        final = lightning_rlhf.save(training).resolve()
-    assert weights(final.parent) == weights(trained.stage("dpo"))

@@ -1,7 +1,5 @@
 """The three doors to the command: train.py, python -m, the console command; and being stopped."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import shutil

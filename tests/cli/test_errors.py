@@ -1,10 +1,7 @@
 """What a user does wrong: one message or finding that says what to change, nothing half-written."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from typing import Any
 
 import pytest
 
@@ -14,8 +11,8 @@ from .conftest import Workplace, given, tree
 def test_checkpoints_that_do_not_fit(finished: Workplace) -> None:
     """Each is refused; the folder of the run is not there afterwards, so the right command runs.
 
-    An adapter of other random weights: the reward model's does not stand on it, and it is not
-    trained in full. The output layer: its log-probabilities are read off the layer itself.
+    An adapter of other random weights: the reward model's does not stand on it. The output layer:
+    its log-probabilities are read off the layer itself.
     """
     lora = ["run=other", "seed=1", "sft.finetune=lora", "sft.epochs=0.125"]
     finished.mini("stage=sft", *lora).succeeded  # noqa: B018
@@ -24,7 +21,6 @@ def test_checkpoints_that_do_not_fit(finished: Workplace) -> None:
     before = tree(finished.outputs)
     for words, told in (
         (["stage=ppo", sft, f"reward.checkpoint={reward}"], f"{reward} does not fit"),
-        (["stage=rm", "rm.finetune=full", sft], "finetune=lora"),
         (["stage=rm", given(finished)[0], f"{key}=[c_attn]"], "c_attn"),
         (["stage=ppo", "reward=random", given(finished)[0], f"{key}=[q_proj,lm_head]"],
          "output layer"),
@@ -72,24 +68,14 @@ def test_a_gpu_that_is_not_there_is_named(
     assert "trainer=cpu" in error
 
 
-def findings(place: Workplace, run: str, *overrides: str) -> list[dict[str, Any]]:
-    """Train for a few iterations with a planted fault; return what diagnosis.json holds."""
-    start = ("stage=ppo", f"run={run}", *given(place), "ppo.checkpoint_every=100")
-    place.mini(*start, *overrides).succeeded  # noqa: B018
-    found: list[dict[str, Any]] = json.loads(
-        (place.stage("ppo", run) / "diagnosis.json").read_text()
-    )
-    return found
-
-
-def test_planted_faults_are_the_first_findings(finished: Workplace) -> None:
+def test_prompts_that_are_cut_are_the_first_finding(finished: Workplace) -> None:
     prompts = finished.folder / "data" / "prompts_train.jsonl"
     rows = [json.loads(line) for line in prompts.read_text().splitlines()]
     for row in rows[:4]:  # a quarter
         row["prompt"] = "Please tell me. " * 40 + row["prompt"]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    cut = findings(finished, "cut", "ppo.iterations=1", "data.long_prompts=cut")
-    assert [(f["rule"], f["iteration"]) for f in cut] == [("prompts_cut", 0)]
-    assert "longer than data.max_prompt_tokens (25%)" in cut[0]["symptom"]
-    endless = findings(finished, "endless", "data.prompts.train=data/prompts_val.jsonl")
-    assert [f["rule"] for f in endless] == ["nothing_ends", "length_extreme"]
+    words = ["stage=ppo", "run=cut", *given(finished), "ppo.iterations=1", "data.long_prompts=cut"]
+    finished.mini(*words).succeeded  # noqa: B018
+    [cut] = json.loads((finished.stage("ppo", "cut") / "diagnosis.json").read_text())
+    assert (cut["rule"], cut["iteration"]) == ("prompts_cut", 0)
+    assert "longer than data.max_prompt_tokens (25%)" in cut["symptom"]

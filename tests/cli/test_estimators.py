@@ -1,7 +1,5 @@
 """PPO with each critic and without one, and with demonstrations, through the command."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,14 +1,12 @@
 """stage=eval_reward: a report on a reward of whatever source."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ..report.pages import check
 from .conftest import Workplace, given
-from .others import own_scores
 
 RULES = """
 def length(prompts, responses):
@@ -53,21 +51,6 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures
     assert all((place.stage("eval_reward", "head") / "final" / name).is_file() for name in pictures)
-
-
-def test_its_scores_are_those_of_the_reward_model(place: Workplace) -> None:
-    judge: Path = place.outputs / "other" / "other" / "rm" / "final"
-    command = ["reward.normalization=stored", "reward.dtype=float32", "reward=model"]
-    _, numbers, _ = evaluate(place, "scores", *command, f"reward.name_or_path={judge}")
-    chosen, rejected = (
-        own_scores(judge, [{"prompt": p["prompt"], "response": p[side]} for p in held_out(place)])
-        for side in ("chosen", "rejected")
-    )
-    found = numbers["fitness"]
-    assert found["chosen"]["mean"] == pytest.approx(sum(chosen) / 4, abs=1e-5)
-    assert found["rejected"]["lowest"] == pytest.approx(min(rejected), abs=1e-5)
-    right = sum(c > r for c, r in zip(chosen, rejected, strict=True))
-    assert found["accuracy"]["accuracy"] == right / 4
 
 
 def test_a_sum_is_reported_as_ppo_would_be_paid(place: Workplace) -> None:

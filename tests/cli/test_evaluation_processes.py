@@ -76,13 +76,9 @@ def assert_same_files(found: Path, expected: Path) -> None:
     """The same files; those in JSON with the same content, but for rounding."""
     assert tree(found).keys() == tree(expected).keys()
     for file in expected.glob("final/*.json*"):
-        assert_close(*(documents(folder / "final" / file.name) for folder in (found, expected)),
-                     file.name)  # fmt: skip
-
-
-def documents(file: Path) -> list[Any]:
-    text = file.read_text()
-    return [json.loads(part) for part in (text.splitlines() if file.suffix == ".jsonl" else [text])]
+        texts = ((folder / "final" / file.name).read_text() for folder in (found, expected))
+        split = str.splitlines if file.suffix == ".jsonl" else lambda text: [text]
+        assert_close(*([json.loads(x) for x in split(text)] for text in texts), file.name)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,5 @@
 """Run folders behind symbolic links, and folders that cannot be written."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

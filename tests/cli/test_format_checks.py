@@ -1,7 +1,5 @@
 """A reward model that would read other text than it was trained on is found out before PPO."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

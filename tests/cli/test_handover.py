@@ -1,7 +1,5 @@
 """What one stage leaves for the next, and for everybody else: it fits, or it is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The library's front door: examples/plain_lightning.py, the README's snippet, configuration()."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

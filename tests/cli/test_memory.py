@@ -1,7 +1,5 @@
 """Memory that was freed is used again, and numbers too small to count are 0."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """examples/ppo_in_one_file.py: its first iterations are those of stage=ppo of the quickstart."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import runpy

@@ -1,7 +1,5 @@
 """A folder of configurations of the user's own extends every group of conf/."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +20,8 @@ OWN: Mapping[str, tuple[str, str, str, Any]] = {
     "trainer": ("defaults: [cpu, _self_]\nlog_every_n_steps: 7\n", "trainer=mine",
                 "trainer.log_every_n_steps", 7),
     "logger": ("defaults: [csv, _self_]\n", "logger=mine", "logger.kind", "csv"),
+    "optimizer": ("defaults: [muon, _self_]\nmomentum: 0.5\n", "optimizer=mine",
+                  "optimizer.momentum", 0.5),
     "advantage": ("# @package ppo\ndefaults: [rloo, _self_]\nsamples_per_prompt: 2\n",
                   "advantage=mine", "ppo.samples_per_prompt", 2),
     "stages": ("# @package mine\nbeta: 0.1\n", "+stages=mine", "mine.beta", 0.1),

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from lightning_rlhf.data.rollouts import file_of, read_recorded
 
-from .conftest import Workplace, given, rows
+from .conftest import Workplace, given, rows, weights
 
 GREEDY = Path(__file__).parent / "greedy.py"
 
 
 def test_a_sampler_of_the_user_s_own_trains(finished: Workplace) -> None:
     command = ["stage=ppo", "run=own", "record=true", "ppo.iterations=2", "ppo.critic_warmup=0"]
-    command += [f"ppo.rollout={GREEDY}:Greedy", "ppo.temperature=0.7"]
+    command += [f"ppo.rollout={GREEDY}:Greedy", "ppo.temperature=0.7", "ppo.ema_decay=0.5"]
     finished.mini(*command, *given(finished)).succeeded  # noqa: B018
-    folder = finished.stage("ppo", "own")
+    folder, versions = finished.stage("ppo", "own"), finished.folder / "versions.txt"
+    # Two iterations of four optimizer steps, an evaluation before and behind them, for which the
+    # weights are swapped for their average and back.
+    assert versions.read_text() == "1 2 6 11 "
+    expected = weights(folder)
+    shutil.rmtree(folder / "final")
+    finished.mini(*command, *given(finished), "resume=1").succeeded  # noqa: B018
+    assert versions.read_text() == "1 2 6 11 6 11 "
+    assert weights(folder) == expected
     trained = [row for row in rows(folder) if "reward_mean" in row]
     assert len(trained) == 2
     for iteration in (1, 2):

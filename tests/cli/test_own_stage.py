@@ -1,7 +1,5 @@
 """A stage from outside the package: run, cut off and resumed, in a recipe, and what is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

@@ -1,7 +1,5 @@
 """SFT, reward model and PPO one after another: what they leave, repeat and take up again."""
 
-from __future__ import annotations
-
 import json
 import random
 import shutil

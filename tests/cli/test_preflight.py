@@ -1,7 +1,5 @@
 """preflight=strict|warn|off, and the command check."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

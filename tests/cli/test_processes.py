@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -60,13 +62,13 @@ def assert_close(found: Path, expected: Path) -> None:
         assert (one - other).norm() <= ROUNDING * other.norm(), name
 
 
-def assert_same_rows(found: Path, expected: Path) -> None:
-    """The same metrics, but for rounding; one row a step."""
+def assert_same_rows(found: Path, expected: Path, but: Collection[str] = ()) -> None:
+    """The same metrics, but for rounding and those of these names; one row a step."""
     many, one = rows(found), rows(expected)
     assert [row["step"] for row in many] == [row["step"] for row in one]
     for row, other in zip(many, one, strict=True):
         assert row.keys() == other.keys()
-        for name, cell in other.items():
+        for name, cell in [pair for pair in other.items() if pair[0] not in but]:
             assert float(row[name]) == pytest.approx(float(cell), rel=1e-4, abs=1e-4), name
 
 
@@ -135,6 +137,31 @@ def test_a_run_goes_on_in_another_number_of_processes(
         assert rows(folder) == rows(unbroken)
     else:
         assert_close(folder / "final", unbroken / "final")
+
+
+def test_processes_that_share_the_base_leave_what_one_does(
+    place: Workplace, tmp_path: Path
+) -> None:
+    """Also where one process goes on, which then holds the whole base."""
+    found = place.copied(tmp_path / "work")
+    words = ["stage=ppo", "run=shared", *given(place), "trainer.strategy=fsdp"]
+    outcome = in_processes(found, 2, *words, "preflight=strict", folder=tmp_path)
+    assert outcome.status == 0, outcome.err
+    assert "kernels: plain (the weights are sharded)" in outcome.out
+    one, shared = place.stage("ppo"), found.stage("ppo", "shared")
+    assert tree(shared).keys() == tree(one).keys()
+    assert_close(shared / "final", one / "final")
+    assert_same_rows(shared, one)
+    shutil.rmtree(shared / "final")
+    found.mini(*words, "resume=2").succeeded  # noqa: B018
+    assert_close(shared / "final", one / "final")
+
+
+def test_a_base_that_cannot_be_shared_is_refused(place: Workplace) -> None:
+    words = ["stage=sft", "run=refused", "trainer.strategy=fsdp", "sft.finetune=full"]
+    for word in ("model.kernels=fast", "optimizer=muon"):
+        error = place.mini(*words, word).error
+        assert re.search(rf"{word.split('=')[0]}\S* is .*; allowed: .*, as trainer.strat", error)
 
 
 def test_a_reward_is_asked_once_a_response(place: Workplace, tmp_path: Path) -> None:

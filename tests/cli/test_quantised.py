@@ -1,7 +1,5 @@
 """Stages on a base of quantised weights: one copy of it, rounded once, below every role."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from pathlib import Path

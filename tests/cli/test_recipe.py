@@ -1,7 +1,5 @@
 """A recipe: stages as processes, what is done is not done again, promises are checked."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -285,9 +283,7 @@ def test_a_promise_is_judged_by_the_interval(
     bound: str, value: float, interval: tuple[float, float] | None, verdict: str
 ) -> None:
     promise = Promise(stage="ppo", metric="x", **{bound: 0.5})
-    one = Evaluated(
-        metric="x", value=value, interval=interval, gain=value, gain_interval=interval
-    )  # fmt: skip
+    one = Evaluated(metric="x", value=value, interval=interval, gain=value, gain_interval=interval)
     assert promise.row(one).verdict == verdict
 
 

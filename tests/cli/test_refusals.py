@@ -3,8 +3,6 @@
 Whole commands go through the door, all others begin where Hydra hands its configuration over.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """record=true, lightning-rlhf replay, and the batch of a run that ends as not finite."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math
@@ -28,7 +26,6 @@ from lightning_rlhf.data.rollouts import (
     read_recorded,
     recorded_iterations,
 )
-from lightning_rlhf.modules import ppo
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.runs.console import HOME
@@ -258,21 +255,3 @@ def test_the_iteration_that_ends_ppo_is_kept_and_shown(
     monkeypatch.undo()
     finished.mini(*command, "resume=auto").succeeded  # noqa: B018
     assert recorded_iterations(folder) == []
-
-
-def test_a_score_that_is_not_finite_is_named_by_the_line_of_its_prompt(
-    finished: Workplace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make, named = ppo.make_experience, list[int]()
-
-    def spoiled(*arguments: Any) -> Experience:
-        experience = make(*arguments)
-        score = experience.score.clone()
-        score[3] = math.nan
-        named[:] = [int(experience.index[3]) + 1]
-        advantages = torch.full_like(experience.advantages, math.nan)
-        return replace(experience, score=score, advantages=advantages)
-
-    monkeypatch.setattr(ppo, "make_experience", spoiled)
-    error = finished.mini(*BREAKING, *given(finished)).error
-    assert numbers_named(error) == named

@@ -1,15 +1,14 @@
 """Going on from the newest checkpoint, or from the one that is asked for; one run at a time."""
 
-from __future__ import annotations
-
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,11 +178,6 @@ def test_a_recipe_passes_a_signal_on_and_waits(tmp_path: Path) -> None:
 # A disk that is full.
 
 
-def limited(size: int) -> Callable[[], None]:
-    """No file of the process may have more bytes."""
-    return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["checkpoint", "final"])
 def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
@@ -196,7 +190,8 @@ def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
     if again:
         shutil.copytree(pipeline.stage("sft"), folder)
         shutil.rmtree(folder / "final")
-    process = start(workplace, *MINI, "stage=sft", *again, before=limited(room - 1))
+    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (room - 1, room - 1))
+    process = start(workplace, *MINI, "stage=sft", *again, before=limit)
     said = process.communicate(timeout=120)[0]
     assert process.returncode == 1
     assert "Traceback" not in said

@@ -1,7 +1,5 @@
 """resume=auto: a run goes on if it can, and starts where there is none."""
 
-from __future__ import annotations
-
 import shutil
 from typing import Any
 

@@ -1,12 +1,11 @@
 """A reward that cannot be had ends the run, and costs nothing that was learned."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
 
 from .conftest import Workplace, given, rows, weights
+from .test_pipeline import samples
 
 
 def test_what_fails_before_its_first_step_may_be_corrected(finished: Workplace) -> None:
@@ -80,8 +79,3 @@ def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     assert weights(folder) == weights(unbroken)
     assert rows(folder) == rows(unbroken)
     assert samples(folder) == samples(unbroken)
-
-
-def samples(folder: Path) -> dict[str, str]:
-    """Of every evaluation and of training."""
-    return {file.name: file.read_text() for file in (folder / "samples").iterdir()}

@@ -1,7 +1,5 @@
 """What is secret reaches no file of a run and no line of its output."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

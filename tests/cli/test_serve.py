@@ -1,7 +1,5 @@
 """lightning-rlhf serve-reward."""
 
-from __future__ import annotations
-
 import re
 import signal
 from typing import Any

@@ -1,7 +1,5 @@
 """hydra/sweeper=optuna: the trials of a study, what a second command repeats, and pruning."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Sequence

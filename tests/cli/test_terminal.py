@@ -1,7 +1,5 @@
 """Foreign text reaches the terminal as text: no control character, no markup."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -26,14 +26,10 @@ def ppo(place: Workplace, run: str, *overrides: str) -> str:
     return place.mini(*command).succeeded.out
 
 
-def of_judge(place: Workplace) -> list[str]:
-    return ["reward=model", f"reward.name_or_path={judge(place)}"]
-
-
 def test_a_reward_model_of_another_vocabulary(judged: Workplace) -> None:
     """One of stage=rm, standardised; a classifier as the hub has them learns below."""
-    words = ["reward.normalization=stored", "reward.batch_size=3"]
-    out = ppo(judged, "judge", *of_judge(judged), *words)
+    words = ["reward=model", f"reward.name_or_path={judge(judged)}"]
+    out = ppo(judged, "judge", *words, "reward.normalization=stored", "reward.batch_size=3")
     said = samples(judged, "judge")
     expected = own_scores(judge(judged), said)
     assert statistics.pstdev(expected) > 0.1

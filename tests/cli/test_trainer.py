@@ -1,7 +1,5 @@
 """The sections trainer, callbacks and logger: what of Lightning a user may give, and what not."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import json
@@ -111,7 +109,7 @@ def settings_of(**sections: Any) -> Settings:
     [
         ("callbacks", "callbacks.ModelCheckpoint", "checkpoint_every"),
         ("plugins", "plugins.io.AsyncCheckpointIO", "checkpoint_every"),
-        ("strategy", "strategies.DDPStrategy", "allowed: auto"),
+        ("strategy", "strategies.DDPStrategy", "allowed: auto, ddp, fsdp, single_device:"),
     ],
 )
 def test_objects_that_do_what_a_stage_does_are_refused_with_what_to_use_instead(

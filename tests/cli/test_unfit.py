@@ -73,18 +73,6 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
     assert stage_report(read_run(backwards.stage("ppo", "warned"))).verdict.level == "bad"
 
 
-def test_what_is_measured_with_an_unfit_reward_is_no_better_than_it(backwards: Workplace) -> None:
-    """On the terminal, in the report and in the verdict; nothing is refused."""
-    command = ["stage=eval_policy", "run=measured", *given(backwards), "data.judge=null"]
-    command.append(f"eval_policy.policies=[{backwards.stage('sft') / 'final'}]")
-    command.append("eval_policy.samples_per_prompt=1")
-    out = " ".join(backwards.mini(*command).succeeded.out.split())
-    assert f"reward head: {NOT_FIT}" in out
-    folder = backwards.stage("eval_policy", "measured")
-    assert NOT_FIT in (folder / "report.html").read_text()
-    assert stage_report(read_run(folder)).verdict.level == "bad"
-
-
 def test_a_report_of_eval_reward_counts_where_the_reward_has_no_other(backwards: Workplace) -> None:
     """A function has none of its own; another reward is not judged by the report on this one."""
     code = "def score(prompts, responses, **_):\n    return [-len(r) for r in responses]"

@@ -1,7 +1,5 @@
 """Files from elsewhere run no code: what they plant would write a marker."""
 
-from __future__ import annotations
-
 import io
 import json
 import pickle
@@ -148,9 +146,7 @@ def test_a_run_that_is_exported(
     """Its own configuration trusts the model that it names: only the command line may."""
     file = recorded / "config.json"
     tree = json.loads(file.read_text())
-    tree["model"] |= {
-        "from_config": None, "name_or_path": str(planted), "trust_remote_code": True
-    }  # fmt: skip
+    tree["model"] |= {"from_config": None, "name_or_path": str(planted), "trust_remote_code": True}
     file.write_text(json.dumps(tree))
     models.call("replay", str(recorded)).succeeded  # noqa: B018
     error = models.call("export", str(recorded), "--step", "1").error

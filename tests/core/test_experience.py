@@ -112,17 +112,6 @@ def test_padding_changes_nothing(
 
 
 @drawn
-@given(ragged(), drawn_rules())
-def test_the_order_of_the_groups_does_not_matter(batch: Ragged, config: PPOConfig) -> None:
-    rollout, scores = drawn_rollout(pairs(batch))
-    order = (2 * batch.shuffled_rows()[:, None] + torch.tensor([1, 0])).flatten()
-    whole = make(rollout, scores, config).select(order)
-    shuffled = make(rollout.select(order), scores.select(order), config)
-    for name in COMPUTED:
-        close(getattr(shuffled, name), getattr(whole, name))
-
-
-@drawn
 @given(ragged(), st.integers(1, 3), drawn_rules(whiten=False))
 def test_unwhitened_parts_are_the_parts_of_the_whole(
     batch: Ragged, groups: int, config: PPOConfig

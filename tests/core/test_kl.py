@@ -135,9 +135,7 @@ def test_best_of_two_scores() -> None:
     unequal = 0.75**3  # all three have the score that three of four responses have
     expected = unequal * math.log(unequal / 0.75) + (1 - unequal) * math.log((1 - unequal) / 0.25)
     assert best_of_kl([5.0, 5.0, 7.0, 5.0], 3) == pytest.approx(expected)
-
-
-def test_equal_scores_and_a_single_response_leave_the_policy() -> None:
+    # Equal scores and a single response leave the policy.
     assert best_of_kl([0.5] * 8, 8) == 0.0
     assert best_of_kl([0.1, 0.2, 0.3], 1) == pytest.approx(0.0)
 
@@ -170,15 +168,6 @@ def test_adapted_by_hand(kl: float, expected: float) -> None:
 
 def test_at_its_target_the_price_stays_to_the_last_bit() -> None:
     assert adapted_coef(0.1, 0.3, target=0.3, horizon=7.0, episodes=11) == 0.1
-
-
-def test_what_changes_it_is_episodes_over_the_horizon() -> None:
-    # 20 % above for one horizon of episodes: 20 % dearer, whatever the horizon.
-    for horizon in (10, 1000):
-        found = adapted_coef(1.0, 100.0, target=6.0, horizon=horizon, episodes=horizon)
-        assert found == pytest.approx(1.2, rel=1e-12)
-    # A tenth of a horizon: a tenth of that.
-    assert adapted_coef(1.0, 100.0, target=6.0, horizon=100, episodes=10) == pytest.approx(1.02)
 
 
 @pytest.mark.parametrize(

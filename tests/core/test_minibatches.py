@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 import torch
 
-from lightning_rlhf.core.experience import minibatches, whitened
+from lightning_rlhf.core.experience import minibatches
 from lightning_rlhf.core.records import Experience
-
-from .configs import ppo_config
-from .conftest import NAN, F, T, close
-from .rollouts import by_hand, make
 
 
 def ten_rows() -> Experience:
@@ -52,19 +48,3 @@ def test_the_order_is_a_function_of_the_generator_alone() -> None:
     assert epochs_of(seed=1, ppo_epochs=2, size=5) == epochs_of(seed=1, ppo_epochs=2, size=5)
     assert epochs_of(seed=1, ppo_epochs=2, size=5) != epochs_of(seed=2, ppo_epochs=2, size=5)
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_whitened_by_hand() -> None:
-    # Advantages 5/2, 5/2, -4 (see test_experience.py) are in units of their deviation about their
-    # mean (1/sqrt 2, 1/sqrt 2, -sqrt 2). What stands on padding is not read.
-    config = ppo_config(gae_lambda=1.0, whiten_advantages="minibatch",
-                        missing_eos="subtract", missing_eos_penalty=2.0)  # fmt: skip
-    rollout, scores = by_hand()
-    experience = make(rollout, scores, config, 0.5)
-    assert experience.advantages.tolist() == [[2.5, 2.5], [-4, 0]]
-    filled = experience.advantages.masked_fill(torch.tensor([[F, F], [F, T]]), NAN)
-    found = whitened(replace(experience, advantages=filled))
-    half = 0.5**0.5
-    expected = torch.tensor([[half, half], [-2 * half, 0.0]], dtype=torch.float64)
-    close(found.advantages, expected, rtol=1e-8)
-    assert experience.advantages.tolist() == [[2.5, 2.5], [-4, 0]]

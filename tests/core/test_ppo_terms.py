@@ -126,22 +126,6 @@ def test_policy_and_critic_apart_add_up_to_both_together() -> None:
         torch.testing.assert_close(found.double(), expected.double())
 
 
-def test_the_shares_of_micro_batches_add_up() -> None:
-    whole, real = terms(config()), MASK.sum()
-    rows = [(slice(0, 1), slice(0, 2)), (slice(1, 2), slice(2, 3))]
-    shares = []
-    for row, tokens in rows:
-        part = experience().select(row)
-        outputs = PolicyOutputs(**{k: x[tokens] for k, x in vars(OUTPUTS).items()})
-        shares.append(ppo_terms(
-            part, WEIGHTS[row], real, config(), kl_coef=2.0, policy=outputs,
-            policy_losses=losses(outputs, part, config()), values=VALUES[tokens],
-        ))  # fmt: skip
-    total = sum_terms(shares)
-    for field in fields(PPOTerms):
-        torch.testing.assert_close(getattr(total, field.name), getattr(whole, field.name))
-
-
 def test_only_the_loss_has_a_gradient() -> None:
     logprobs, values = OUTPUTS.logprobs.clone().requires_grad_(), VALUES.clone().requires_grad_()
     found = terms(config(), policy=replace(OUTPUTS, logprobs=logprobs), values=values)
@@ -202,18 +186,6 @@ def slow_mean(losses: Tensor, lengths: tuple[int, ...], reduction: Reduction) ->
 def test_weights_by_hand(reduction: Reduction, expected: list[list[float]]) -> None:
     mask = torch.tensor([[T, T, T], [T, F, F]])
     close(weights(mask, reduction), torch.tensor(expected), rtol=1e-6)
-
-
-@drawn
-@given(ragged())
-def test_what_the_weights_sum_to(batch: Ragged) -> None:
-    """1 in all, or the share of the room that is filled; each response's mean counts the same."""
-    one, count = torch.tensor(1.0), len(batch.lengths)
-    close(weights(batch.mask, "token_mean").sum(), one, **FP32)
-    share = sum(batch.lengths) / (count * ROOM)
-    close(weights(batch.mask, "constant").sum(), share * one, **FP32)
-    rows = weights(batch.mask, "sequence_mean").sum(dim=1)
-    close(rows, torch.full_like(rows, 1 / count), **FP32)
 
 
 @drawn

@@ -21,7 +21,6 @@ from lightning_rlhf.core.validation import (
     build,
     check_value,
     described,
-    refuse_unknown,
     rule,
 )
 
@@ -119,9 +118,3 @@ def test_text_that_can_name_a_file_and_text_that_cannot() -> None:
     for found in (" ", "a\n", "\ud800", "é" * 128, "a/" * 2048, 5):
         with pytest.raises(ConfigError, match=r"^a\.b is .*; allowed: text$"):
             check_value("a.b", found, Text)
-
-
-def test_keys_that_nothing_reads() -> None:
-    refuse_unknown({"seed": 1}, {"seed", "run"}, "")
-    with pytest.raises(ConfigError, match=r"^sed is not a known key; did you mean seed\?$"):
-        refuse_unknown({"seed": 1, "sed": 1}, {"seed", "run"}, "")

@@ -1,7 +1,5 @@
 """Tokenizers in which every ASCII character is one token, so that lengths can be read off."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Batches: their order, which an interrupted run resumes, and their padding and masks."""
 
-from __future__ import annotations
-
 import contextlib
 from array import array
 from dataclasses import replace
@@ -177,14 +175,6 @@ def test_validation_goes_from_long_to_short() -> None:
     # Lengths 1 2 3 4 1, in batches of 2.
     module = fit(Recorder(3), stage_data(batches=3))
     assert module.validated == [[4, 3], [2, 1], [1]]
-
-
-def test_loading_batches_draws_no_random_number_of_the_run() -> None:
-    data = stage_data()
-    before = torch.get_rng_state()
-    for loader in (data.train_dataloader(), data.val_dataloader()):
-        assert len(list(loader)) > 0
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def schedule(

@@ -1,7 +1,5 @@
 """Messages to tokens, and what is learned of a prompt with data.train_on=all, by hand."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Rows in the true forms of well-known data sets, and rows that cannot be used, by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """Whatever a file holds becomes rows or one DataError."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

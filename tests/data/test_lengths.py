@@ -4,8 +4,6 @@ writes `[user]Hi<|eot|>[assistant]` after a bos, so a lone user message of n cha
 of 1 + 6 + n + 1 + 11 = n + 19 tokens, and a response of n characters is n + 1 tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Files and tables of every kind: their rows, the numbers of these, and what an error names."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

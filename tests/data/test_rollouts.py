@@ -1,7 +1,5 @@
 """A recorded iteration comes back from its file bit for bit, or not at all."""
 
-from __future__ import annotations
-
 from io import BytesIO
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Sources of a stage, held-out prompts, and the bounds of the configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

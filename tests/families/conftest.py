@@ -1,7 +1,5 @@
 """Small checkpoints of the families that the presets name, and a few rows of data."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """Every family from a folder through sft, rm and ppo, and back into the ecosystem's own code."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -26,7 +24,7 @@ from lightning_rlhf.models.roles import Roles
 
 from ..models.conftest import build_config
 
-FAMILIES = {"qwen3.5": "full", "qwen3.5-multimodal": "lora", "qwen3": "lora", "llama": "full"}
+FAMILIES = {"qwen3.5-multimodal": "lora", "qwen3": "lora", "llama": "full"}
 STAGES = ("sft", "rm", "ppo")
 VOCABULARY = 1757
 PROBE = (torch.arange(1, 17) * 7919 % VOCABULARY)[None]

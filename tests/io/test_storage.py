@@ -1,7 +1,5 @@
 """What is written whole is there whole, or not at all; a full disk says so."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil
@@ -16,13 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from lightning_rlhf.core.errors import CheckpointError, StorageError
-from lightning_rlhf.io.storage import (
-    WRITTEN,
-    Kind,
-    full_disk_told,
-    read_text,
-    written_whole,
-)
+from lightning_rlhf.io.storage import WRITTEN, Kind, full_disk_told, read_text, written_whole
 
 
 def test_a_folder_keeps_what_it_did_not_write(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Functions, classes and other objects that the configuration names, and paths that are missing."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

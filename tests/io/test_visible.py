@@ -1,7 +1,5 @@
 """Foreign text is shown as what it is, and obeyed by no terminal."""
 
-from __future__ import annotations
-
 import json
 import sys
 

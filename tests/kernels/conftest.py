@@ -1,7 +1,5 @@
 """The small models of tests/models, one thread."""
 
-from __future__ import annotations
-
 from ..models.conftest import LORA as LORA
 from ..models.conftest import VOCABULARY as VOCABULARY
 from ..models.conftest import _calm as _calm

@@ -1,7 +1,5 @@
 """The gradient of attention in 16 bits on a CPU."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,7 +1,5 @@
 """A step by one token says what the model's own layers say of it."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -149,7 +147,7 @@ def test_generation_steps_by_it(make_prompts: Any) -> None:
     with step_patch as step, made_patch as made:
         params = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=(VOCABULARY,))
         sampler = NativeSampler(build("qwen3"), params)
-        sampler.sample(prompts, 1, torch.Generator().manual_seed(0))
+        sampler.sample(prompts, 1, torch.Generator().manual_seed(0), torch.arange(len(prompts)))
     assert step.call_count == 4 + 1
     assert made.call_count == 1
 

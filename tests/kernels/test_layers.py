@@ -1,7 +1,5 @@
 """Our layers say and learn what those of transformers say and learn."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -93,26 +91,10 @@ def test_hidden_states_and_gradients_are_those_of_transformers(
     assert relative(gradient, expected_gradient) <= 1e-5
 
 
-@pytest.mark.parametrize(("length", "size"), [(1, 1), (41, 21), (300, 38)])
-def test_the_delta_rule_reads_equal_chunks(length: int, size: int) -> None:
-    """The fewest chunks of at most 40 tokens; the last is filled up by less than their number."""
-    roles, name = a_policy("qwen3_5_text"), "torch_chunk_gated_delta_rule"
-    rule = getattr(modeling_qwen3_5, name)
-    with patch.object(modeling_qwen3_5, name, wraps=rule) as asked, torch.no_grad():
-        roles.hidden(torch.ones(1, length, dtype=torch.long))
-    assert {call.kwargs["chunk_size"] for call in asked.call_args_list} == {size}
-
-
-def fast_norm(kind: type[nn.Module], width: int) -> Any:
-    fast = fast_class(kind)
-    assert fast is not None
-    return fast(width)
-
-
 def a_norm(kind: type[nn.Module], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """Ours and the library's, with the same frozen weights."""
     generator = torch.Generator().manual_seed(0)
-    pair = fast_norm(kind, WIDTH), kind(WIDTH)
+    pair = fast_class(kind)(WIDTH), kind(WIDTH)
     weight = torch.randn(WIDTH, generator=generator)
     for norm in pair:
         norm.requires_grad_(False).weight.copy_(weight)

@@ -1,7 +1,5 @@
 """Adapters added in place, or merged into the weights, say and learn what PEFT's forward does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -147,18 +145,6 @@ def test_hidden_states_and_gradients_are_those_of_peft(
         torch.testing.assert_close(
             gradient, plain_gradients[name], rtol=0, atol=1e-5 * scale, msg=name
         )
-
-
-@pytest.mark.parametrize(("tokens", "merged"), [(19, False), (20, True)])
-def test_many_tokens_are_multiplied_with_the_sum(
-    tokens: int, merged: bool, folds: list[torch.Size]
-) -> None:
-    """16 x 24 numbers of W cost what 9.6 tokens of 16 and 24 do: from twice as many on it pays."""
-    roles = a_policy()
-    roles.set_role(POLICY)
-    layer = next(layer for layer in quick_layers(roles) if layer.out_features == 24)
-    layer(torch.zeros(1, tokens, 16))
-    assert folds == [(1, tokens, 16)] * merged
 
 
 def test_under_autocast_they_are_as_near_to_the_truth_as_those_of_peft(

@@ -1,7 +1,5 @@
 """What is computed of wanted positions alone is what the whole computation says there."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -10,7 +8,6 @@ from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 from lightning_rlhf.kernels import decoder
-from lightning_rlhf.kernels.decoder import gather_rows, scatter_rows
 from lightning_rlhf.models.config import CRITIC, POLICY, LoRASettings
 from lightning_rlhf.models.roles import Roles
 
@@ -139,23 +136,6 @@ def test_products_that_are_compiled_for_a_shape_have_few(
     with torch.no_grad():
         truth = exact.hidden(tokens)[mask]
     assert relative(found.double(), truth) <= max(1e-5, 1.2 * relative(plain.double(), truth))
-
-
-def test_rows_are_taken_from_their_places_and_put_there() -> None:
-    """Rows 2 and 0 of four: gradients go the way back, and places without a row have none."""
-    places = torch.tensor([2, 0])
-    x = torch.tensor([[1.0], [2.0], [3.0], [4.0]], requires_grad=True)
-    two = gather_rows(x, places)
-    assert two.tolist() == [[3.0], [1.0]]
-    two.backward(torch.tensor([[5.0], [6.0]]))
-    assert x.grad is not None
-    assert x.grad.tolist() == [[6.0], [0.0], [5.0], [0.0]]
-    y = torch.tensor([[7.0], [8.0]], requires_grad=True)
-    four = scatter_rows(y, places, 4)
-    assert four.tolist() == [[8.0], [0.0], [7.0], [0.0]]
-    four.backward(torch.tensor([[1.0], [2.0], [3.0], [4.0]]))
-    assert y.grad is not None
-    assert y.grad.tolist() == [[3.0], [1.0]]
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text"])

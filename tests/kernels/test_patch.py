@@ -1,7 +1,5 @@
 """The switch: which layers a model gets, and that it gets its own back where ours do not fit."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -57,7 +55,9 @@ def test_plain_is_the_libraries_own_layers_from_end_to_end(family: str, make_pro
             "torch", "transformers", "peft",
         }  # fmt: skip
     prompts: Prompts = make_prompts([7, 8, 9], [13])
-    rollout = NativeSampler(roles, PARAMS).sample(prompts, 1, torch.Generator().manual_seed(0))
+    rollout = NativeSampler(roles, PARAMS).sample(
+        prompts, 1, torch.Generator().manual_seed(0), torch.arange(len(prompts))
+    )
     assert rollout.response_mask.all()
     assert not is_fast(roles)
 

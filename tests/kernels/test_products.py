@@ -1,7 +1,5 @@
 """Which library multiplies, what it says, and which products are compiled for their shapes."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -58,11 +56,6 @@ def three_layers(bias: bool, adapted: bool) -> list[nn.Module]:
     return [three.a, three.b, three.c]  # type: ignore[list-item]
 
 
-def expected(of: list[nn.Module], x: Tensor) -> Tensor:
-    """Layer by layer, in float64."""
-    return torch.cat([layer.double()(x.double()) for layer in of], dim=1).float()
-
-
 @LAYOUTS
 @pytest.mark.parametrize(("rows", "adapted", "bias"), [
     (1, True, True), (40, True, False), (40, False, True), (1, False, False),
@@ -77,7 +70,7 @@ def test_it_is_the_layers_side_by_side(
     assert joint.weight.packed == (smallest == 0)
     x, onto = torch.randn(rows, 16), torch.randn(rows, 57)
     before = x.clone(), onto.clone()
-    side_by_side = expected(of, x)
+    side_by_side = torch.cat([layer.double()(x.double()) for layer in of], dim=1).float()
     torch.testing.assert_close(joint(x), side_by_side, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(joint(x, onto=onto), onto + side_by_side, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(one(x), side_by_side[:, :12], rtol=1e-5, atol=1e-5)

@@ -1,7 +1,5 @@
 """Sequence classifiers of random weights, whose tokenizer has one token a word."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

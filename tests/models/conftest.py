@@ -1,7 +1,5 @@
 """Models of some ten thousand random weights, in the architectures that the presets name."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

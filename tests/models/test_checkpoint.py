@@ -1,7 +1,5 @@
 """The final/ folder: what one stage writes is what the next reads, or is refused."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import socket
@@ -20,7 +18,6 @@ from lightning_rlhf.models.build_roles import (
     add_policy,
     attach_reward,
     check_fingerprint,
-    load_head,
     start_from,
 )
 from lightning_rlhf.models.checkpoint import Final, find
@@ -29,7 +26,7 @@ from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.stages.final import write_final
 
-from .conftest import LORA, PROBE, build_config, build_manifest, build_model, randomise
+from .conftest import PROBE, build_config, build_manifest, build_model, randomise
 
 
 def copy(final: Final, to: Path) -> Final:
@@ -93,31 +90,6 @@ def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
         check(lineage.sft, "below", plain_logits(base))
 
 
-def test_weights_and_heads_come_back_bit_for_bit(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
-    roles = Roles(build_model("qwen3"))
-    roles.add_adapter(POLICY, LORA)
-    roles.heads[VALUE] = ScalarHeads(roles.hidden_size, 1)
-    randomise(roles, POLICY, 1)
-    with torch.no_grad():
-        roles.heads[VALUE].linear.weight.normal_()
-        roles.heads[VALUE].linear.bias.fill_(0.25)
-    write_final(tmp_path / "final", roles, POLICY, tokenizer, build_manifest("ppo"), VALUE)
-    final = find(str(tmp_path / "final"), "policy.checkpoint")
-    again = Roles(build_model("qwen3"))
-    again.load_adapter(POLICY, final.path, trainable=False)
-    ours = {n: p for n, p in roles.named_parameters() if "lora_" in n}
-    theirs = {n: p for n, p in again.named_parameters() if "lora_" in n}
-    assert set(ours) == set(theirs)
-    assert all(torch.equal(theirs[name], ours[name]) for name in ours)
-    assert not any(p.requires_grad for p in again.parameters())
-    head = load_head(final, VALUE, roles.hidden_size)
-    assert torch.equal(head.linear.weight, roles.heads[VALUE].linear.weight)
-    assert head.linear.bias.tolist() == [0.25]
-    assert not any(p.requires_grad for p in head.parameters())
-
-
 def test_writing_an_adapter_does_not_ask_the_hub(
     adapters: Any,
     tmp_path: Path,
@@ -144,36 +116,6 @@ def test_writing_an_adapter_does_not_ask_the_hub(
     write_final(tmp_path / "final", roles, POLICY, tokenizer, manifest, VALUE)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
     assert asked == []
-
-
-def test_writing_keeps_no_half_of_a_folder_and_the_files_of_the_user(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "run" / "final"
-    roles = Roles(build_model("llama"))
-    roles.assign(SFT)
-
-    def cut_off(*args: Any, **kwargs: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
-    assert not folder.exists()
-
-    write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
-    (folder / "notes.txt").write_text("of the user")
-    with monkeypatch.context() as patched:
-        patched.setattr("lightning_rlhf.stages.final.save_file", cut_off)
-        with pytest.raises(KeyboardInterrupt):
-            write_final(folder, roles, SFT, tokenizer, build_manifest("sft"), None)
-    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft")
-
-    write_final(folder, roles, SFT, tokenizer, build_manifest("sft", base="other"), None)
-    assert find(str(folder), "policy.checkpoint").manifest == build_manifest("sft", base="other")
-    assert (folder / "notes.txt").read_text() == "of the user"
-    assert [path.name for path in folder.parent.iterdir()] == ["final"]
 
 
 # Refused as a reward

@@ -4,8 +4,6 @@ What is expected is what transformers' own model says of one text at a time, who
 written here word for word.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A malformed manifest.json or adapter_config.json is loaded, or is one CheckpointError."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One base, several roles: who sees which adapters, and what can be trained."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -23,8 +21,7 @@ from lightning_rlhf.models.build_roles import (
     start_from,
 )
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, LoRASettings
-from lightning_rlhf.models.roles import Roles, trainable_names
-from lightning_rlhf.stages.final import adapter_to_export
+from lightning_rlhf.models.roles import Roles
 
 from .conftest import build_model, randomise
 
@@ -138,39 +135,6 @@ def test_acting_restores_the_role_after_an_exception_and_when_nested(
         assert torch.equal(roles.hidden(tokens), as_policy)
 
 
-def test_switching_roles_keeps_exactly_the_policy_trainable(lineage: Any, tokens: Tensor) -> None:
-    roles = load(lineage)
-    adapter = [n for n, _ in roles.named_parameters() if "lora_" in n and ".policy." in n]
-    head = ["heads.value.linear.weight", "heads.value.linear.bias"]
-    # all-linear, two matrices each: q k v o gate up down in a layer of full attention,
-    # in_proj_qkv in_proj_z in_proj_a in_proj_b out_proj gate up down in one of linear attention.
-    layers = roles.causal_lm.config.layer_types
-    assert len(adapter) == sum(2 * (8 if "linear" in kind else 7) for kind in layers)
-    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
-    for role in (REFERENCE, REWARD, BASE, POLICY):
-        with roles.use_role(role):
-            assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
-        roles.set_role(role)
-    assert sorted(trainable_names(roles)) == sorted([*adapter, *head])
-
-
-def test_gradients_reach_every_matrix_of_the_policy_and_nothing_else(
-    lineage: Any, tokens: Tensor
-) -> None:
-    roles = load(lineage)
-    randomise(roles, POLICY, 11)
-    with roles.use_role(REFERENCE), torch.no_grad():
-        roles.hidden(tokens)
-    with roles.use_role(POLICY):
-        roles.head(roles.hidden(tokens)).square().mean().backward()
-    for name, parameter in roles.named_parameters():
-        if ".policy." in name:
-            assert parameter.grad is not None, name
-            assert parameter.grad.abs().max() > 0, name
-        else:
-            assert parameter.grad is None, name
-
-
 # gpt2 has learned positions: unlike rotary ones, they show a row that was shifted as a whole.
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "gpt2"])
 @torch.no_grad()
@@ -190,18 +154,6 @@ def test_padding_behind_changes_no_hidden_state_and_on_either_side_no_reward(
             torch.testing.assert_close(roles.reward(padded, mask), reward, atol=1e-5, rtol=0)
         behind = roles.hidden(F.pad(row[None], (0, 3), value=1))[0, : len(row)]
         torch.testing.assert_close(behind, alone, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
-def test_padding_may_differ_by_row(tokens: Tensor) -> None:
-    roles = Roles(build_model("qwen3_5_text"))
-    random_reward(roles, REWARD, torch.Generator().manual_seed(0))
-    mask = torch.arange(9) < torch.tensor([9, 4, 6])[:, None]
-    rows = [row[real][None] for row, real in zip(tokens, mask, strict=True)]
-    alone = torch.cat([roles.reward(row, torch.ones_like(row).bool()) for row in rows])
-    left = torch.stack([row.roll(9 - int(n)) for row, n in zip(tokens, mask.sum(1), strict=True)])
-    for padded, real in ((tokens, mask), (left, mask.flip(1))):
-        torch.testing.assert_close(roles.reward(padded, real), alone, atol=1e-5, rtol=0)
 
 
 def test_a_model_that_changes_its_logits_after_the_output_layer_is_refused() -> None:
@@ -260,6 +212,6 @@ def test_the_same_adapters_learn_whatever_is_added_played_and_exported(
     assert torch.equal(said[REFERENCE], said[CRITIC])
     assert not torch.equal(said[REFERENCE], said[POLICY])
     assert not torch.equal(said[REFERENCE], said[BASE])
-    with adapter_to_export(roles, POLICY):
+    with roles.stacked(POLICY):
         pass
     assert learned(roles) == {POLICY, CRITIC}

@@ -1,7 +1,5 @@
 """A reward model as AutoModelForSequenceClassification and so every other program loads it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import shutil

@@ -1,7 +1,5 @@
 """Tiny models with random weights, in the roles of each stage, and a silent Trainer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
@@ -115,19 +114,29 @@ def sft_roles(architecture: str, spread: float = 0.2) -> Roles:
     return roles
 
 
-@cache
-def ready(architecture: str, spread: float, reward: Path, use_kernels: object) -> Roles:
-    """The base with a frozen reward and a new policy. To be copied.
-
-    use_kernels: what chooses its layers, which a test may replace.
-    """
-    roles = Roles(language_model(architecture, spread=spread))
-    roles.heads[REWARD] = ScalarHeads.random(
-        roles.hidden_size, 1, torch.Generator().manual_seed(2)
-    ).requires_grad_(False)
-    roles.load_adapter(REWARD, reward, trainable=False)
-    roles.add_adapter(POLICY, LORA, 3)
+def with_policy(base: Roles, model: PreTrainedModel, finetune: str) -> Roles:
+    """A new policy: an adapter on the base, or the model, beside the frozen base."""
+    if finetune == "lora":
+        base.add_adapter(POLICY, LORA, 3)
+        return base
+    roles = Roles(model.requires_grad_(True))
+    roles.frozen = base
+    roles.assign(POLICY)
     return roles
+
+
+@cache
+def ready(
+    architecture: str, spread: float, reward: Path, finetune: str, use_kernels: object
+) -> tuple[Roles, Roles]:
+    """The base with a frozen reward, and the roles of a new policy, to be copied. `use_kernels`
+    chooses their layers."""
+    base = Roles(language_model(architecture, spread=spread))
+    base.heads[REWARD] = ScalarHeads.random(
+        base.hidden_size, 1, torch.Generator().manual_seed(2)
+    ).requires_grad_(False)
+    base.load_adapter(REWARD, reward, trainable=False)
+    return base, with_policy(base, language_model(architecture, spread=spread), finetune)
 
 
 def rm_roles(architecture: str) -> Roles:
@@ -154,7 +163,8 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     if kind == "head":
         role = POLICY
     elif kind == "adapter":
-        roles.add_adapter(CRITIC, LORA, 5)
+        owner = roles.reference
+        owner.add_adapter(CRITIC, LORA, 5)
     else:
         owner = Roles(language_model(architecture).requires_grad_(True))
         owner.assign(CRITIC)
@@ -163,7 +173,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
 
 
 CHAT = SimpleNamespace(
-    end_token_ids=END, stop_at=lambda texts: None, decode_response=lambda tokens: str(tokens)
+    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens)
 )
 """All that PPO asks of a chat format where no text ends a response."""
 
@@ -181,13 +191,14 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
         fresh: bool = False,
         **changes: Any,
     ) -> PPOModule:
-        config, folder = ppo_config(**changes), reward_adapters[architecture]
-        roles = copy.deepcopy(ready(architecture, spread, folder, patch.use_kernels))
+        config = ppo_config(**changes)
+        place = reward_adapters[architecture], config.finetune, patch.use_kernels
+        base, roles = copy.deepcopy(ready(architecture, spread, *place))
         critic = add_critic(roles, architecture, config.critic) if config.has_critic else None
         batch_size = MicrobatchSize("ppo.microbatch_size", config.microbatch_size)
-        learned = LearnedReward(roles.rewards, 0.1, 0.5, 0.0, batch_size)
+        learned = LearnedReward(base.rewards, 0.1, 0.5, 0.0, batch_size)
         if not fresh:
-            shake(roles, f".{POLICY}.", seed=3)
+            shake(roles.causal_lm, f".{POLICY}." if roles is base else "model.", seed=3)
             if critic is not None:
                 shake(critic.roles, f"heads.{VALUE}.", seed=4)
                 shake(critic.roles, f".{CRITIC}.", seed=5)
@@ -276,7 +287,9 @@ def grads(module: nn.Module) -> dict[str, Tensor]:
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone() for n, p in module.named_parameters()}
+    """Copies of all parameters, whole where processes share them."""
+    found = ((name, p.detach()) for name, p in module.named_parameters())
+    return {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in found}
 
 
 def changed(before: dict[str, Tensor], after: dict[str, Tensor]) -> set[str]:

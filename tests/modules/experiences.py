@@ -1,7 +1,5 @@
 """What PPO learns from on the tiny models, and what one update of it does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

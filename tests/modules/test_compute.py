@@ -1,7 +1,5 @@
 """Operations by the standard formula against torch's counter, and by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -148,11 +146,9 @@ def prompts(rows: int = 4) -> Prompts:
     "changes",
     [
         {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2},
-        {"advantage": "grpo", "samples_per_prompt": 2, "minibatch_size": 2, "microbatch_size": 2,
-         "kl_estimator": "full", "kl_in": "loss"},
         {"critic": "model", "kl_estimator": "full", "kl_in": "reward", "critic_warmup": 1},
     ],
-    ids=["adapter critic", "groups, full KL loss", "whole critic, full KL reward, warm-up"],
+    ids=["adapter critic", "whole critic, full KL reward, warm-up"],
 )  # fmt: skip
 def test_each_phase_of_ppo_is_counted(changes: dict[str, Any], make: Any, counted: Any) -> None:
     module, outputs = make(**changes), conftest.Outputs()

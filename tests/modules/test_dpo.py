@@ -26,6 +26,7 @@ from .conftest import (
     same_direction,
     sft_roles,
     shake,
+    with_policy,
 )
 from .test_reward import CHOSEN, REJECTED, pad_to
 
@@ -67,7 +68,7 @@ def dpo_roles(architecture: str, *, trained: bool = True) -> Roles:
 
 def slow_logprobs(roles: Roles, role: str, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Row by row without padding, from all logits in float64: the sum over the response."""
-    found = []
+    found, roles = [], roles.reference if role == REFERENCE else roles
     with roles.use_role(role):
         for row, length in enumerate(lengths):
             logits = roles.causal_lm(input_ids=tokens[row, :length][None]).logits[0].double()
@@ -142,11 +143,10 @@ def test_padding_changes_nothing(architecture: str) -> None:
     assert torch.equal(wide.chosen_tokens, narrow.chosen_tokens)
 
 
-def test_it_learns_to_prefer_the_chosen_side() -> None:
-    module = DPOModule(
-        Roles(language_model("qwen3")), dpo_config(lr=1e-2, beta=0.3, microbatch_size=6)
-    )
-    module.roles.add_adapter(POLICY, LORA, 3)
+@pytest.mark.parametrize(("finetune", "lr"), [("lora", 1e-2), ("full", 1e-3)])
+def test_it_learns_to_prefer_the_chosen_side(finetune: str, lr: float) -> None:
+    roles = with_policy(Roles(language_model("qwen3")), language_model("qwen3"), finetune)
+    module = DPOModule(roles, dpo_config(lr=lr, beta=0.3, microbatch_size=6))
     outputs = Outputs()
     fit(module, [preferences()] * 15, [outputs])
     first, last = outputs.steps[0], outputs.steps[-1]

@@ -1,7 +1,5 @@
 """The headline metrics reach Lightning without a callback of ours, and never twice."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

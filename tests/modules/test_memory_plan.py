@@ -1,44 +1,38 @@
 """The memory plan: its arithmetic by hand, and beside what an update and a rollout really take."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.optim import AdamW8bit
 from torch import Tensor
+from torch.optim import AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lightning_rlhf.core import memory
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.build_roles import SAMPLING_BYTES
-from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.modules.optim import MuonAdamW
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import RewardModule, SFTModule
-from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.stages.memory_plan import Bytes, MemoryPlan, activation_numbers, plan_of
+from lightning_rlhf.stages.memory_plan import (
+    Bytes,
+    MemoryPlan,
+    activation_numbers,
+    choose_microbatch,
+    plan_of,
+)
 from lightning_rlhf.stages.preflight import of_memory
 
-from .conftest import (
-    CHAT,
-    LORA,
-    Outputs,
-    fit,
-    language_model,
-    ppo_config,
-    rm_config,
-    rm_roles,
-    sft_config,
-    sft_roles,
-)
+from .conftest import Outputs, fit, language_model, rm_config, rm_roles, sft_config, sft_roles
 
 CPU = torch.device("cpu")
 PROMPT = 40
@@ -83,7 +77,7 @@ def test_the_largest_micro_batch_divides_the_batch() -> None:
         (105, 4, None, "failed"),  # the rollout does not fit
     ):
         found = plan(device=device, rows=rows)
-        assert (found.largest, of_memory(found, "a key").verdict) == (largest, verdict)
+        assert (found.largest(), of_memory(found, "a key").verdict) == (largest, verdict)
 
 
 def linear_elements(layers: int = 2) -> int:
@@ -168,6 +162,52 @@ def test_processes_of_a_machine_divide_its_memory(
     assert found.device == allowed * loaded // 4
 
 
+@pytest.mark.parametrize(("fits", "of_others", "chosen"), [
+    (6, 6, 6), (5, 6, 3),  # 4 and 5 do not divide the 6 rows of a batch
+    (6, 2, 2),  # another process has less memory
+    (0, 6, 1),
+])  # fmt: skip
+def test_auto_is_the_largest_micro_batch_that_fits_in_every_process(
+    monkeypatch: pytest.MonkeyPatch, fits: int, of_others: int, chosen: int
+) -> None:
+    module = SFTModule(sft_roles("qwen3"), sft_config(microbatch_size="auto", batch_size=6))
+    assert module.microbatch.rows == 6
+    rows = data(DemonstrationTokens([1] * 5, [2] * 3))
+    trained = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    # Weights are counted as allowed; gradients and two moments are to come, and the rows, twice.
+    a_row = 8 * 4 * linear_elements() + 3 * 4 * 3 * 64
+    free = 3 * trained + 2 * fits * a_row
+    monkeypatch.setattr(memory, "available_memory", lambda _: free)
+    trainer = SimpleNamespace(devices=1, processes=1, precision="32-true")
+    settings = SimpleNamespace(config=module.config, trainer=trainer)
+    others = SimpleNamespace(largest=lambda number: max(number, -of_others))
+    ready: Any = SimpleNamespace(settings=settings, device=CPU, replicas=others, checkpoint=None)
+    choose_microbatch(ready, module, rows)
+    assert module.microbatch.rows == chosen
+    module.microbatch.rows, ready.checkpoint = 5, Path("a checkpoint, whose size it is")
+    choose_microbatch(ready, module, rows)
+    assert module.microbatch.rows == 5
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, AdamW8bit, MuonAdamW])
+def test_a_plan_has_the_moments_of_the_optimizer(optimizer: Any) -> None:
+    """Of all weights: matrices with less and more than 4096 numbers, an embedding, and vectors."""
+    roles = Roles(language_model("qwen3").requires_grad_(True))
+    roles.causal_lm.resize_token_embeddings(200)  # of width 32
+    module = SFTModule(roles, sft_config())
+    module.optimizer_class = partial(optimizer)
+    found = plan_memory(module, data(DemonstrationTokens([1] * 5, [2] * 3)), CPU)
+    made = module.build_optimizer([(1.0, module.parameters())], 4)["optimizer"]
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.step()
+    # Without numbers of one step, and tables that all moments share.
+    held = (
+        x for one in made.state.values() for n, x in one.items() if n[:4] not in ("step", "qmap")
+    )
+    assert sum(x.nbytes for x in held) == found.roles["base"].optimizer
+
+
 class Peak(TorchDispatchMode):
     """The largest number of bytes of the tensors that operations inside made and that live."""
 
@@ -194,11 +234,6 @@ class Peak(TorchDispatchMode):
 
     def forget(self, key: int) -> None:
         self.now -= self.sizes.pop(key)
-
-
-def same_length(rows: int = 8) -> Prompts:
-    tokens = torch.randint(9, 64, (rows, PROMPT), generator=torch.Generator().manual_seed(0))
-    return Prompts(tokens=tokens, mask=tokens > 0, index=torch.arange(rows))
 
 
 @pytest.mark.parametrize(("critic", "kernels"), [("head", "plain"), ("model", "fast")])
@@ -230,7 +265,9 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
 
     measured(module.collector, "roll_out")
     measured(module, "accumulate")
-    fit(module, [same_length()], [outputs := Outputs()])
+    tokens = torch.randint(9, 64, (8, PROMPT), generator=torch.Generator().manual_seed(0))
+    asked = Prompts(tokens=tokens, mask=tokens > 0, index=torch.arange(8))
+    fit(module, [asked], [outputs := Outputs()])
     assert outputs.steps[0].experience.response_mask.all()
     trained = sum(role.gradients for role in found.roles.values())
     update = found.update(4).total + trained
@@ -239,42 +276,6 @@ def test_a_plan_is_between_half_and_twice_of_what_is_used(
     moments = [x.nbytes for state in module.optimizers().state.values() for x in state.values()]
     steps = 4 * len(module.optimizers().state)
     assert sum(moments) == sum(role.optimizer for role in found.roles.values()) + steps
-
-
-@pytest.mark.parametrize(
-    ("dtype", "autocast", "copied_number"),
-    [(torch.float32, False, 2 * 4), (torch.bfloat16, True, 2)],
-)
-def test_a_rollout_plans_the_copies_of_weights_that_it_decodes_from(
-    dtype: torch.dtype, copied_number: int, *, autocast: bool
-) -> None:
-    """Linear layers of 6.5M numbers, and few rows and tokens: the copies are nearly all.
-
-    They are joined projections, in fp32 made of weights to which the adapters were added; under
-    autocast they are in bf16, whatever the weights are in.
-    copied_number: bytes of all copies of a number.
-    """
-    config = Qwen3Config(
-        vocab_size=64, hidden_size=256, intermediate_size=1024, num_hidden_layers=8,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, tie_word_embeddings=True,
-    )  # fmt: skip
-    roles = Roles(Qwen3ForCausalLM(config).to(dtype).eval().requires_grad_(False), "fast")
-    roles.add_adapter(POLICY, LORA, 3)
-    sizes = dict.fromkeys(("rollout_batch_size", "minibatch_size", "microbatch_size"), 2)
-    module = PPOModule(
-        roles, Reward.of(lambda decoded: torch.zeros(2)),
-        ppo_config(advantage="rloo", samples_per_prompt=2, **sizes), critic=None, seed=0,
-        chat=CHAT, prompts={"train": [{}], "val": [{}]},  # type: ignore[arg-type]
-    )  # fmt: skip
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        found = plan_memory(module, data(PromptTokens([1] * PROMPT, 0)), CPU).rollout
-        with Peak() as peak:
-            peak.sizes |= {x.untyped_storage()._cdata: 0 for x in roles.parameters()}
-            module.collector.sampler.sample(same_length(1), 2, torch.Generator().manual_seed(0))
-    # Of q 2 heads of 16, of k and v one each, of o two; gate, up and down.
-    copied = copied_number * 8 * 256 * (32 + 16 + 16 + 32 + 3 * 1024)
-    assert copied <= found.weights < 1.01 * copied
-    assert 0.8 < peak.most / found.total < 1.25
 
 
 def test_a_control_group_leaves_its_limit_less_what_is_used(tmp_path: Path) -> None:

@@ -1,12 +1,12 @@
 """The optimizer, its schedules and the one step that all stages take."""
 
-from __future__ import annotations
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_rlhf.modules.optim import lr_factor
+from lightning_rlhf.modules.optim import MuonAdamW, build_with, lr_factor
 from lightning_rlhf.modules.supervised import SFTModule
 
 from .conftest import sft_config, sft_roles, within_fit
@@ -64,12 +64,49 @@ def test_weight_decay_is_for_matrices_and_frozen_weights_are_left_out() -> None:
     assert isinstance(optimizer, torch.optim.AdamW)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.9)}
     assert {group["eps"] for group in optimizer.param_groups} == {1e-4}
+    for given in ({}, {"foreach": True}):  # torch refuses both
+        made = build_with(
+            partial(torch.optim.AdamW, **given), [*optimizer.param_groups], config, ()
+        )
+        assert made.defaults["fused"] == (not given)
     # Of a gradient of 0 a step leaves (1 - lr * decay) of a matrix, 0.85, and all of a bias.
     weight, bias = head.weight.detach().clone(), head.bias.detach().clone()
     head(torch.zeros(1, 2)).mul(0).sum().backward()
     optimizer.step()
     torch.testing.assert_close(head.weight.detach(), 0.85 * weight)
     assert torch.equal(head.bias.detach(), bias)
+
+
+def test_muon_moves_the_matrices_of_layers_and_adamw_all_others() -> None:
+    """Each as torch's own does, by the schedule that both share; embeddings are matrices too."""
+    decayed = {"lr": 0.1, "weight_decay": 0.3}
+    config = sft_config(**decayed, adam_beta2=0.9, adam_eps=1e-4, lr_schedule="linear")
+    models = [sft_roles("qwen3").requires_grad_(True) for _ in range(2)]
+    module = SFTModule(models[0], config)
+    module.optimizer_class = partial(MuonAdamW, momentum=0.8)
+    built = module.build_optimizer([(1.0, module.parameters())], 4)
+    named = list(models[1].named_parameters())
+    matrices = [p for name, p in named if ".layers." in name and p.ndim == 2]
+    rest = [
+        {"params": [p for name, p in named if "embed_tokens" in name], **decayed},
+        {"params": [p for _, p in named if p.ndim == 1], **decayed, "weight_decay": 0.0},
+    ]
+    assert len(matrices) + sum(len(group["params"]) for group in rest) == len(named)
+    theirs = (torch.optim.Muon([{"params": matrices, **decayed}], momentum=0.8),
+              torch.optim.AdamW(rest, betas=(0.9, 0.9), eps=1e-4, fused=True))  # fmt: skip
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        for pair in zip(*(model.parameters() for model in models), strict=True):
+            pair[0].grad = torch.randn(pair[0].shape, generator=generator)
+            pair[1].grad = pair[0].grad.clone()
+        for one in theirs:
+            for group in one.param_groups:
+                group["lr"] = 0.1 * (1 - step / 4)
+        for one in (built["optimizer"], *theirs):
+            one.step()
+        built["lr_scheduler"].step()
+    for ours, expected in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours, expected)
 
 
 def test_what_is_computed_in_fp32_has_a_gradient_in_fp32() -> None:

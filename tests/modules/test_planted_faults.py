@@ -1,7 +1,5 @@
 """Runs with a planted fault report it, and report it first."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -38,10 +36,7 @@ CASES = [
     ("kl_exploding", 2, {"lr": 1.0}),
     ("entropy_collapse", 3, {"temperature": 0.002}),
     ("responses_repeat", 5, {"temperature": 0.02}),
-    ("clip_fraction_zero", 10, {"clip_range": 0.99, "rollout_batch_size": 32}),
-    ("critic_worse", 20,
-     {"critic": "adapter", "value_lr_factor": 1e3, "clip_range_vf": None, "lr": 1e-3}),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("rule", "iterations", "fault"), CASES)

@@ -1,7 +1,5 @@
 """Iterations of PPO through a Trainer: what they touch, repeat, remember and learn."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,16 +55,6 @@ def test_evaluation_draws_the_same_each_time_and_changes_nothing(make_ppo: Make)
     assert not changed(before, parameters(module))
 
 
-def test_scores_do_not_depend_on_the_micro_batch(make_ppo: Make, architecture: str) -> None:
-    rollout, found = None, []
-    for size in (4, 1):
-        module = make_ppo(architecture, microbatch_size=size)
-        rollout = rollout or module.collector.roll_out(prompts(), module.generator(TRAINING, 0))
-        found.append(module.collector.score(module.collector.decode(rollout, "train")))
-    close(found[1].score, found[0].score)
-    close(found[1].ref_logprobs, found[0].ref_logprobs)
-
-
 def test_a_checkpoint_of_other_parameters_is_refused(make_ppo: Make) -> None:
     module = make_ppo()
     state = dict(module.state_dict())
@@ -97,7 +85,9 @@ def test_rows_go_through_the_model_in_order_of_their_length(make_ppo: Make) -> N
     module, shapes = make_ppo(max_response_tokens=1, critic="adapter"), []
     shuffled = prompts(width=8)
     shuffled = shuffled.select(torch.tensor([3, 0, 6, 1, 7, 4, 2, 5]))
-    sampled = module.collector.sampler.sample(shuffled, 1, module.generator(TRAINING, 0))
+    sampled = module.collector.sampler.sample(
+        shuffled, 1, module.generator(TRAINING, 0), torch.arange(len(shuffled))
+    )
     hidden_at = module.roles.hidden_at
 
     def spy(tokens: Tensor, wanted: Tensor) -> Tensor:
@@ -155,21 +145,6 @@ def test_it_runs_without_a_critic(make_ppo: Make, advantage: str) -> None:
         assert (first.ratio_mean - 1).abs() <= 1e-5
         assert last.approx_kl > 1e-7
         assert all(stats.value_loss == 0 for stats in step.updates)
-
-
-def test_responses_to_one_prompt_stand_in_a_row(make_ppo: Make) -> None:
-    module, outputs = make_ppo(advantage="rloo", samples_per_prompt=4), Outputs()
-    asked = prompts(2)
-    fit(module, [asked], [outputs])
-    experience = outputs.steps[0].experience
-    assert experience.index.tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    width = asked.tokens.shape[1]
-    for row in range(8):
-        assert torch.equal(experience.tokens[row, :width], asked.tokens[row // 4])
-        assert torch.equal(experience.mask[row, :width], asked.mask[row // 4])
-    said = {tuple(row[real].tolist()) for row, real in
-            zip(experience.responses, experience.response_mask, strict=True)}  # fmt: skip
-    assert len(said) > 4  # each is drawn by itself
 
 
 def test_a_response_is_compared_with_the_others_to_its_prompt(make_ppo: Make) -> None:

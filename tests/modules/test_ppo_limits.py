@@ -1,7 +1,5 @@
 """Limits that forbid an optimizer step: target_kl ends the epochs, max_ratio skips a minibatch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

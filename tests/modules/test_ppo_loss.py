@@ -1,7 +1,5 @@
 """What of the configuration reaches the loss: denominators, whitening and clips, by hand."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from typing import Any
 

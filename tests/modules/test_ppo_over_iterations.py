@@ -1,7 +1,5 @@
 """What one iteration hands to the next: the price of KL, and the moments of all scores."""
 
-from __future__ import annotations
-
 import statistics
 from io import BytesIO
 from typing import Any

@@ -1,7 +1,5 @@
 """Each check of the preflight passes on the modules of the stages, and fails on a planted fault."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_rlhf.core.errors import RewardError
-from lightning_rlhf.core.records import Prompts, SampledResponses
+from lightning_rlhf.core.records import SampledResponses
 from lightning_rlhf.data.batches import collate_demonstrations, collate_preferences, collate_prompts
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT, VALUE
@@ -23,6 +21,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import RewardModule, SFTModule
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import score
+from lightning_rlhf.rollout.sampler import Sampler
 from lightning_rlhf.stages.preflight import at_most, examine, of_models, relative, trainable
 
 from .conftest import (
@@ -121,14 +120,14 @@ def read_padding(monkeypatch: pytest.MonkeyPatch, *roles: str) -> None:
     monkeypatch.setattr(Roles, "hidden_at", sees)
 
 
-class Wrong:
+class Wrong(Sampler):
     """A sampler whose log-probabilities are those of twice the temperature, nearly."""
 
     def __init__(self, sampler: Any, *, is_exact: bool) -> None:
         self.sampler, self.is_exact = sampler, is_exact
 
-    def sample(self, prompts: Prompts, each: int, generator: Any) -> SampledResponses:
-        found = self.sampler.sample(prompts, each, generator)
+    def sample(self, *given: Any) -> SampledResponses:
+        found = self.sampler.sample(*given)
         return replace(found, logprobs=found.logprobs / 2)
 
 

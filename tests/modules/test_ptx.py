@@ -1,7 +1,5 @@
 """Demonstrations in the updates of PPO: their loss, gradient, order and operations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -77,22 +75,6 @@ def test_the_gradient_is_that_of_ppo_plus_that_of_the_demonstrations(
     assert (stats.ptx_loss, found.policy_loss) == (0.0, stats.policy_loss)
     norm = torch.stack([g.square().sum() for g in expected.values()]).sum().sqrt()
     close(found.grad_norm, norm)
-
-
-@pytest.mark.parametrize("microbatch_size", [1, 3])
-def test_micro_batches_make_the_update_of_the_batch(make_ppo: Make, microbatch_size: int) -> None:
-    """Of 1 to 8 targets each: a mean of their means would be another number."""
-    found = []
-    for size in (6, microbatch_size):
-        module = with_ptx(make_ppo, minibatch_size=6, rollout_batch_size=6, microbatch_size=size,
-                          ptx_batch_size=6)  # fmt: skip
-        experience = off_policy(module, rows=6)
-        stats = within_fit(module, lambda m=module, e=experience: update(m, e))
-        found.append((stats, grads(module)))
-    (whole, whole_grads), (parts, parts_grads) = found
-    same_direction(parts_grads, whole_grads)
-    close(parts.ptx_loss, whole.ptx_loss)
-    close(parts.loss, whole.loss)
 
 
 def test_each_update_has_a_batch_of_its_own_and_all_demonstrations_come_in_turn(

@@ -1,7 +1,5 @@
 """Bradley-Terry on pairs: which weights it reaches, and what it must not depend on."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

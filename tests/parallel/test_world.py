@@ -1,7 +1,5 @@
 """The place of a process, as the program that started it tells it."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

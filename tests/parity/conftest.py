@@ -1,7 +1,5 @@
 """How close is equal, and batches of uneven length. A missing peer is an error, never a skip."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 

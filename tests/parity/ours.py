@@ -1,7 +1,5 @@
 """Our side of an iteration of TRL: its settings in our configuration, its tensors in our code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,9 @@ def default_config(**changes: Any) -> PPOConfig:
     """What stage=ppo comes with."""
     stage = OmegaConf.to_container(OmegaConf.load(CONF / "stages/ppo.yaml"))
     advantage = OmegaConf.to_container(OmegaConf.load(CONF / "advantage/gae.yaml"))
-    return PPOConfig(**advantage | stage | {"stop_strings": (), "final": "last"} | changes)
+    return PPOConfig(
+        **advantage | stage | {"stop_strings": (), "final": "last", "lr": 1.0e-5} | changes
+    )
 
 
 def config_like(trl: Iteration, **changes: Any) -> PPOConfig:

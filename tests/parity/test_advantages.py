@@ -1,7 +1,5 @@
 """Advantages and returns against an iteration of TRL's trainer."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

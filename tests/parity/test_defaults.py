@@ -1,7 +1,5 @@
 """What a run has that names no value: TRL's PPOConfig and our stage=ppo."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Direct preference optimization against TRL's DPOTrainer: the same adapter on the same pairs."""
 
-from __future__ import annotations
-
 import tempfile
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +104,7 @@ def ours(like: Result, **changes: Any) -> tuple[Result, DPOScores]:
     """Our module on TRL's tokens, with TRL's adapter."""
     trainer = like.trainer
     stage = OmegaConf.to_container(OmegaConf.load(CONF / "stages/dpo.yaml"))
-    module_config = DPOConfig(**stage | {"final": "last", "beta": BETA} | changes)
+    module_config = DPOConfig(**stage | {"final": "last", "lr": 2.0e-5, "beta": BETA} | changes)
     roles = Roles(base())
     roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
     mine = trained(roles)

@@ -1,7 +1,5 @@
 """Losses and their gradients against the micro-batches of TRL's trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from trl.trainer.utils import selective_log_softmax

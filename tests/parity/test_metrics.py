@@ -3,8 +3,6 @@
 TRL averages over all B * T positions, ours over the N of them that are tokens: s = N / (B * T).
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

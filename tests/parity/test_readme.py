@@ -1,7 +1,5 @@
 """Every test that the table names is there, and every test is in the table."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

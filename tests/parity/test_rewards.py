@@ -1,7 +1,5 @@
 """From scores and log-probabilities to rewards, against an iteration of TRL's trainer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import LlamaForCausalLM
@@ -121,6 +119,7 @@ def test_without_a_stop_token_every_response_runs_to_full_length() -> None:
         Prompts(tokens=tokens.masked_fill(~mask, 0), mask=mask, index=torch.arange(BATCH)),
         1,
         torch.Generator().manual_seed(0),
+        torch.arange(BATCH),
     )
     is_eos = (rollout.responses == EOS) & rollout.response_mask
     assert torch.equal(is_eos.sum(dim=1), rollout.ended.long())

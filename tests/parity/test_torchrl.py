@@ -1,7 +1,5 @@
 """Advantages against torchrl's, on rows of uneven length that are done at their last token."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Whitening and its moments against TRL's functions."""
 
-from __future__ import annotations
-
 import math
 
 import torch

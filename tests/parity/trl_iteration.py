@@ -4,8 +4,6 @@ The trainer's arithmetic stands inside `PPOTrainer.train`, so it is run, not cal
 to its logger and to `accelerator.backward` is looked at from there, in the frame of `train`.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 import tempfile

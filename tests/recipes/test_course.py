@@ -1,7 +1,5 @@
 """The course's pairs of dialogues, and its judge of the last turn."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import re

@@ -1,7 +1,5 @@
 """The quickstart's world, data, judge and tokenizer."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

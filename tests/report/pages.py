@@ -1,7 +1,5 @@
 """A parser that checks a page as a browser would read it."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 
 VOID = {"meta", "br", "input", "img", "link", "hr", "wbr"}

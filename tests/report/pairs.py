@@ -1,7 +1,5 @@
 """Scored pairs, to be measured."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -30,16 +28,6 @@ def test_whole_clusters_are_drawn() -> None:
     np.testing.assert_allclose(counts / 2000, [0.25, 0.5, 0.25], atol=0.04)
 
 
-def test_clusters_alike_are_drawn_as_if_one_by_one() -> None:
-    # The slow, obvious bootstrap over 40 prompts, of which 30 are ranked right.
-    right = np.array([1.0] * 30 + [0.0] * 10)
-    fast = resampled_means(right, np.zeros(40, dtype=int), np.arange(40), seed=0)[:, 0]
-    generator = np.random.default_rng(1)
-    slow = right[generator.integers(0, 40, (2000, 40))].mean(1)
-    assert fast.mean() == pytest.approx(slow.mean(), abs=0.01)
-    assert fast.std() == pytest.approx(slow.std(), rel=0.1)
-
-
 def test_an_interval_needs_two_prompts_and_a_group_needs_pairs() -> None:
     right = np.array([1.0, 0.5, 0.0, 1.0])
     groups = group_accuracy(right, np.array([0, 0, 2, 2]), "abc", np.array([0, 0, 1, 2]), seed=0)
@@ -57,15 +45,6 @@ def test_equal_values_share_a_bin_wherever_they_stand() -> None:
     # Three quarters are one value: of four bins one is left for it and one for the rest.
     assert equal_mass(np.array([0.0] * 15 + [1, 2, 3, 4, 5]), 4).tolist() == [0] * 15 + [1] * 5
     assert np.bincount(equal_mass(np.arange(20.0), 10)).tolist() == [2] * 10
-
-
-def test_correlation_by_hand() -> None:
-    # Less their means: (0.5, -0.5, -2.5, 2.5) and (3, 1, -3, -1); products 1.5 - 0.5 + 7.5 - 2.5
-    # = 6, squares 13 and 20. Ranks (3, 2, 1, 4) and (4, 3, 1, 2): 1 - 6 * 6 / (4 * 15) = 0.4.
-    found = correlate(np.array([1.0, 0, -2, 3]), np.array([2.0, 0, -4, -2]))
-    assert found["pearson"] == pytest.approx(6 / 260**0.5, rel=1e-12)
-    assert found["spearman"] == pytest.approx(0.4, rel=1e-12)
-    assert found["points"] == 4
 
 
 def test_a_correlation_with_a_constant_or_of_two_points_is_undefined() -> None:

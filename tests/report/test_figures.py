@@ -1,7 +1,5 @@
 """Panels, and values far outside: the axis shows the others, the edge says where they are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +10,7 @@ from matplotlib.figure import Figure
 from lightning_rlhf.core.metrics import FAN, GOLD, METRICS, check_names
 from lightning_rlhf.report.curves import panel_for_each, ppo_panels
 from lightning_rlhf.report.estimates import inner_range
-from lightning_rlhf.report.figures import draw, draw_curves, draw_fitness, view
+from lightning_rlhf.report.figures import draw, draw_fitness, draw_plots, view
 from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
 from .pairs import measure, scored
@@ -85,10 +83,6 @@ def triangles(axes: Axes) -> list[tuple[str, float, float]]:
     return [(marker, float(x), float(y)) for marker, (x, y) in points]
 
 
-def written(axes: Axes) -> list[str]:
-    return [text.get_text() for text in axes.texts]
-
-
 def test_what_lies_far_outside_by_hand() -> None:
     # Of 0 to 9 and one more the middle are 1 to 9: span 8, so that 9 + 24 = 33 is the last inside.
     values = np.arange(10.0)
@@ -114,13 +108,14 @@ def test_limits_have_a_margin_and_a_logarithmic_axis_is_measured_in_its_own_scal
 def test_a_spike_of_a_curve_is_marked_at_the_edge(tmp_path: Path, drawn: dict[str, Figure]) -> None:
     losses = [float(k % 5) for k in range(40)]
     losses[20:22] = [1e6, float("inf")]
-    draw_curves(tmp_path, {"ppo_loss": (range(40), losses)}, JOB, "iteration", ppo_panels)
+    plots = [p.measured({"ppo_loss": (range(40), losses)}, "iteration") for p in ppo_panels([])]
+    draw_plots(tmp_path / "curves.png", JOB, plots)
     (axes,) = [a for a in drawn["curves.png"].axes if a.get_title(loc="left")[:4] == "Loss"]
     assert axes.get_ylim() == pytest.approx((-0.2, 4.2))  # 0 to 4, and 5% of it
     marks = sorted(triangles(axes))
     assert [(marker, x) for marker, x, _ in marks] == [("^", 20.0), ("^", 21.0)]
     assert [y for *_, y in marks] == pytest.approx([4.2, 4.2])
-    assert written(axes) == ["inf"]
+    assert [text.get_text() for text in axes.texts] == ["inf"]
 
 
 def test_a_picture_is_headed_by_the_runs_name_as_it_is(

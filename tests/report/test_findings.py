@@ -1,7 +1,5 @@
 """What a fitness report makes of its measurements: findings, the verdict and advice."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Sequence

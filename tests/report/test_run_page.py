@@ -1,7 +1,5 @@
 """Pages: well-formed, self-contained, text stays text, and the verdict follows from facts."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Sequence
@@ -57,7 +55,7 @@ def everywhere(text: str, number: int = 1) -> run_page.StageReport:
         "list": [text],
     }
     sections = [
-        (text, run_page.plots([drawn], text)),
+        (text, run_page.part("plots", [drawn], text)),
         ("", run_page.evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
         ("", Table(title=text, columns=[text], rows=[[text]], note=text).html()),
         ("", run_page.token_part([tokens], str(number))),

@@ -1,23 +1,16 @@
 """Numbers that describe texts, and percentages."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any
 
 import pytest
 
-from lightning_rlhf.callbacks.evaluation import distinct, win_rate
+from lightning_rlhf.callbacks.evaluation import distinct
 from lightning_rlhf.callbacks.metrics import perplexity
 from lightning_rlhf.core.kl import best_of_kl
 from lightning_rlhf.report.comparison import best_of, pass_at_k
 from lightning_rlhf.stages.supervised import unigram_perplexity
-
-
-def test_a_tie_is_half_a_win() -> None:
-    ours, theirs = ([{"score": score} for score in scores] for scores in ((2, 1, 1), (1, 1, 2)))
-    assert [win_rate([a], [b]) for a, b in zip(ours, theirs, strict=True)] == [1.0, 0.5, 0.0]
 
 
 def test_distinct_counts_ngrams_over_all_texts() -> None:

@@ -1,15 +1,17 @@
 """Models of some ten thousand random weights, and prompts of uneven lengths."""
 
-from __future__ import annotations
-
+import string
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
+from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY, VALUE, LoRASettings
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
@@ -36,7 +38,7 @@ def sample(
     value_head = changes.pop("value_head", roles.heads[VALUE])
     settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
     sampler = NativeSampler(roles, SamplingParams(**(settings | changes)), value_head)
-    return sampler.sample(prompts, samples_per_prompt, generator)
+    return sampler.sample(prompts, samples_per_prompt, generator, torch.arange(len(prompts)))
 
 
 @pytest.fixture(params=FAMILIES)
@@ -90,3 +92,25 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], None]:
         monkeypatch.setattr(torch, "rand", rand)
 
     return use
+
+
+@pytest.fixture(scope="module")
+def chat() -> ChatFormat:
+    """58 tokens of one letter or two, some of which overlap; the model knows 61."""
+    letters = list(string.ascii_lowercase)
+    pairs = ["ab", "xy", "ya", "bq", "he", "el", "lo", "za"]
+    words = ["<eos>", *letters, *string.ascii_uppercase[:23], *pairs]
+    tokenizer: Any = Tokenizer(models.BPE(
+        vocab={word: i for i, word in enumerate(words)}, merges=[(p[0], p[1]) for p in pairs]
+    ))  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    assert tokenizer.get_vocab_size() == 58
+    return ChatFormat(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"), {})
+
+
+@pytest.fixture
+def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
+    """Many prompts, so that every text is said by somebody."""
+    return make_prompts(*[[7 + i % 50, 3 + i % 40] for i in range(120)])

@@ -1,7 +1,5 @@
 """The scale of a reward: whose samples it is measured on, and what comes out."""
 
-from __future__ import annotations
-
 import statistics
 
 import pytest
@@ -37,7 +35,9 @@ def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None
     generator = torch.Generator().manual_seed(3)
     for rollout, part in zip(found, prompts.split(4), strict=True):
         with roles.use_role(REFERENCE):
-            expected = NativeSampler(roles, PARAMS).sample(part, 1, generator)
+            expected = NativeSampler(roles, PARAMS).sample(
+                part, 1, generator, torch.arange(len(part))
+            )
         assert torch.equal(rollout.tokens, expected.tokens)
         assert torch.equal(rollout.logprobs, expected.logprobs)
 

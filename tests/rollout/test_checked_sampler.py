@@ -1,7 +1,5 @@
 """A user's sampler that fails or returns what does not fit ends the run with one line."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.errors import LogitsError, RLHFError, SamplerError
+from lightning_rlhf.core.errors import ConfigError, LogitsError, RLHFError, SamplerError
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.rollout import collector
-from lightning_rlhf.rollout.collector import build_sampler
+from lightning_rlhf.rollout.collector import build_sampler, load_sampler
 from lightning_rlhf.rollout.sampler import CheckedSampler, SamplingParams
 
 NAME = "server.py:Server"
@@ -52,7 +50,7 @@ class Server:
 
 def sample(answer: Any) -> SampledResponses:
     sampler = CheckedSampler(Server(answer), NAME, max_response_tokens=3, vocab_size=10)
-    return sampler.sample(PROMPTS, 2, torch.Generator())
+    return sampler.sample(PROMPTS, 2, torch.Generator(), torch.arange(2))
 
 
 def changed(field: str, *at: int, to: float) -> SampledResponses:
@@ -60,6 +58,13 @@ def changed(field: str, *at: int, to: float) -> SampledResponses:
     tensor: Tensor = getattr(GOOD, field).clone()
     tensor[at] = to
     return replace(GOOD, **{field: tensor})
+
+
+def test_a_class_that_cannot_be_given_a_share_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    members = {"is_exact": True, "sample": lambda self, prompts, count, generator: None}
+    monkeypatch.setattr(collector, "load_object", lambda *_: type("Old", (), members))
+    with pytest.raises(ConfigError, match=r"ppo.rollout is 'old:Old', whose sample\(\) cannot be"):
+        load_sampler("old:Old")
 
 
 def with_response_mask(mask: Tensor) -> SampledResponses:
@@ -127,9 +132,9 @@ def test_a_user_s_sampler_is_wrapped_and_ours_are_not(monkeypatch: pytest.Monkey
     params = SamplingParams(max_response_tokens=3, temperature=1.0, end_token_ids=(4,))
     load: Callable[..., Any] = lambda *_: lambda roles, params: Server(None)  # noqa: E731
     monkeypatch.setattr(collector, "load_sampler", load)
-    for name in collector.OURS:
+    for name in ("native", "hf"):  # vllm is built by the stage
         assert not isinstance(build_sampler(name, roles, params, None), CheckedSampler)
     sampler = build_sampler(NAME, roles, params, None, key="own.rollout")
     assert sampler.is_exact is False
     with pytest.raises(RLHFError, match=f"^own.rollout is '{NAME}'"):
-        sampler.sample(PROMPTS, 1, torch.Generator())
+        sampler.sample(PROMPTS, 1, torch.Generator(), torch.arange(2))

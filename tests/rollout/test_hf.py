@@ -1,68 +1,62 @@
-"""Sampling by the library: the same record, from the same distribution."""
+"""Sampling by the library: the tokens of the native sampler."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from transformers import StoppingCriteria
 
-from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.core.records import Prompts, Rollout
+from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
-from lightning_rlhf.rollout.score import Critic, annotate
+from lightning_rlhf.rollout.native import NativeSampler
+from lightning_rlhf.rollout.sampler import BatchSampler, HFSampler, SamplingParams
 
-END = (1, 2, 3, 4, 5, 6)
+from .conftest import END
+
+SETTINGS: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
 
 
-def roll_out(roles: Roles, prompts: Prompts, **changes: Any) -> Rollout:
-    """Sampled and annotated."""
-    settings: dict[str, Any] = {"max_response_tokens": 24, "temperature": 0.7, "end_token_ids": END}
-    params, rows = SamplingParams(**(settings | changes)), MicrobatchSize("rows", 500)
-    options = {"is_exact": True, "temperature": params.temperature, "policy_rows": rows}
+def drawn(
+    kind: type[BatchSampler], roles: Roles, prompts: Prompts, share: list[int]
+) -> SampledResponses:
+    """Two responses to each prompt of a share, by the numbers of a whole batch."""
     with roles.use_role(POLICY):
         generator = torch.Generator().manual_seed(3)
-        sampled = HFSampler(roles, params).sample(prompts, 1, generator)
-        assert sampled.logprobs is None
-        return annotate(sampled, roles, Critic(roles, POLICY), batch_size=2, **options)
+        sampler = kind(roles, SamplingParams(**SETTINGS))
+        return sampler.sample(prompts, 2, generator, torch.tensor(share))
 
 
-def test_tokens_come_as_often_as_the_softmax_at_this_temperature_says(
-    roles: Roles, make_prompts: Callable[..., Prompts]
-) -> None:
-    """Within five standard deviations of a count, whatever the model's own settings say."""
-    roles.causal_lm.generation_config.top_k = 2
-    roles.causal_lm.generation_config.repetition_penalty = 3.0
-    n, temperature = 4000, 2
-    prompts = make_prompts([7, 8, 9]).repeat(n)
-    rollout = roll_out(roles, prompts, max_response_tokens=1, temperature=temperature)
-    with torch.no_grad(), roles.use_role(POLICY):
-        hidden = roles.hidden(torch.tensor([[7, 8, 9]]))[0, -1]
-        p = torch.softmax(roles.head(hidden) / temperature, dim=-1)
-    found = torch.bincount(rollout.responses[:, 0], minlength=61)
-    assert ((found - n * p).abs() <= 5 * (n * p * (1 - p)).sqrt() + 1).all()
-    torch.testing.assert_close(
-        rollout.logprobs[:, 0], p.log()[rollout.responses[:, 0]], atol=1e-5, rtol=0
+def test_the_library_gives_the_tokens_of_the_native_sampler(roles: Roles, prompts: Prompts) -> None:
+    """Whatever the model's own settings say, for a share of a batch too."""
+    own = roles.causal_lm.generation_config
+    own.top_k, own.repetition_penalty = 2, 3.0
+    found = drawn(HFSampler, roles, prompts, [*range(6)])
+    expected = drawn(NativeSampler, roles, prompts, [*range(6)])
+    assert torch.equal(found.response_mask, expected.response_mask)
+    assert torch.equal(found.ended, expected.ended)
+    assert torch.equal(
+        found.responses[found.response_mask], expected.responses[found.response_mask]
     )
-    assert roles.causal_lm.generation_config.top_k == 2
-
-
-class Even(StoppingCriteria):
-    """Stops behind an even token. Prompts, which are not its business, hold some too."""
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return input_ids[:, -1] % 2 == 0
+    assert found.ended.sum() > 0
+    assert found.logprobs is None
+    assert roles.causal_lm.generation_config is own
+    part, rows = drawn(HFSampler, roles, prompts, [1, 4]), torch.tensor([2, 3, 8, 9])
+    width = part.response_mask.shape[1]
+    assert torch.equal(part.response_mask, found.response_mask[rows, :width])
+    mask = part.response_mask
+    assert torch.equal(part.responses[mask], found.responses[rows, :width][mask])
 
 
 @pytest.mark.parametrize("roles", ["qwen3"], indirect=True)
-def test_what_stops_a_response_ends_it(roles: Roles, prompts: Prompts) -> None:
-    rollout = roll_out(roles, prompts, stop=Even(), end_token_ids=(1,))
-    for said, real in zip(rollout.responses, rollout.response_mask, strict=True):
-        tokens = said[real].tolist()
-        assert all(token % 2 for token in tokens[:-1])
-        assert tokens[-1] % 2 == 0 or tokens[-1] == 1
-    assert rollout.ended.all()
+def test_a_text_that_stops_a_response_ends_it(roles: Roles, crowd: Prompts, chat: Any) -> None:
+    """As in the native sampler, which decides it token by token."""
+    texts = {"stop_strings": ("x", "ab"), "tokenizer": chat.tokenizer}
+    params = SamplingParams(**(SETTINGS | texts | {"end_token_ids": chat.end_token_ids}))
+    share, generator = torch.arange(len(crowd)), torch.Generator()
+    found, expected = (
+        kind(roles, params).sample(crowd, 1, generator.manual_seed(3), share)
+        for kind in (HFSampler, NativeSampler)
+    )
+    assert torch.equal(found.response_mask, expected.response_mask)
+    assert torch.equal(found.ended, expected.ended)
+    assert 10 < found.ended.sum() < len(crowd)

@@ -1,7 +1,5 @@
 """Generation: what is recorded at sampling is what the model says when it is asked again."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
@@ -186,4 +184,4 @@ def test_a_policy_that_has_diverged_is_one_error(
         next(p for n, p in roles.named_parameters() if f".{POLICY}." in n).fill_(math.nan)
     params = SamplingParams(max_response_tokens=4, temperature=1.0, end_token_ids=END)
     with pytest.raises(TrainingError, match="NaN or infinite"), roles.use_role(POLICY):
-        sampler(roles, params).sample(prompts, 1, torch.Generator().manual_seed(3))
+        sampler(roles, params).sample(prompts, 1, torch.Generator(), torch.arange(6))

@@ -1,7 +1,5 @@
 """Inverse-CDF sampling against the definition."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -10,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.rollout.native import draw_tokens
+from lightning_rlhf.rollout.sampler import draw_tokens
 
 LARGEST = 1 - 2**-24
 """torch.rand's largest number in fp32."""
@@ -100,18 +98,6 @@ def test_it_says_the_log_probability_of_what_it_drew(size: int, seed: int) -> No
     tokens, logprobs = draw_tokens(logits, torch.rand(3, generator=generator))
     expected = torch.log_softmax(logits.double(), dim=-1)[torch.arange(3), tokens]
     torch.testing.assert_close(logprobs, expected.float(), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("size", [1, 9, 61])
-def test_evenly_spread_numbers_draw_every_token_as_often_as_it_is_likely(size: int) -> None:
-    """Whatever is left over when the vocabulary is cut into blocks."""
-    probabilities = torch.softmax(torch.randn(size, generator=torch.Generator().manual_seed(1)), 0)
-    n = 20_000
-    uniform = (torch.arange(n) + 0.5) / n
-    tokens, _ = draw_tokens(probabilities.log().expand(n, size), uniform)
-    found = torch.bincount(tokens, minlength=size)
-    assert len(found) == size
-    assert (found - n * probabilities).abs().max() <= 1.1
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -1,7 +1,5 @@
 """Scores of a rollout: the reference's log-probabilities and the reward source's number."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scores
 from lightning_rlhf.models.config import POLICY, REFERENCE
@@ -21,7 +18,6 @@ from lightning_rlhf.rollout.score import (
     padding_share,
     policy_outputs,
     response_hidden,
-    response_logprobs,
     score,
 )
 
@@ -88,7 +84,7 @@ def test_the_whole_vocabulary_is_read_for_a_kl_over_it_in_the_reward_alone(
 ) -> None:
     with roles.use_role(POLICY):
         few = Rollout(**vars(sample(roles, prompts, max_response_tokens=2)))
-    chat: Any = SimpleNamespace(end_token_ids=(1,), stop_at=lambda stop_strings: None)
+    chat: Any = SimpleNamespace(end_token_ids=(1,), tokenizer=None)
     collector = Collector(
         roles=roles, reward=INDEX, config=ppo_config(kl_estimator=kl_estimator, kl_in=kl_in),
         critic=None, chat=chat, prompts={}, microbatch=rows(), sampler=object(),
@@ -102,46 +98,6 @@ def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) 
         parts = scored(roles, rollout, batch_size)
         torch.testing.assert_close(parts.ref_logprobs, whole.ref_logprobs, atol=1e-5, rtol=0)
         assert parts.score.tolist() == rollout.index.tolist()
-
-
-def test_the_reward_is_asked_once_for_all_replies_in_their_order(
-    roles: Roles, rollout: Rollout
-) -> None:
-    asked = []
-
-    def twice_the_index(found: DecodedResponses) -> list[float]:
-        asked.append(found.rollout)
-        return [2.0 * i for i in found.rollout.index.tolist()]
-
-    reward = Reward(
-        (
-            Term(name="a", weight=0.5, normalization="none", clip=None),
-            Term(name="b", weight=-1.0, normalization="running", clip=0.1),
-        ),
-        (twice_the_index, lambda found: torch.ones(len(found))),
-    )
-    scores = scored(roles, rollout, reward=reward)
-    assert asked == [rollout]
-    # What is reported are the raw parts: 0.5 * 2 i - 1 * 1.
-    assert scores.component_scores.tolist() == [[2.0 * i, 1.0] for i in rollout.index.tolist()]
-    assert scores.score.tolist() == [i - 1.0 for i in rollout.index.tolist()]
-
-
-def test_log_probabilities_of_an_update_carry_gradients_to_the_policy(
-    roles: Roles, rollout: Rollout
-) -> None:
-    """The same functions in PPO's update: the ratio is 1 before the first step, and has slope."""
-    roles.set_role(POLICY)
-    hidden = response_hidden(roles, rollout)
-    logprobs, entropy = response_logprobs(roles, hidden, rollout, TEMPERATURE)
-    ratio = (logprobs - rollout.logprobs[rollout.response_mask]).exp()
-    torch.testing.assert_close(ratio, torch.ones_like(ratio), atol=1e-5, rtol=0)
-    assert entropy.shape == logprobs.shape
-    ratio.sum().backward()
-    for name, parameter in roles.named_parameters():
-        if "lora_" in name:
-            assert parameter.grad is not None, name
-            assert parameter.grad.abs().max() > 0, name
 
 
 @pytest.mark.parametrize("ent_coef", [0.0, 0.01])

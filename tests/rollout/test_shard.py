@@ -1,7 +1,5 @@
 """Batches divided among processes."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 import pytest

@@ -1,19 +1,12 @@
 """Texts that end a response, in a vocabulary whose tokens hold one letter or two."""
 
-from __future__ import annotations
-
-import string
-from collections.abc import Callable
-
-import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.rollout.sampler import SamplingParams
 
 from .conftest import sample
 
@@ -21,33 +14,11 @@ TEXTS = ("x", "ab", "hel")
 """A letter, two that may be one token or two or the ends of others, and three."""
 
 
-@pytest.fixture(scope="module")
-def chat() -> ChatFormat:
-    """58 tokens, of which two are pieces of TEXTS and others overlap them; the model knows 61."""
-    letters = list(string.ascii_lowercase)
-    pairs = ["ab", "xy", "ya", "bq", "he", "el", "lo", "za"]
-    words = ["<eos>", *letters, *string.ascii_uppercase[:23], *pairs]
-    tokenizer = Tokenizer(models.BPE(
-        vocab={word: i for i, word in enumerate(words)}, merges=[(p[0], p[1]) for p in pairs]
-    ))  # fmt: skip
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
-    assert tokenizer.get_vocab_size() == 58
-    return ChatFormat(PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>"), {})
-
-
-@pytest.fixture
-def crowd(make_prompts: Callable[..., Prompts]) -> Prompts:
-    """Many prompts, so that every text is said by somebody."""
-    return make_prompts(*[[7 + i % 50, 3 + i % 40] for i in range(120)])
-
-
 def roll_out(roles: Roles, prompts: Prompts, chat: ChatFormat, *texts: str) -> SampledResponses:
     with roles.use_role(POLICY):
         return sample(
             roles, prompts, max_response_tokens=20, temperature=2.0,
-            end_token_ids=chat.end_token_ids, stop=chat.stop_at(texts),
+            end_token_ids=chat.end_token_ids, stop_strings=texts, tokenizer=chat.tokenizer,
         )  # fmt: skip
 
 
@@ -81,8 +52,11 @@ def test_a_response_ends_where_the_text_first_appears(
 
 def test_ids_beyond_the_tokenizer_end_nothing(chat: ChatFormat) -> None:
     """Models have more embeddings than their tokenizers have tokens."""
-    stop = chat.stop_at(("x",))
-    assert stop is not None
+    params = SamplingParams(
+        max_response_tokens=1, temperature=1.0, end_token_ids=chat.end_token_ids,
+        stop_strings=("x",), tokenizer=chat.tokenizer,
+    )  # fmt: skip
+    assert (stop := params.stop) is not None
     x = chat.tokenizer.convert_tokens_to_ids("x")
     rows = torch.tensor([[60, x], [x, 60], [59, 58]])
     assert stop(rows, None).tolist() == [True, False, False]

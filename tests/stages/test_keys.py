@@ -1,7 +1,5 @@
 """Keys that name a metric or the way of sampling, compared with the rest of the configuration."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -5,12 +5,7 @@ import numpy as np
 import pytest
 
 from lightning_rlhf.report.estimates import Interval
-from lightning_rlhf.runs.measured import (
-    by_prompt,
-    evaluation_files,
-    interval_of,
-    with_intervals,
-)
+from lightning_rlhf.runs.measured import by_prompt, evaluation_files, interval_of, with_intervals
 
 
 def sample(index: int, gold: float | None, kl: float = 0.0) -> dict[str, object]:

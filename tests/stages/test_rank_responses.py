@@ -8,8 +8,8 @@ from lightning_rlhf.evaluation.evaluate_policy import rank_samples
 
 CONFIG = RankConfig(
     policy=None, samples_per_prompt=2, temperature=1.0, max_response_tokens=48, stop_strings=(),
-    batch_size=8, prompts="train", max_prompts=None, pairs="best_worst", min_margin=0.0,
-    accept_above=1.0,
+    rollout="native", batch_size=8, prompts="train", max_prompts=None, pairs="best_worst",
+    min_margin=0.0, accept_above=1.0,
 )  # fmt: skip
 SYSTEM = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
 

@@ -1,7 +1,5 @@
 """Numbers and verdicts of a run, means over seeds by hand, and the job that a model is of."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -13,10 +11,7 @@ import pytest
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.evaluation.compare import at_kl, common_kls, grouped, over_seeds
-from lightning_rlhf.evaluation.run_report import (
-    leave_report,
-    reward_verdicts,
-)
+from lightning_rlhf.evaluation.run_report import leave_report, reward_verdicts
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.runs.folders import earlier
 from lightning_rlhf.stages.supervised import SFT
@@ -90,9 +85,7 @@ def test_loggers_are_closed_as_failed_where_one_of_them_fails(
 
     codes: list[int] = []
     monkeypatch.setattr(evaluate_reward, "close_loggers", lambda _, code: codes.append(code))
-    run: Any = SimpleNamespace(
-        replicas=ONE, claim=lambda: tmp_path, open_loggers=lambda: [Full()]
-    )  # fmt: skip
+    run: Any = SimpleNamespace(replicas=ONE, claim=lambda: tmp_path, open_loggers=lambda: [Full()])
     with (
         pytest.raises(OSError, match="no space left"),
         evaluate_reward.leave_final(run, {}) as (whole, _),
@@ -102,12 +95,9 @@ def test_loggers_are_closed_as_failed_where_one_of_them_fails(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_interval_of_three_seeds() -> None:
+def test_the_interval_of_three_seeds_and_that_of_one() -> None:
     """1, 2, 3: mean 2, s = 1, 4.30265 / sqrt(3) = 2.48414."""
     assert over_seeds([1.0, 2.0, math.nan, 3.0]) == "2.000 [-0.484, 4.484]"
-
-
-def test_one_seed_has_no_interval_and_none_no_mean() -> None:
     assert over_seeds([1.5, math.nan]) == "1.500"
     assert over_seeds([math.nan]) == "-"
 

@@ -1,7 +1,5 @@
 """Lightning's own collective operations, where another process of the run has ended."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The memory plan of a run whose models are not loaded, by hand."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -54,6 +52,24 @@ def test_ppo_of_two_processes_on_gpus(tmp_path: Path, quantization: str, linear:
     # Four responses of a process: 32 tokens with keys and values in bf16, and what is sampled.
     assert plan.rollout.cache == 4 * 32 * (2 * 2 * 2 * 16 + 25)
     assert plan.rollout.weights == 0  # plain layers, which are the default on a GPU
+
+
+def test_whole_weights_are_trained_beside_a_frozen_base(tmp_path: Path) -> None:
+    """The one in fp32 with gradients and two moments, the other in bf16 below the adapters."""
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE))
+    words = ("model=hub", "model.name=small", f"model.name_or_path={tmp_path}", "data=files")
+    words += ("trainer=gpu", "ppo.finetune=full", "ppo.critic=adapter", "dpo.finetune=full")
+    whole, adapter, head = 4 * (LINEAR + OTHERS), Bytes(weights=ADAPTER), 4 * 33
+    sizes = whole, ADAPTER + head
+    trained, critic = (Bytes(weights=n, gradients=n, optimizer=2 * n) for n in sizes)
+    dpo = {"base": trained, "reference": Bytes(weights=whole // 2), "sft": adapter}
+    ppo = dpo | {"reward": Bytes(weights=ADAPTER + head), "critic": critic}
+    for stage, expected in {"dpo": dpo, "ppo": ppo}.items():
+        assert plan_run(configuration(stage, *words, stages=("dpo", "ppo"))).roles == expected
+    words += ("trainer.strategy=fsdp", "trainer.devices=2")
+    shared = plan_run(configuration("dpo", *words, stages=("dpo", "ppo"))).roles
+    assert shared["base"] == Bytes(weights=whole // 2, gradients=whole, optimizer=whole)
+    assert shared["reference"] == Bytes(weights=whole // 4)
 
 
 @pytest.mark.parametrize(("targets", "numbers"), [

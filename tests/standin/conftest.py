@@ -1,7 +1,5 @@
 """Stages on the stand-in device: the Trainer's arguments for it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How often the processor waits for the device, and how much it launches."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -47,7 +45,7 @@ def sampled(module: PPOModule, device: Device, longest: int) -> Counts:
     sampler.params = replace(sampler.params, max_response_tokens=longest, end_token_ids=NEVER)
     batch = prompts(4).to(NAME)
     with device.counted() as found:
-        sampler.sample(batch, 1, module.generator(TRAINING, 0))
+        sampler.sample(batch, 1, module.generator(TRAINING, 0), torch.arange(len(batch)))
     return found
 
 

@@ -1,7 +1,5 @@
 """The stand-in itself: what it refuses and what it counts."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """What a device other than the CPU changes besides numbers: copies of weights."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule

@@ -1,7 +1,5 @@
 """Every stage on a device that is not the CPU: the same numbers, and no float64."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any

@@ -17,17 +17,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lightning_rlhf.callbacks import files, progress
-from lightning_rlhf.callbacks.stop import Stop
+from lightning_rlhf.callbacks.stop import Stop, Stopped
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
 from lightning_rlhf.core.metrics import JUDGE, Goal, require_metrics, signed
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import make_folder, readable, written_whole
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.world import world
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -37,9 +38,16 @@ class WholeFiles(TorchCheckpointIO):
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         target = Path(path)
+        if world().rank > 0:
+            return  # it has gathered sharded weights with the first one
         make_folder(target.parent)
         with written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
+        if sharding.trains():  # mapped, as each process takes its parts of all weights
+            return files.load_checkpoint(path)
+        return super().load_checkpoint(path, *args, **kwargs)
 
 
 def check_loadable(parts: Mapping[str, Any]) -> None:
@@ -53,7 +61,7 @@ def check_loadable(parts: Mapping[str, Any]) -> None:
             return {key: without_tensors(value) for key, value in tree.items()}
         if type(tree) in (list, tuple):
             return [without_tensors(value) for value in tree]
-        return None if type(tree) in (Tensor, torch.nn.Parameter) else tree
+        return None if type(tree) in (torch.Tensor, torch.nn.Parameter) else tree
 
     for where, part in parts.items():
         file = io.BytesIO()
@@ -86,7 +94,7 @@ class Checkpoints(progress.Stateful):
       that the evaluation is due, and a run that resumes from it starts with the evaluation;
     - when an exception ends the run, including the one raised by `stop` after a signal, if no
       optimizer step was started since the last finished step. The modules update all their other
-      counters together at the end of a step.
+      counters together at the end of a step. Where processes share trained weights, after a signal.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")
@@ -160,16 +168,18 @@ class Checkpoints(progress.Stateful):
         self._finished = counters(trainer, pl_module)
         step, config = progress.trained(trainer), self.config
         minutes = (monotonic() - self._since) / 60
-        if (
+        is_due = (
             step % config.checkpoint_every == 0
             or step % config.val_every == 0
             or (config.checkpoint_minutes is not None and minutes >= config.checkpoint_minutes)
             or step == trainer.num_training_batches
-            or trainer.should_stop
-        ):
+        )
+        # Every process saves where it is due in one of them, by whose clock or callback it may be,
+        # and ends where a signal or a callback ends one.
+        found = self.replicas.largest(2 if trainer.should_stop else int(is_due))
+        if found > 0:
             self.save(trainer)
-        # The run ends in every process where a signal or a callback ends it in one of them.
-        trainer.should_stop = bool(self.replicas.largest(int(trainer.should_stop)))
+        trainer.should_stop = found == 2
         self.stop.obey(self.replicas)
 
     def on_validation_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -222,6 +232,8 @@ class Checkpoints(progress.Stateful):
             batches: Any = trainer.fit_loop.epoch_loop.batch_progress
             batches.total.ready = batches.total.started = batches.total.processed
             batches.is_last_batch = False
+            if sharding.trains() and not isinstance(exception, Stopped):
+                return  # raised in this process alone, which does not have all weights
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
@@ -230,19 +242,19 @@ class Checkpoints(progress.Stateful):
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
         started, step = monotonic(), progress.trained(trainer)
-        if self.replicas.is_first:
-            path = files.path_of(self.folder, step)
+        path = files.path_of(self.folder, step)
+        if self.replicas.is_first or sharding.trains():
             trainer.save_checkpoint(path)
+        if self.replicas.is_first:
             self.delete_surplus()
-            self._since = monotonic()
             size = readable(path.stat().st_size)
-            print_line(f"checkpoint {step}: {size}, {self._since - started:.2f} s")
-        self._saved = step, self.evaluated
+            print_line(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
+        self._saved, self._since = (step, self.evaluated), monotonic()
 
     def delete_surplus(self) -> None:
         """Delete the oldest checkpoints, but for that of `final` where it is a step."""
         for path in files.numbered(self.folder)[: -self.config.checkpoints_kept]:
-            if files.step_named(path) != self.config.final:
+            if int(path.stem) != self.config.final:
                 path.unlink()
 
 

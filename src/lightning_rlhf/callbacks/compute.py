@@ -135,7 +135,8 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     masks = result.experience.mask, result.experience.response_mask
     lengths, responses = (mask.sum(dim=1).cpu() for mask in masks)
     tokens, wanted = int(lengths.sum()), int(responses.sum())
-    policy, reference = (weights_of(module.roles, role) for role in (POLICY, REFERENCE))
+    policy = weights_of(module.roles, POLICY)
+    reference = weights_of(module.roles.reference, REFERENCE)
     each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
     rollout = policy.sampling(lengths - responses, responses, each)
     score = reference.forward(lengths, wanted)
@@ -193,7 +194,7 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
         predicted = 0 if module.role == REWARD else tokens - 2 * int(batch.prompt_tokens.sum())
     flops = weights_of(module.roles, module.role).update(lengths, predicted)
     if isinstance(module.config, DPOConfig) and not module.config.reference_free:
-        flops += weights_of(module.roles, REFERENCE).forward(lengths, predicted)
+        flops += weights_of(module.roles.reference, REFERENCE).forward(lengths, predicted)
     return {"trained_tokens": tokens, "flops": flops, "device_s": devices * seconds}
 
 

@@ -30,6 +30,7 @@ from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
+from lightning_rlhf.rewards.format_check import accuracy
 
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
@@ -194,7 +195,8 @@ class Evaluation(Stateful):
             self._sft = [found for _, found in storage.json_lines(path)]  # of an earlier process
         indices = [sample["index"] for sample in samples]
         if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
-            metrics["eval/win_rate"] = win_rate(samples, self._sft)
+            ours, theirs = ([s["score"] for s in some] for some in (samples, self._sft))
+            metrics["eval/win_rate"] = accuracy(ours, theirs)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -266,12 +268,6 @@ def evaluation_metrics(samples: Sequence[Mapping[str, Any]]) -> dict[str, float]
         values = [x for s in samples if (x := s["judge"].get(part)) is not None]
         metrics |= {JUDGE + part: fmean(values)} if values else {}
     return metrics
-
-
-def win_rate(samples: Sequence[Mapping[str, Any]], others: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of samples that score above the other of the same place, a tie as half."""
-    pairs = [(a["score"], b["score"]) for a, b in zip(samples, others, strict=True)]
-    return fmean(0.5 if ours == theirs else float(ours > theirs) for ours, theirs in pairs)
 
 
 def load_judge(source: str) -> Judge:

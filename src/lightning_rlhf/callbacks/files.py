@@ -126,12 +126,7 @@ def path_of(folder: Path, step: int) -> Path:
 def numbered(folder: Path) -> list[Path]:
     """Return the paths of all numbered checkpoints, oldest step first."""
     found = (f for f in folder.glob(f"*{SUFFIX}") if re.fullmatch("[0-9]{6,}", f.stem))
-    return sorted(found, key=step_named)
-
-
-def step_named(path: Path) -> int:
-    """Return the step in the file name of a numbered checkpoint."""
-    return int(path.stem)
+    return sorted(found, key=lambda path: int(path.stem))
 
 
 def link(source: Path, target: Path) -> None:
@@ -152,7 +147,7 @@ def go_back(folder: Path, step: int) -> list[str]:
     An unreadable `best.ckpt` is deleted too. Returns: names of the deleted checkpoints, with why.
     """
     best, later = folder / BEST, f"later than step {step}"
-    gone = {path: later for path in numbered(folder) if step_named(path) > step}
+    gone = {path: later for path in numbered(folder) if int(path.stem) > step}
     try:
         best_step = step_of(best) if best.exists() else None
     except CheckpointError:
@@ -215,7 +210,7 @@ def check_checkpoint(path: Path, origin: Origin) -> dict[str, Any]:
     found = read_stamp(path, content)
     expected = asdict(origin)
     if path.stem.isdigit():
-        expected["step"] = step_named(path)
+        expected["step"] = int(path.stem)
     for key, value in expected.items():
         if found[key] != value:
             what = "lightning-rlhf" if key == "version" else key

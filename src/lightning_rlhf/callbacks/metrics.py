@@ -19,14 +19,11 @@ from torch import Tensor
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
-from lightning_rlhf.core import results
-from lightning_rlhf.core.metrics import PART, check_names
+from lightning_rlhf.core import logprobs, results, shaping
+from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
 from lightning_rlhf.core.records import Experience, UpdateStats
-from lightning_rlhf.core.shaping import paid_sum
 from lightning_rlhf.parallel.replicas import Replicas
 
-QUANTILES = (5, 25, 50, 75, 95)
-"""Percentages of the quantiles of the score."""
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
 STATS = tuple(one.name for one in fields(UpdateStats))
@@ -68,7 +65,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/reward_std": score.std(correction=0),
         "rollout/reward_min": score.min(),
         "rollout/reward_max": score.max(),
-        **{f"rollout/score_p{p:02d}": q for p, q in zip(QUANTILES, quantiles, strict=True)},
+        **dict(zip(FAN, quantiles, strict=True)),
         "rollout/response_tokens": column["tokens"].mean(),
         "rollout/ended": ended.mean(),
         "rollout/shaped_return": column["rewards"].mean(),
@@ -78,7 +75,11 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
     if group_size > 1:
         groups = score.view(-1, group_size)
         metrics["rollout/groups_alike"] = (groups == groups[:, :1]).all(dim=1).double().mean()
-    return {name: value.item() for name, value in metrics.items()}
+    found = {name: value.item() for name, value in metrics.items()}
+    if (told := experience.sampler_logprobs) is not None:
+        gap = logprobs.logprob_gap(experience.old_logprobs, told, mask)
+        found["rollout/logprob_gap_mean"], found["rollout/logprob_gap_max"] = gap
+    return found
 
 
 def repetition_metrics(experience: Experience) -> dict[str, float]:
@@ -265,7 +266,7 @@ class PPOMetrics(StepRows):
         terms = pl_module.collector.reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
-            paid = paid_sum(parts, terms, pl_module.moments.components)
+            paid = shaping.paid_sum(parts, terms, pl_module.moments.components)
             metrics["rollout/reward_paid"] = paid.mean().item()
             metrics["rollout/reward_paid_range"] = (paid.max() - paid.min()).item()
         if len(terms) > 1:

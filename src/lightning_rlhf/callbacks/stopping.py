@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
 from lightning_rlhf.core.errors import counted, require
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
+from lightning_rlhf.parallel import sharding
 
 AVERAGE = "averaged_weights"
 """Checkpoint key of the average of each weight, by its name in `state_dict`."""
@@ -157,18 +158,20 @@ class WeightAverage(Callback):
         allowed = f"null for {type(pl_module).__name__}, which trains no weights in `roles`"
         require(bool(weights), "ema_decay", self.decay, allowed)
         # Those of a checkpoint come on the CPU.
-        self.average = {name: x.to(weights[name].device) for name, x in self.average.items()}
+        parts = self.average.items()
+        self.average = {n: sharding.part_of(x, weights[n]).to(weights[n].device) for n, x in parts}
         trainer.optimizers[0].register_step_post_hook(lambda *_: self.update(pl_module))
 
     def update(self, module: LightningModule) -> None:
         """Take the present weights into the average."""
         weights = averaged_weights(module)
         if self.average:
-            self._update([*self.average.values()], [*weights.values()], 0)  # no effect of a count
+            before, now = ([*map(sharding.held, x.values())] for x in (self.average, weights))
+            self._update(before, now, 0)  # no effect of a count
         else:
             self.average = {name: x.clone() for name, x in weights.items()}
 
-    def swap(self, module: LightningModule) -> None:
+    def swap(self, module: Any) -> None:
         """Exchange the module's weights and `average`, unless no step was made."""
         with torch.inference_mode(False), torch.no_grad():
             for name, weights in averaged_weights(module).items():
@@ -176,6 +179,7 @@ class WeightAverage(Callback):
                     before = weights.clone()
                     weights.copy_(self.average[name])
                     self.average[name].copy_(before)
+        module.weights_version = getattr(module, "weights_version", 0) + 1
         self._is_swapped = not self._is_swapped
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -195,7 +199,7 @@ class WeightAverage(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if self.average:
-            checkpoint[AVERAGE] = dict(self.average)
+            checkpoint[AVERAGE] = sharding.whole_tensors(dict(self.average))
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: Any, checkpoint: Any) -> None:
         if AVERAGE in checkpoint:  # there is none before the first step

@@ -14,11 +14,11 @@ from pydantic import Field
 from rich import get_console
 from rich.tree import Tree
 
-from lightning_rlhf.callbacks.files import step_named, step_of
+from lightning_rlhf.callbacks.files import step_of
 from lightning_rlhf.callbacks.loggers import AXIS
 from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
 from lightning_rlhf.core import metrics
-from lightning_rlhf.core.config import DType, Stage
+from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
@@ -128,7 +128,7 @@ def export(arguments: Sequence[str]) -> None:
         check_value("--step", step, PositiveInt)
         settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
         fit.require_trained(settings.definition, "exported")
-        kept = {step_named(p) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+        kept = {int(p.stem) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
         out = out or folder / f"{folders.FINAL}_{step:06d}"
         require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
         if step not in kept:
@@ -161,12 +161,12 @@ def settings_of(folder: Path, *, trust_remote_code: bool = False) -> Settings:
     if not trust_remote_code:
         refuse_code(tree, file)
     # Nothing is logged, so that no logger asks for a key, and no object of a Trainer is made.
-    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}}
+    unread: dict[str, Any] = {"logger": {"kind": "csv"}, "callbacks": {}, "optimizer": {}}
     try:
         plain = tree["trainer"].keys() & TrainerConfig.__dataclass_fields__
         trainer = {key: tree["trainer"][key] for key in plain}
         unread["trainer"] = trainer | {"_target_": "lightning.Trainer"}
-        settings = read_tree(tree | unread)
+        settings = replace(read_tree(tree | unread), tree=tree)  # which goes into the manifest
     except (ConfigError, LookupError, AttributeError) as error:
         raise ConfigError(f"{file}: {error}") from error
     own, place = Path(folders.run_name(settings)).parts, folder.resolve()
@@ -319,7 +319,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
         os._exit(0)  # Python would wait for the thread, which may never return
 
 
-SECTIONS: dict[str, tuple[Stage, Sequence[metrics.Phase]]] = {
+SECTIONS: dict[str, tuple[str, Sequence[metrics.Phase]]] = {
     "Rollout": ("ppo", ["rollout"]),
     "Update": ("ppo", ["update"]),
     "Evaluation": ("ppo", ["eval"]),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import signal
@@ -21,14 +20,12 @@ from omegaconf import OmegaConf
 from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
 from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, require
-from lightning_rlhf.parallel.world import IN_LAUNCHER
+from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with
 from lightning_rlhf.runs.folders import folder_of
 from lightning_rlhf.runs.stage import Settings
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
-PR_SET_PDEATHSIG = 1
-"""Option of Linux's prctl: signal to send to a process when its parent ends."""
 HERE = "127.0.0.1"
 """Address at which the processes meet: the look-up of a name, such as localhost, may fail."""
 MEET_S = 30
@@ -105,14 +102,6 @@ def run_command(
     if received:
         raise Stopped(received[0])
     return process.returncode
-
-
-def end_with(parent: int) -> None:
-    """Request SIGTERM for when the parent ends, even if killed; works on Linux alone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != parent:  # the parent ended before the request
-            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def run_processes(settings: Settings, overrides: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import lightning_rlhf
-from lightning_rlhf.callbacks.files import numbered, step_named
+from lightning_rlhf.callbacks.files import numbered
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
@@ -32,7 +32,7 @@ from lightning_rlhf.data.readers import ENDINGS
 from lightning_rlhf.io.console import print_line, visible
 from lightning_rlhf.io.storage import full_disk_told
 from lightning_rlhf.io.user_code import code_of_command
-from lightning_rlhf.parallel.world import IN_LAUNCHER, leave_run, world
+from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with, leave_run, world
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
@@ -49,7 +49,7 @@ def main() -> None:
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     leave_run()
     if IN_LAUNCHER in os.environ or world().launcher == "torchrun":
-        launch.end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
+        end_with(int(os.environ.get(IN_LAUNCHER, os.getppid())))
     if world().rank > 0:  # another process prints the same; tracebacks remain
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
         warnings.simplefilter("ignore")
@@ -107,10 +107,14 @@ def register_resolvers() -> None:
     """Register the resolvers and the configuration that conf/ refers to.
 
     `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, `${hub_val:name}`
-    a data set to validate on (null beside a local file to train on), and the configuration `open` a
-    mapping that takes any key on the command line.
+    a data set to validate on (null beside a local file to train on),
+    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, and the
+    configuration `open` a mapping that takes any key on the command line.
     """
     resolvers: dict[str, Any] = {
+        "by_finetune": lambda values, *, _parent_: values.get(
+            _parent_.get("finetune"), values["lora"]
+        ),
         "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
         "program": arguments.program_name,
         "recipes": lambda path: str(console.RECIPES / path),
@@ -181,7 +185,7 @@ def how_to_go_on(cfg: DictConfig, in_sweep: bool) -> list[str]:
             if settings.resume == AUTO:
                 return ["the same command goes on"]
             if saved := numbered(folder / folders.CHECKPOINTS):
-                return [f"resume=auto goes on from the checkpoint of step {step_named(saved[-1])}"]
+                return [f"resume=auto goes on from the checkpoint of step {int(saved[-1].stem)}"]
             is_new = folders.is_unbegun(folder)
             return [f"{'the same command' if is_new else 'resume=auto'} starts it over"]
     return []

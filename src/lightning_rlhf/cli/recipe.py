@@ -23,7 +23,6 @@ from rich import get_console
 from yaml import YAMLError
 
 from lightning_rlhf.cli import arguments
-from lightning_rlhf.cli.arguments import key_of, parse_overrides
 from lightning_rlhf.cli.launch import IN_RECIPE, override_value, own_configs, run_command
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
@@ -205,10 +204,10 @@ def step_overrides(
     named = [f"{key}={override_value(x.replace(FOLDER, str(folder)))}" for key, _, x in tied]
     words: list[str] = []
     for more in (recipe.overrides, [word for word in own if FOLDER not in word], given, named):
-        keys = {*OWN, *map(key_of, more)}
-        words = [word for word in words if key_of(word) not in keys]
-        words += [word for word in more if key_of(word) not in OWN]
-    parsed = parse_overrides(words)
+        keys = {*OWN, *map(arguments.key_of, more)}
+        words = [word for word in words if arguments.key_of(word) not in keys]
+        words += [word for word in more if arguments.key_of(word) not in OWN]
+    parsed = arguments.parse_overrides(words)
     kept = [str(o.input_line) for o in parsed if arguments.stage_of(o, stages) in (None, stage)]
     name = "/".join(part for part in (job, inner) if part)
     return (f"stage={stage}", *kept, *([f"job={override_value(name)}"] if name else []))
@@ -343,7 +342,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
     require(file.is_file(), "recipe.program", file.name, f"a file in {file.parent}")
     sys.path.insert(0, str(file.parent))
     program: Any = importlib.import_module(file.stem)
-    for key in map(key_of, given):
+    for key in map(arguments.key_of, given):
         if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")

@@ -174,8 +174,7 @@ class Trials:
             new = " ".join(word for word in now if word not in was) or "defaults"
             raise ConfigError(
                 f"the study {self.name} has trials of {old}, not of {new}; allowed: the same "
-                "values and choices, or "
-                f"{KEY}.study_name=NAME for another study"
+                f"values and choices, or {KEY}.study_name=NAME for another study"
             )
         self.study.set_user_attr(FIXED, now)
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Annotated, Literal
+import re
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -10,8 +11,6 @@ from pydantic.dataclasses import dataclass
 from lightning_rlhf.core import validation
 
 Schedule = Literal["constant", "linear", "cosine"]
-Stage = str
-"""Name of a stage."""
 DType = Literal["float32", "bfloat16"]
 Quantization = Literal["none", "int8", "nf4"]
 KernelChoice = Literal["auto", "fast", "plain"]
@@ -39,13 +38,47 @@ GROUPED = ("rloo", "grpo", "dr_grpo")
 
 SamplerName = Annotated[
     str,
-    Field(pattern=r"^(native|hf)$|:"),
-    validation.described("native, hf, 'path/to/file.py:Class' or 'package.module:Class'"),
+    Field(pattern=r"^(native|hf|vllm)$|:"),
+    validation.described("native, hf, vllm, 'path/to/file.py:Class' or 'package.module:Class'"),
 ]
 """Name of a sampler, or path of a class that implements one."""
 AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
+
+
+@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
+class ServerConfig:
+    """Settings of the servers of rollout=vllm, the section `rollout_server`."""
+
+    url: validation.OneOrMore
+    """Addresses of the servers, of which each answers an equal share of the requests."""
+    adapters: validation.Text | None
+    """Folder that this program and the servers see; None for a temporary one of this machine."""
+    timeout_s: validation.PositiveFloat
+    """Seconds that a request may take, with all tries."""
+    max_gap: validation.PositiveFloat
+    """Largest mean difference of a token's log-probability here from the server's, nats."""
+    token_env: validation.Text | None
+    """Environment variable that holds the token of the servers; None for none."""
+    start: bool
+    """True if the run starts and ends the server."""
+    command: validation.Text
+    """Executable `vllm` of the environment that a server is started in."""
+    arguments: validation.Texts
+    """Further arguments of `vllm serve`, which come last."""
+
+    def __post_init__(self) -> None:
+        form = r"https?://[^\s/@?#]+(/[^\s@?#]*)?"
+        are_addresses = self.url and all(re.fullmatch(form, url) for url in self.url)
+        shown = [re.sub(r"//.*@", "//***@", url, flags=re.DOTALL) for url in self.url]
+        allowed = "http://HOST:PORT, or several; a token goes into token_env"
+        validation.rule(bool(are_addresses), "url", shown, allowed)
+        allowed = "false for several addresses, or for one that is not http://HOST:PORT"
+        is_one = len(self.url) == 1 and re.fullmatch(r"http://[^/]+:\d+", self.url[0])
+        validation.rule(not self.start or bool(is_one), "start", True, allowed)
+        has_token = any(word.startswith("--api-key") for word in self.arguments)
+        validation.rule(not has_token, "arguments", "--api-key", "token_env=VARIABLE for a token")
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -74,8 +107,10 @@ class StopConfig(BestConfig):
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class StageConfig:
-    """Settings of AdamW, its schedule, validations and checkpoints, common to all stages."""
+    """Settings of training, its schedule, validations and checkpoints, common to all stages."""
 
+    finetune: Literal["lora", "full"]
+    """What is trained: a LoRA adapter, or all weights."""
     lr: validation.PositiveFloat
     adam_beta2: Annotated[float, Field(gt=0, lt=1)]
     adam_eps: validation.PositiveFloat
@@ -83,7 +118,10 @@ class StageConfig:
     max_grad_norm: validation.PositiveFloat
     lr_schedule: Schedule
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)]
-    microbatch_size: validation.Count
+    microbatch_size: Annotated[
+        validation.Count | Literal["auto"], validation.described("a whole number >= 1, auto")
+    ]
+    """Number of rows of a backward pass; auto is the largest that the memory plan allows."""
     val_every: validation.PositiveInt
     checkpoint_every: validation.PositiveInt
     checkpoint_minutes: validation.PositiveFloat | None
@@ -100,6 +138,14 @@ class StageConfig:
     """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
     best: Annotated[BestConfig, validation.nested(BestConfig)]
     stop: Annotated[StopConfig, validation.nested(StopConfig)]
+    step_key: ClassVar[str] = "batch_size"
+    """Field with the number of rows of an optimizer step, which a micro-batch divides."""
+
+    @property
+    def microbatch_rows(self) -> int:
+        """Return microbatch_size; for auto all rows of a step, until a memory plan takes fewer."""
+        size = self.microbatch_size
+        return int(getattr(self, self.step_key)) if size == "auto" else size
 
     def validation_interval(self, steps: int) -> int:
         """Return the number of steps between validations of a run of `steps`.
@@ -113,7 +159,6 @@ class StageConfig:
 class SupervisedConfig(StageConfig):
     """Settings common to the stages that read examples with their labels."""
 
-    finetune: Literal["lora", "full"]
     epochs: Annotated[float, Field(gt=0, le=validation.MOST)]
     batch_size: validation.Count
 
@@ -147,6 +192,8 @@ class ResponsesConfig:
     """Number of responses that are sampled to each prompt."""
     temperature: validation.Temperature
     """Sampling temperature, at which log-probabilities are measured too."""
+    rollout: Literal["native", "vllm"]
+    """Who samples them: this program, or the servers of `rollout_server`."""
     max_response_tokens: validation.PositiveInt
     """Largest number of tokens of a response, the end token included."""
     stop_strings: validation.Texts
@@ -220,8 +267,6 @@ class RMConfig(SupervisedConfig):
 class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
-    finetune: Literal["lora"]
-    """Always an adapter: the reference is the same base with the adapter switched off."""
     beta: validation.PositiveFloat
     """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
     loss_type: LossType
@@ -243,6 +288,8 @@ class PPOStopConfig(StopConfig):
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
 class PPOConfig(StageConfig):
     """Settings of proximal policy optimization. None switches a rule off."""
+
+    step_key: ClassVar[str] = "minibatch_size"
 
     # sampling
     iterations: validation.PositiveInt
@@ -277,6 +324,8 @@ class PPOConfig(StageConfig):
     clip_range: Annotated[float, Field(gt=0, lt=1)]
     clip_range_high: validation.PositiveFloat | None
     dual_clip: AboveOne | None
+    importance_cap: validation.PositiveFloat | None
+    """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
     loss_reduction: Reduction
     ent_coef: validation.NonNegativeFloat
     ptx_coef: validation.NonNegativeFloat
@@ -322,6 +371,11 @@ class PPOConfig(StageConfig):
         is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
         without = f"since advantage={self.advantage} has no critic"
         for holds, key, allowed in (
+            (self.finetune == "lora" or self.rollout != "vllm", "rollout",
+             "native, hf where ppo.finetune=full: servers are sent adapters, not whole weights"),
+            (self.importance_cap is None or self.rollout not in ("native", "hf"), "importance_cap",
+             f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
+             "training"),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",

@@ -130,6 +130,10 @@ class SamplerError(RLHFError):
     """A sampler from outside the package raises an exception, or returns no valid responses."""
 
 
+class InterruptedPassError(RLHFError):
+    """A pass through a model that the processes share has failed in this process, midway."""
+
+
 class ProcessEndedError(RLHFError):
     """Another process of the run has ended, so that this one cannot go on."""
 

@@ -131,6 +131,7 @@ def make_experience(
         score=scores.score,
         ended=rollout.ended,
         index=rollout.index,
+        sampler_logprobs=rollout.sampler_logprobs,
     )
 
 

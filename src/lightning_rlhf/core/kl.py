@@ -103,13 +103,8 @@ def next_kl_coef(
             start, done = config.kl_coef, min(1.0, (iteration + 1) / max(1, config.iterations - 1))
             return start + (config.kl_coef_end - start) * done
         case "adaptive":
-            return adapted_coef(
-                kl_coef,
-                kl.sum(dim=1).mean().item(),
-                target=config.kl_target,
-                horizon=config.kl_horizon,
-                episodes=len(kl),
-            )
+            mean, target, horizon = kl.sum(dim=1).mean().item(), config.kl_target, config.kl_horizon
+            return adapted_coef(kl_coef, mean, target=target, horizon=horizon, episodes=len(kl))
 
 
 def best_of_kl_bound(n: int) -> float:

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -16,6 +16,18 @@ Head = Callable[[Float[Tensor, "N d"]], Float[Tensor, "N V"]]
 CHUNK_ELEMENTS = 16_000_000  # logits in memory at once: 64 MB in fp32, for any vocabulary
 CACHED_ELEMENTS = 2**17
 """Number of logits, per thread, of which a CPU computes at a time: three tensors of 0.5 MB."""
+
+
+def logprob_gap(
+    ours: Float[Tensor, "B T"], theirs: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]
+) -> tuple[float, float]:
+    """Return mean and largest difference of two log-probabilities of the same tokens, nats.
+
+    mean_t |log p_ours(t) - log p_theirs(t)|, max_t |...|      over the real tokens of all rows
+    """
+    off = torch.where(mask, (ours - theirs).abs(), 0.0)
+    mean, largest = torch.stack([off.sum() / mask.sum(), off.max()]).tolist()
+    return mean, largest
 
 
 def token_logprobs(
@@ -44,10 +56,7 @@ def token_logprobs(
     """
     if frozen_head:
         known = hidden if torch.is_grad_enabled() else hidden.detach()
-        logprobs, entropy = _FrozenHead.apply(
-            known, targets, head, temperature, vocab_size, row_multiple
-        )
-        return logprobs, entropy
+        return _FrozenHead.apply(known, targets, head, temperature, vocab_size, row_multiple)  # type: ignore
 
     def of_chunk(h: Tensor, target: Tensor) -> Any:
         return _LogSoftmax.apply(head(h), target, temperature)
@@ -61,6 +70,7 @@ def vocabulary_kl(
     hidden: Float[Tensor, "N d"],
     ref_hidden: Float[Tensor, "N d"],
     head: Head,
+    ref_head: Head,
     *,
     temperature: float,
     vocab_size: int,
@@ -68,13 +78,14 @@ def vocabulary_kl(
 ) -> Float[Tensor, " N"]:
     """Return the exact KL of the distribution after `hidden[i]` to the one after `ref_hidden[i]`.
 
-        sum_v p_v (log p_v - log q_v)
+        sum_v p_v (log p_v - log q_v),   p = softmax(head(hidden) / temperature), q by ref_head
 
     Computed in chunks like `token_logprobs`, of half as many tokens. Returns: fp32, nats.
     """
 
     def of_chunk(h: Tensor, ref: Tensor) -> tuple[Tensor]:
-        p, q = (torch.log_softmax(head(x).float() / temperature, -1) for x in (h, ref))
+        logits = head(h), ref_head(ref)
+        p, q = (torch.log_softmax(x.float() / temperature, -1) for x in logits)
         return ((p.exp() * (p - q)).sum(-1),)
 
     chunks = _in_chunks(of_chunk, (hidden, ref_hidden), 2 * vocab_size, row_multiple)

@@ -124,6 +124,21 @@ def policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
+def importance_weights(
+    logprobs: Float[Tensor, "*n"], sampler_logprobs: Float[Tensor, "*n"], cap: float
+) -> Float[Tensor, "*n"]:
+    """Return the weight of each token's policy loss where another program sampled it.
+
+        w = min(p_trainer / p_sampler, cap)         both of the policy at sampling
+
+    1 where both agree. A cap of 1 only makes tokens count less that the sampler likes too much; a
+    large one is importance sampling, without bias and with a large variance; towards 0 nothing is
+    learned. It has no gradient.
+    Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
+    """
+    return torch.exp(logprobs - sampler_logprobs).clamp(max=cap)
+
+
 def value_loss(
     values: Float[Tensor, "*n"],
     old_values: Float[Tensor, "*n"],
@@ -254,10 +269,7 @@ def ppo_terms(
 
 def sum_terms(terms: Sequence[records.PPOTerms]) -> records.PPOTerms:
     """Return the terms of all micro-batches together: sums of shares, the largest of ratio_max."""
-    columns = {
-        f.name: torch.stack([getattr(t, f.name) for t in terms]) for f in fields(records.PPOTerms)
-    }
-    largest = columns.pop("ratio_max").max()
-    return records.PPOTerms(
-        ratio_max=largest, **{name: shares.sum() for name, shares in columns.items()}
-    )
+    names = [field.name for field in fields(records.PPOTerms)]
+    columns = {name: torch.stack([getattr(one, name) for one in terms]) for name in names}
+    whole = {name: shares.sum() for name, shares in columns.items()}
+    return records.PPOTerms(**whole | {"ratio_max": columns["ratio_max"].max()})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rlhf.core.config import Mode, Stage
+from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import require
 
 Phase = Literal["rollout", "update", "eval", "time", "compute", "rank"]
@@ -37,8 +37,9 @@ HEADLINES = {REWARD: "rollout", KL: "rollout", "entropy": "update", "ppo_loss": 
 """Metrics without the prefix of their phase -> that phase."""
 SIGNS = {"min": -1, "max": 1}
 """Direction in which a metric is better -> factor by which the largest value is the best."""
-FAN = tuple(f"rollout/score_p{p:02d}" for p in (5, 25, 50, 75, 95))
-"""Quantiles of the score."""
+QUANTILES = (5, 25, 50, 75, 95)
+FAN = tuple(f"rollout/score_p{p:02d}" for p in QUANTILES)
+"""Percentages of the quantiles of the score, and the metrics that these are."""
 BEFORE_AFTER = (HELD_OUT, GOLD, HELD_OUT_KL, "eval/response_perplexity", "eval/response_tokens",
                 "eval/ended")  # fmt: skip
 """Metrics of the tables of an evaluation, in their order; all others follow."""
@@ -59,8 +60,8 @@ class Metric:
     unit: str
     """Unit of the metric; "1" for dimensionless ones."""
     phase: Phase
-    stages: tuple[Stage, ...]
-    """Stages that log the metric."""
+    stages: tuple[str, ...]
+    """Names of the stages that log the metric."""
     healthy: str
     """Healthy range or course of the metric; "-" where there is none."""
     label: str | None
@@ -134,6 +135,13 @@ rollout/repetition | ppo | share: share of 4-grams of tokens that occurred earli
 rollout/response_tokens | ppo | tokens: mean over responses of their tokens, end token included ->
     no steady drift to the limit or to 1
 rollout/ended | ppo | share: share of responses that end with an end token or stop string -> near 1
+rollout/logprob_gap_mean | ppo | nats a token | ..0.02: mean over response tokens of the difference,
+    without sign, of the log-probability that the sampler tells from that of the model that is
+    trained; only for samplers that are not exact and tell it, as ppo.rollout=vllm -> 1e-6 with
+    float32 on both sides, below 0.02 with bfloat16, and not growing; where it grows, the sampler
+    has other weights
+rollout/logprob_gap_max | ppo | nats a token | ..2: largest such difference of any token -> 1e-5
+    with float32 on both sides, below 2 with bfloat16
 rollout/padding | ppo | share: share of padding among the positions read for scoring,
     microbatch_size rows at a time -> lower costs less; a smaller microbatch_size lowers it, with
     more passes

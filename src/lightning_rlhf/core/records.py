@@ -163,8 +163,7 @@ class SampledResponses(Responses):
     """Log-probability of each response token under the distribution that it was drawn from, nats;
     0 on padding. None where the sampler does not know it."""
     values: Float[Tensor, "B T"] | None
-    """V(s_t) of a critic that the sampler evaluated while sampling; 0 on padding. None without one.
-    """
+    """V(s_t) of a critic that the sampler evaluated too; 0 on padding. None without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,6 +174,9 @@ class Rollout(SampledResponses):
     """Log-probability of each response token under the policy at sampling, nats; 0 on padding."""
     values: Float[Tensor, "B T"]
     """V(s_t) of the critic before token t is chosen; 0 on padding and without a critic."""
+    sampler_logprobs: Float[Tensor, "B T"] | None = None
+    """Log-probability of each response token as a sampler that is not exact tells it, nats; 0 on
+    padding. None where it tells none, or is exact."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,6 +244,8 @@ class Experience(Responses):
     """Number that each component of the reward gave the whole response."""
     score: Float[Tensor, " B"]
     """Weighted sum of the components, before any shaping."""
+    sampler_logprobs: Float[Tensor, "B T"] | None = None
+    """As in `Rollout`."""
     counts: Int[Tensor, "B 2"] | None = None
     """Number of tokens and of response tokens of each row; None until `minibatches`."""
 

@@ -55,6 +55,10 @@ Texts = Annotated[
     Field(strict=False, description="a list of texts, none of them empty"),
 ]
 """Tuple of texts that are not empty; a list of the configuration becomes a tuple."""
+OneOrMore = Annotated[
+    Texts, BeforeValidator(lambda found: (found,) if isinstance(found, str) else found)
+]
+"""Tuple of texts, for which a single text may stand."""
 Options = Annotated[dict[str, Any], described("a mapping of names to values")]
 
 
@@ -130,9 +134,9 @@ def rule(holds: bool, field: str, found: Any, allowed: str) -> None:
 
 
 def check_divides(config: Any, small: str, large: str) -> None:
-    """Raise ValueError, as `rule` does, unless the value of field `small` divides `large`'s."""
+    """Raise ValueError, as `rule` does, unless field `small` divides `large`, or is "auto"."""
     part, whole = getattr(config, small), getattr(config, large)
-    if whole % part:
+    if part != "auto" and whole % part:
         divisors = ", ".join(str(n) for n in range(1, whole + 1) if whole % n == 0)
         rule(False, small, part, f"{divisors}, which divide {large} = {whole}")
 

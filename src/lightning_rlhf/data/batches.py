@@ -18,7 +18,6 @@ import torch
 from jaxtyping import Bool, Int
 from lightning import LightningDataModule
 from numpy.typing import NDArray
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler
 
@@ -237,7 +236,7 @@ def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:
 
 def pad(
     rows: Sequence[Sequence[int]], pad_id: int, side: Literal["left", "right"]
-) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+) -> tuple[Int[torch.Tensor, "B S"], Bool[torch.Tensor, "B S"]]:
     """Return the rows padded to the longest, and the mask that is True on real tokens."""
     tokens = [torch.tensor(row, dtype=torch.long) for row in rows]
     real = [torch.ones(len(row), dtype=torch.bool) for row in rows]

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, StoppingCriteria
-from transformers.generation import StopStringCriteria
+from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.core.errors import ConfigError, DataError, require
 from lightning_rlhf.data.rows import Message, Messages
@@ -110,10 +109,6 @@ class ChatFormat:
         """Return tokens as text, with special tokens visible."""
         options = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
         return str(self.tokenizer.decode(tokens, **options))
-
-    def stop_at(self, texts: Sequence[str]) -> StoppingCriteria | None:
-        """Return a criterion that stops rows ending with one of `texts`; None if there is none."""
-        return StopStringCriteria(self.tokenizer, list(texts)) if texts else None
 
     def render(self, messages: Messages, **form: bool) -> str:
         """Return the dialogue as the chat template renders it, without a generation prompt.

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from jaxtyping import Float
 from omegaconf import OmegaConf
-from torch import Tensor
 
 from lightning_rlhf.core import memory
 from lightning_rlhf.core.config import PPOConfig
@@ -126,7 +125,8 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
             build_roles.random_reward(roles, role, torch.Generator().manual_seed(seed))
         else:
             vocabulary = checkpoint.tokenizer_hash(run.tokenizer)
-            owner = build_roles.attach_reward(roles, role, final, run.settings.model, vocabulary)
+            attach = build_roles.attach_reward
+            owner = run.placed(lambda: attach(roles, role, final, run.settings.model, vocabulary))
             build_roles.warn_of_one_head(owner, role, coef, key)
         if owner is not roles:
             owner.to(run.device)
@@ -209,7 +209,7 @@ class OwnModel(weighted.TextModel):
         prompt = self.chat.prompt_tokens(tuple(map(Message.of, row["messages"])))
         return {"input_ids": [*prompt, *self.chat.response_tokens(response)]}
 
-    def read(self, features: Sequence[weighted.Features]) -> Float[Tensor, "n H"]:
+    def read(self, features: Sequence[weighted.Features]) -> Float[torch.Tensor, "n H"]:
         tokens, mask = pad([one["input_ids"] for one in features], self.chat.pad_token_id, "right")
         with torch.autocast(self.device.type, enabled=False):
             return self.roles.rewards(tokens.to(self.device), mask.to(self.device))

@@ -207,10 +207,7 @@ class RunComparison:
                 yield found.console()
 
     def write(self, path: Path, title: str, jobs: tables.Table | None = None) -> None:
-        """Write the page.
-
-        jobs: table of the jobs of a sweep, also of those without a run.
-        """
+        """Write the page. jobs: table of the jobs of a sweep, also of those without a run."""
         wide = "numbers stacked"
         curves = [plot for plot in map(self.curves, self.plotted) if plot.series]
         note = "Lines are means over seeds; areas reach from the lowest to the highest seed."
@@ -227,9 +224,9 @@ class RunComparison:
         sections = [
             ("", self.results().html(wide)),
             ("", "" if jobs is None else jobs.html("jobs")),
-            ("Curves", run_page.plots(curves, note, is_soft=True)),
+            ("Curves", run_page.part("plots", curves, note, True)),
             *(("", table) for table in frontiers[:1]),
-            ("", run_page.plots([by_kl] if frontiers else [])),
+            ("", run_page.part("plots", [by_kl] if frontiers else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
             ("Runs", run_page.part("list", names)),

@@ -7,21 +7,19 @@ import gc
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from jaxtyping import Int
-from torch import Tensor
 
 from lightning_rlhf.callbacks import evaluation, metrics
 from lightning_rlhf.callbacks.files import SUFFIX, Origin, read_stamp
 from lightning_rlhf.core import memory, records, results, validation
 from lightning_rlhf.core.errors import CheckpointError, LogitsError, TrainingError, require
-from lightning_rlhf.data import lengths, readers
-from lightning_rlhf.data.batches import collate_prompts
+from lightning_rlhf.data import batches, lengths, readers
 from lightning_rlhf.data.rows import Rows
 from lightning_rlhf.evaluation import build_rewards, evaluate_reward, select
 from lightning_rlhf.io.console import Working, print_line
@@ -30,8 +28,8 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, SFT, LoRASettings
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.report.comparison import PolicySamples
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout import collector, native, score
-from lightning_rlhf.rollout.sampler import HFSampler, SamplingParams
+from lightning_rlhf.rollout import collector, native, score, server
+from lightning_rlhf.rollout import sampler as samplers
 from lightning_rlhf.runs import folders, resume
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, section
@@ -41,7 +39,7 @@ TRAINED = ("ppo", "dpo")
 TRAINERS = " or ".join(f"stage={name}" for name in TRAINED)
 DECODING = ("temperature", "max_response_tokens", "stop_strings")
 """Keys of sampling that the sections of this stage and of PPO have."""
-Part = tuple[Int[Tensor, " B"], records.Rollout]
+Part = tuple[Int[torch.Tensor, " B"], records.Rollout]
 """Responses, on the CPU, and their numbers among the responses of all processes."""
 Ways = Mapping[str, tuple[float, int]]
 """Name of a way of sampling -> temperature and number of responses to each prompt."""
@@ -49,15 +47,15 @@ Ways = Mapping[str, tuple[float, int]]
 
 @dataclass(frozen=True)
 class Kept:
-    """A checkpoint of a stage that trains a policy, from which the policy's adapter is read."""
+    """A checkpoint of a stage that trains a policy, from which the policy's weights are read."""
 
     path: Path
     origin: Origin
     """Run in whose folder it is, with the stage, the model and the version that the file names."""
     tree: Mapping[str, Any]
     """Configuration of that run."""
-    lora: LoRASettings
-    """Settings of the policy's adapter."""
+    lora: LoRASettings | None
+    """Settings of the policy's adapter; None where all weights were trained."""
     sft: str | None
     """Digest of the SFT model that it was trained from; None for the base model."""
 
@@ -103,8 +101,9 @@ def find_policy(source: str, key: str) -> Source:
         lora, where = section(tree, "model", "lora")["lora"], f"{files[0]}: model.lora"
         known = {name: stamp[name] for name in ("stage", "model", "version")}
         origin = Origin(**known, run=resume.run_id(run))
-        lora = validation.build(LoRASettings, lora, where)
-        return Kept(path, origin, tree, lora, parents.get(SFT))
+        is_full = section(tree, stage).get("finetune") == "full"
+        own = None if is_full else validation.build(LoRASettings, lora, where)
+        return Kept(path, origin, tree, own, parents.get(SFT))
     final = checkpoint.find(source, key)
     file = final.path / "config.json"
     kinds = checkpoint.json_object(file).get("architectures") if file.is_file() else None
@@ -249,12 +248,21 @@ class Task:
         run, config, key = self.run, self.run.settings.config, self.run.settings.stage
         with Working("loading the model"):
             start = run.parents.get(SFT) if isinstance(policy, Kept) else policy
+            is_full = isinstance(policy, Kept) and policy.lora is None
+            rounded, whole = run.settings.model.quantization, "none for a checkpoint of all weights"
+            require(not is_full or rounded == "none", "model.quantization", rounded, whole)
+            served, alone = config.rollout, "native for it, or the folder that export makes of it"
+            require(not is_full or served != "vllm", f"{key}.rollout", served, alone)
             seed, role = run.settings.seed, REFERENCE
-            roles = build_roles.start_from(run.settings.model, start, trainable=False, seed=seed)
+            roles = build_roles.start_from(run.settings.model, start, trainable=is_full, seed=seed)
             if isinstance(policy, Kept):
-                role = POLICY
-                roles.add_adapter(role, policy.lora, seed)
+                if policy.lora is not None:
+                    role = POLICY
+                    roles.add_adapter(role, policy.lora, seed)
                 select.load_weights(roles, policy.path, policy.origin, prefix="roles.")
+                roles.requires_grad_(False)
+            for weight in roles.parameters() if is_full else ():  # as those of a final/ folder
+                weight.data = weight.data.to(getattr(torch, run.settings.model.dtype))
         build_roles.check_vocabulary(roles, run.tokenizer)
         longest = max(len(example.prompt) for example in self.prompts)
         rows, response = config.batch_size, config.max_response_tokens
@@ -274,35 +282,40 @@ class Task:
         """
         run, config, found = self.run, self.run.settings.config, list[Part]()
         most, size = config.batch_size, max(1, config.batch_size // count)
-        batches = [
-            (collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
+        asked = [
+            (batches.collate_prompts(self.prompts[start : start + size], run.chat.pad_token_id), n)
             for start in range(0, len(self.prompts), size)
             for n in (min(most, count - made) for made in range(0, count, most))
         ]
-        shards = collector.shard(batches, run.replicas, divides=roles.caches)
-        params = SamplingParams(
-            max_response_tokens=config.max_response_tokens,
-            temperature=temperature,
-            end_token_ids=run.chat.end_token_ids,
-            stop=run.chat.stop_at(config.stop_strings),
-        )
-        sampler = (native.NativeSampler if roles.caches else HFSampler)(roles, params)
+        shards = collector.shard(asked, run.replicas, divides=True)
+        params = replace(samplers.SamplingParams.of(config, run.chat), temperature=temperature)
+        local = native.NativeSampler if roles.caches else samplers.HFSampler
+        sampler: Any = local(roles, params)
+        if config.rollout == "vllm":
+            longest = max(len(one.prompt) for one in self.prompts) + config.max_response_tokens
+            servers = run.settings.rollout_server
+            sampler = server.ServerSampler(roles, params, servers, run.replicas, longest)
         generator = torch.Generator().manual_seed(run.settings.seed)
         drawn = collector.sample_local(sampler, shards, generator)
         total = sum(len(shard.numbers) for shard in shards)
         try:
             with roles.use_role(role), Working(f"sampling from {name}", total) as work:
+                sampler.sync(0)
                 for numbers, sampled in work.track(drawn, lambda part: len(part[1])):
                     rollout = score.annotate(
                         sampled,
                         roles,
                         None,
-                        is_exact=temperature == config.temperature,
+                        is_exact=sampler.is_exact and temperature == config.temperature,
                         temperature=config.temperature,
                         policy_rows=self.batch,
                         batch_size=config.batch_size,
                     )
+                    if isinstance(sampler, server.ServerSampler):
+                        sampler.check_gap(rollout)
                     found.append((numbers, rollout.to("cpu")))
+            run.replicas.gather(lambda: None)  # others may still sample
+            server.release()
         except LogitsError as error:
             raise LogitsError(f"policy {name}") from error
         except torch.OutOfMemoryError as error:

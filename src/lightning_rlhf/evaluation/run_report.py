@@ -102,14 +102,14 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         parents = [(f"from: {role}", source) for role, source in run.manifest.parents.items()]
         versions = [*run.manifest.versions.items(), ("base", run.manifest.base), *parents]
     diagnosis = run_page.part("findings", found) or ("" if findings is None else NO_FINDING)
-    returned = run_page.plots(frontiers, " ".join(run_page.clauses(note)))
+    returned = run_page.part("plots", frontiers, " ".join(run_page.clauses(note)))
     return run_page.StageReport(
         name=run.name,
         title=run.title,
         verdict=verdict,
         sections=[
-            ("Curves", run_page.plots(curve_plots(curves, panels, unit))),
-            ("Distribution of the reward", run_page.plots(fan)),
+            ("Curves", run_page.part("plots", curve_plots(curves, panels, unit))),
+            ("Distribution of the reward", run_page.part("plots", fan)),
             ("Frontiers and the point of diminishing returns", returned),
             *(("", table.html()) for table in tables),
             ("Held-out prompts, side by side", run_page.part("pairs", pairs(folder))),

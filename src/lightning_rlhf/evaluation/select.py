@@ -7,7 +7,6 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from torch import nn
 
 from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
@@ -19,8 +18,8 @@ from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import written_whole
-from lightning_rlhf.models.roles import trainable_names
-from lightning_rlhf.modules.optim import check_parameters
+from lightning_rlhf.modules.optim import StageModule, check_parameters, trainable_state
+from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
 from lightning_rlhf.runs.resume import origin
 from lightning_rlhf.runs.stage import Settings
@@ -104,7 +103,7 @@ def choose(
     last: int,
     reason: str | None,
 ) -> dict[str, float] | None:
-    """Give `module` the weights of the step that becomes `final/`, and write ending.json.
+    """Give `module` the weights of the step that becomes `final/`; process 0 writes ending.json.
 
     folder: folder of the run. steps: number of steps of its schedule. last: its last step.
     reason: why a rule of `stop` ended it there; None where none did.
@@ -116,7 +115,7 @@ def choose(
     step = {"last": last, "best": saver.best_step}[final] if isinstance(final, str) else final
     assert step is not None  # the last step is evaluated
     stopped = None if last == steps else reason or "a callback"
-    if stopped is not None:
+    if stopped is not None and saver.replicas.is_first:
         by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
         print_line(f"a {by} ended the run after step {last} of {steps}{why}")
     allowed = f"last, best, since the run was ended after step {last}"
@@ -127,6 +126,9 @@ def choose(
         if step == saver.best_step and not path.is_file():
             path = saver.folder / files.BEST
         load_weights(module, path, saver.origin)
+    if not saver.replicas.is_first:
+        return None
+    if step != last:
         found = ", ".join(
             f"{name} {metric_text(value.chosen)} (last {metric_text(value.last)} at step {last}, "
             f"{'higher' if value.mode == 'max' else 'lower'} is better)"
@@ -145,7 +147,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
     The metrics of PPO include those before the first iteration, as in `final/`.
     """
     ending, found = read_ending(folder), measured_at(folder, step)
-    last = max(step, *map(files.step_named, files.numbered(checkpoint.parent)))
+    last = max(step, *(int(path.stem) for path in files.numbered(checkpoint.parent)))
     last, stopped = (last, None) if ending is None else (ending.last_step, ending.stopped)
     if settings.definition.validates_first and found:
         found = {f"start/{name}": x for name, x in measured_at(folder, 0).items()} | found
@@ -161,7 +163,7 @@ def export_of(folder: Path, settings: Settings, checkpoint: Path, step: int, out
 
 
 def load_weights(
-    module: nn.Module, path: Path, origin: files.Origin, prefix: str | None = None
+    module: torch.nn.Module, path: Path, origin: files.Origin, prefix: str | None = None
 ) -> None:
     """Load the trained parameters of a checkpoint into the module, averaged where it has averages.
 
@@ -173,7 +175,7 @@ def load_weights(
     content = files.check_checkpoint(path, origin)
     state = content["state_dict"] | content.get(AVERAGE, {})
     if prefix is not None:
-        names = [name for name in trainable_names(module) if prefix + name in state]
+        names = [name for name in trainable_state(module) if prefix + name in state]
         state = {name: state[prefix + name] for name in names}
     try:
         check_parameters(module, {"state_dict": state})
@@ -185,6 +187,8 @@ def load_weights(
             f"{path} holds numbers that are NaN or infinite, in {spoiled[0]}"
         )
     module.load_state_dict(state, strict=False)
+    if isinstance(module, StageModule):
+        module.weights_changed()
 
 
 def measured_at(folder: Path, step: int, prefix: str = "eval/") -> dict[str, float]:
@@ -208,7 +212,7 @@ def ending_of(
 def check_learned(stage: str, folder: Path, trainer: L.Trainer, module: L.LightningModule) -> None:
     """Raise TrainingError where no update was made, DivergedError where weights are not finite."""
     if made := trainer.global_step:
-        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        trained = [(name, held(p)) for name, p in module.named_parameters() if p.requires_grad]
         if bad := [name for name, parameter in trained if not parameter.isfinite().all()]:
             told = f"{stage} has diverged: after step {position(trainer, module)}, {len(bad)} of "
             told += f"{len(trained)} trained parameters are NaN or infinite (the first: {bad[0]})"

@@ -13,17 +13,9 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any, TypeVar
 
-from rich import get_console
+from rich import get_console, progress
 from rich.console import RenderableType
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress, ProgressColumn
 from rich.text import Text
 
 CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -87,8 +79,10 @@ class Bar(Progress):
         self, what: str, total: int, time: ProgressColumn, *, done: int = 0, stays: bool = True
     ) -> None:
         """time: last column, which may show the field `times`; stays: False to erase it at last."""
-        name = TextColumn("{task.description}", markup=False, style="bold" if stays else "none")
-        columns = SpinnerColumn(), name, BarColumn(bar_width=24), MofNCompleteColumn(), time
+        style = "bold" if stays else "none"
+        name = progress.TextColumn("{task.description}", markup=False, style=style)
+        bar = progress.BarColumn(bar_width=24), progress.MofNCompleteColumn()
+        columns = progress.SpinnerColumn(), name, *bar, time
         super().__init__(*columns, console=get_console(), transient=not stays)
         self.add_task(what, completed=done, total=total, times="")
 
@@ -133,7 +127,7 @@ class Working:
         """Start the display; `with` blocks call it."""
         self._start = monotonic()
         if self._total is not None and get_console().is_terminal:
-            self._bar = Bar(self._what, self._total, TimeElapsedColumn(), stays=False)
+            self._bar = Bar(self._what, self._total, progress.TimeElapsedColumn(), stays=False)
             self._bar.start()
         else:
             Thread(target=self._print_lines, daemon=True).start()

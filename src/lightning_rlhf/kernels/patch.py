@@ -113,11 +113,14 @@ def same_logits(a: Tensor, b: Tensor, tolerance: float) -> bool:
     return bool((a - b).square().mean() <= tolerance**2 * b.square().mean())
 
 
-def rounding(model: PreTrainedModel) -> float:
-    """Return the relative difference of a model's logits between two ways to compute them."""
-    config = model.config.get_text_config()
-    count = getattr(config, "num_hidden_layers", LAYERS)
-    return rounding_of(layers.computing_dtype(model), count)
+def rounding(model: PreTrainedModel, other: str = "float32") -> float:
+    """Return the relative difference of a model's logits between two ways to compute them.
+
+    other: name of the type of the numbers in the second way, where it may be the coarser one.
+    """
+    count = getattr(model.config.get_text_config(), "num_hidden_layers", LAYERS)
+    dtypes = layers.computing_dtype(model), getattr(torch, other)
+    return max(rounding_of(dtype, count) for dtype in dtypes)
 
 
 def rounding_of(dtype: torch.dtype, count: int) -> float:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lightning_rlhf.core.config import CriticKind
@@ -47,7 +46,7 @@ def trained_on(final: checkpoint.Final) -> tuple[str, str]:
     """Return quantization and data type of the base of an adapter; whole weights have no base."""
     config = final.manifest.config if final.manifest and final.is_adapter else {}
     model = config.get("model") or {}
-    return model.get("quantization", "none"), model.get("dtype", "")
+    return model.get("quantization", "none"), model.get("dtype", "float32")
 
 
 def has_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -> bool:
@@ -60,9 +59,10 @@ def has_fingerprint(roles: Roles, role: str, final: checkpoint.Final, of: str) -
     if expected is None:
         return True
     found, here = roles.probe(role), loading.quantization_of(roles.causal_lm)
-    tolerance = rounding(roles.causal_lm)
+    trained = trained_on(final)
+    tolerance = rounding(roles.causal_lm, trained[1])
     if here != "none":
-        alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained_on(final)
+        alike = (here, str(roles.causal_lm.dtype).removeprefix("torch.")) == trained
         tolerance = max(tolerance, REROUNDED[here]) if alike else 0.5
     return found.shape == expected.shape and same_logits(found, expected, tolerance)
 
@@ -89,9 +89,9 @@ def start_from(
     """Load the SFT model as the reference: whole weights, or an adapter on its base.
 
     sft: checkpoint of the SFT model; None uses the base model unchanged.
-    trainable: True makes all weights trainable, for full fine-tuning, which no adapter can be.
+    trainable: True makes all weights trainable, for full fine-tuning; an adapter is merged.
 
-    Raises CheckpointError for a reward model, a `trainable` adapter, and another fingerprint.
+    Raises CheckpointError for a reward model, and for another fingerprint.
     """
     if sft is None:
         return Roles(loading.load_causal_lm(config, trainable=trainable, seed=seed), config.kernels)
@@ -101,18 +101,16 @@ def start_from(
     if sft.manifest is None and sft.is_adapter:
         told = f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model"
         warnings.warn(told, stacklevel=2)
-    if sft.is_adapter and trainable:
-        raise CheckpointError(
-            f"finetune=full cannot start from {sft.path}, which is an adapter; allowed: "
-            "finetune=lora, or an SFT model trained with sft.finetune=full"
-        )
-    weights = sft.base_folder if sft.is_adapter else str(sft.path)
-    base_seed = sft.manifest.base_seed if sft.manifest else seed
-    model = loading.load_causal_lm(config, weights, trainable=trainable, seed=base_seed)
-    roles = Roles(model, config.kernels)
-    if sft.is_adapter:
-        check_fingerprint(roles, BASE, sft, "below")
-        roles.load_adapter(SFT, sft.path, trainable=False)
+    if trainable:
+        roles = Roles(whole_weights(config, sft, None, seed), config.kernels)
+    else:
+        weights = sft.base_folder if sft.is_adapter else str(sft.path)
+        base_seed = sft.manifest.base_seed if sft.manifest else seed
+        model = loading.load_causal_lm(config, weights, trainable=False, seed=base_seed)
+        roles = Roles(model, config.kernels)
+        if sft.is_adapter:
+            check_fingerprint(roles, BASE, sft, "below")
+            roles.load_adapter(SFT, sft.path, trainable=False)
     check_fingerprint(roles, REFERENCE, sft, "self")
     return roles
 
@@ -209,7 +207,7 @@ def check_positions(
         return
     has = f"{what} has {longest} tokens, more than the {limit} that the model"
     advice = lower.format(limit=limit)
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    tables = [m for m in model.modules() if isinstance(m, torch.nn.Embedding)]
     if any(m is not model.get_input_embeddings() and m.num_embeddings >= limit for m in tables):
         raise ConfigError(f"{has} has positions for (max_position_embeddings); {advice}")
     if warns and limit not in WARNED:
@@ -258,12 +256,21 @@ def check_vocabulary(roles: Roles, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
-    """Add a new policy adapter. Raises CheckpointError unless it starts as the SFT model."""
-    before = roles.probe(REFERENCE)
-    roles.add_adapter(POLICY, config.lora, seed)
-    for role in (REFERENCE, POLICY):
-        if not same_logits(roles.probe(role), before, rounding(roles.causal_lm)):
+    """Add a new policy: an adapter on the reference or, beside a frozen one, all weights.
+
+    Raises CheckpointError unless it starts as the SFT model.
+    """
+    reference = roles.reference
+    before = reference.probe(REFERENCE)
+    if reference is roles:
+        roles.add_adapter(POLICY, config.lora, seed)
+    else:
+        roles.assign(POLICY)
+    for owner, role in ((reference, REFERENCE), (roles, POLICY)):
+        if not same_logits(owner.probe(role), before, rounding(reference.causal_lm)):
             why = "the policy's adapter changed its logits, a fault of the adapter library"
+            if reference is not roles:
+                why = "all its weights and the frozen base of the reference give other logits"
             raise CheckpointError(f"the {role} does not start as the SFT model: {why}")
 
 
@@ -290,15 +297,17 @@ def add_critic(
     if kind == "model":
         owner = Roles(whole_weights(config, sft, reward, seed), config.kernels)
         owner.assign(role)
-    elif kind == "adapter" and reward is None:
-        roles.add_adapter(role, config.lora, seed)
+    elif kind == "adapter":
+        owner = roles.reference
+    if kind == "adapter" and reward is None:
+        owner.add_adapter(role, config.lora, seed)
     elif kind == "adapter" and reward is not None:
         if not reward.is_adapter:
             raise ConfigError(
                 f"ppo.critic is 'adapter' and starts from {reward.path}, which is a whole model; "
                 "allowed: ppo.critic=model, or ppo.critic_init=zero"
             )
-        roles.load_adapter(role, reward.adapter, trainable=True)
+        owner.load_adapter(role, reward.adapter, trainable=True)
     owner.heads[names.VALUE] = head = ScalarHeads(owner.hidden_size, 1)
     if reward is not None:
         # (reward - mean) / std of the reward model's mean head
@@ -317,6 +326,7 @@ def whole_weights(
     An adapter is merged into the model that it was trained on, quantised or not.
     """
     weights, adapters = None, []
+    key = "policy.checkpoint" if reward is None else "ppo.critic"
     for final in (sft, reward):
         if final is not None and final.is_adapter:
             adapters.append(final.adapter)
@@ -331,7 +341,7 @@ def whole_weights(
         model = model.dequantize(torch.float32).float()
     for adapter in adapters:
         checkpoint.check_weights(adapter)
-        with checkpoint.naming(str(adapter), "ppo.critic"):
+        with checkpoint.naming(str(adapter), key):
             model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     return model.requires_grad_(True)
 

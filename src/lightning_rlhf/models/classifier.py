@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import transformers
 from jaxtyping import Float
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -49,7 +48,7 @@ class Classifier:
                 f"turns {turns}: {error}"
             ) from error
 
-    def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[Tensor, "n 1"]:
+    def read(self, features: Sequence[Mapping[str, list[int]]]) -> Float[torch.Tensor, "n 1"]:
         """Return the raw reward of each dialogue, independent of the others in the batch."""
         pad = self.model.config.get_text_config().pad_token_id
         if pad is None and len(features) > 1:  # the output is at the last position: no padding

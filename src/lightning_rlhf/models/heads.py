@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import transformers
 from jaxtyping import Float
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model_state_dict
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.models.checkpoint import json_object
+from lightning_rlhf.models.checkpoint import OF_ADAPTER, json_object
 
 
 class ScalarHeads(nn.Module):
@@ -110,9 +111,31 @@ def classifier_adapter(
     return dataclasses.replace(config, target_modules=targets, **saved), state
 
 
-def save_whole(
-    folder: Path, causal_lm: PreTrainedModel, heads: nn.Module | None, pad_token_id: int | None
+def save_adapter(
+    folder: Path, model: PeftModel, name: str, base: str, rewards: nn.Module | None = None
 ) -> None:
+    """Write an adapter of the model.
+
+    base: folder or hub id of the weights that it is applied to.
+    rewards: heads with which the adapter is written as that of a sequence classifier, where
+        transformers has one for the base; None writes that of the language model.
+    """
+    state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    config: Any = dataclasses.replace(model.peft_config[name], inference_mode=True)
+    if isinstance(config.target_modules, set):  # its order differs between runs
+        config.target_modules = sorted(config.target_modules)
+    if rewards is not None:
+        config, state = classifier_adapter(config, state, model.get_base_model(), rewards)
+    config.base_model_name_or_path = base
+    state = {name: matrix.detach().cpu().contiguous() for name, matrix in state.items()}
+    save_file(state, folder / OF_ADAPTER)
+    config.save_pretrained(str(folder))
+
+
+def save_whole(
+    folder: Path, causal_lm: PreTrainedModel, state: dict[str, Tensor], heads: nn.Module | None,
+    pad_token_id: int | None,
+) -> None:  # fmt: skip
     """Write a language model; with heads, where transformers has one, as a sequence classifier.
 
     That has one label. The output layer of the language model stays in the file where it is not
@@ -120,10 +143,10 @@ def save_whole(
     """
     config = copy.deepcopy(causal_lm.config)
     if heads is None or trunk_name(config, causal_lm) != causal_lm.base_model_prefix:
-        causal_lm.save_pretrained(folder)
+        causal_lm.save_pretrained(folder, state_dict=state)
         return
     score = {f"{SCORE}.weight": score_weight(heads).to(causal_lm.dtype)}
-    causal_lm.save_pretrained(folder, state_dict=causal_lm.state_dict() | score)
+    causal_lm.save_pretrained(folder, state_dict=state | score)
     (folder / "generation_config.json").unlink(missing_ok=True)
     kind = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)]
     config.architectures = [kind.__name__]

@@ -8,13 +8,14 @@ Every role is the base model with a stack of active adapters:
     critic      SFT + critic adapter     trained by PPO, where ppo.critic=adapter
 
 One copy of the base weights serves all roles, and the reference is the SFT model by construction,
-whether the SFT adapter was merged or is a separate adapter.
+whether the SFT adapter was merged or is a separate adapter. A policy of which all weights are
+trained has a frozen base beside it, which holds the reference, reward and critic adapters.
 """
 
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from inspect import signature
 from pathlib import Path
@@ -27,19 +28,22 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import Linear as LoRALinear
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.pytorch_utils import Conv1D
 
 from lightning_rlhf.core.config import KernelChoice
-from lightning_rlhf.core.errors import CheckpointError, first_line
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.masking import from_first_real, picker
 from lightning_rlhf.kernels import decoder, layers, lora, patch
 from lightning_rlhf.models.checkpoint import check_weights, naming
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT, LoRASettings
 from lightning_rlhf.models.loading import layers_of
+from lightning_rlhf.parallel.sharding import ShardedModel
 
 MASKED_BY_KIND = ("Qwen2", "Qwen3", "Qwen3_5")
 """Families whose trunks take a dictionary: kind of layer -> mask of its attention."""
@@ -80,9 +84,13 @@ def linear_layers(
             yield name, layer, layer.in_features, layer.out_features
 
 
-def trainable_names(module: nn.Module) -> list[str]:
-    """Return the names of the trainable parameters."""
-    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+def layer_matrices(module: nn.Module) -> set[nn.Parameter]:
+    """Return the matrices of the layers of all language models in a module, adapters included.
+
+    Embeddings, output layers and scalar heads are outside of the layers.
+    """
+    layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
+    return {p for layer in layers for p in layer.parameters() if p.ndim == 2}
 
 
 def probe_tokens(causal_lm: PreTrainedModel) -> Int[Tensor, "1 S"]:
@@ -133,10 +141,19 @@ class Roles(nn.Module):
         self._stacks: dict[str, tuple[str, ...]] = {BASE: (), REFERENCE: ()}
         self.role = BASE
         """Role that is active; `set_role` and `use_role` change it."""
+        self.frozen: Roles | None = None
+        """Frozen base with the reference, for a policy whose weights are all trained; else None."""
         self._merged = False
+        self.sharded: ShardedModel | None = None
+        """Base whose weights are sharded; None where each process has them all."""
         if getattr(causal_lm, "recomputes", False):
             self.recompute_layers()
         check_output_layer(causal_lm)
+
+    @property
+    def reference(self) -> "Roles":
+        """Return the models of the role reference and of adapters on it: these, or `frozen`."""
+        return self if self.frozen is None else self.frozen
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -230,12 +247,47 @@ class Roles(nn.Module):
         for layer in layers_of(self.causal_lm):
             layer.forward = partial(recomputed, layer)
 
+    @torch.no_grad()
+    def shard(self, processes: DeviceMesh) -> None:
+        """Shard the base over the processes, unless it is; adapters and heads stay whole.
+
+        Raises ConfigError where the model has no layers to gather one by one.
+        """
+        if self.sharded is not None:
+            return
+        patch.unpatch(self.causal_lm)
+        called = list[nn.Module]()
+        hook = register_module_forward_pre_hook(lambda module, _: called.append(module))
+        try:
+            self.hidden(probe_tokens(self.causal_lm))
+        finally:
+            hook.remove()
+        order = [m for m in called if isinstance(m, GradientCheckpointingLayer)]
+        if not order:
+            raise ConfigError(
+                f"trainer.strategy is 'fsdp', but {self.causal_lm.config.model_type} has no layers "
+                "that can be gathered one by one; allowed: ddp"
+            )
+        self.sharded = ShardedModel(self.causal_lm, order, processes)
+        self._set_kernels()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """Hold all weights of a sharded base inside the block, where no other role is activated."""
+        return nullcontext() if self.sharded is None else self.sharded.whole()
+
+    @contextmanager
+    def weights(self) -> Iterator[dict[str, Tensor]]:
+        """Yield the state of the language model, with whole weights also where it is sharded."""
+        state = self.causal_lm.state_dict()  # which would shard them again within the block
+        with self.whole():
+            own = dict(self.causal_lm.named_parameters(remove_duplicate=False))
+            yield {name: own.get(name, x).detach() for name, x in state.items()}
+
     def add_adapter(self, role: str, settings: LoRASettings, seed: int = 0) -> None:
         """Add a trainable LoRA adapter on top of the reference; before training it has no effect.
 
-        Its initial weights depend on (seed, role) alone.
-
-        Raises CheckpointError where PEFT finds no module to adapt.
+        Its initial weights depend on (seed, role) alone. Raises CheckpointError where PEFT finds no
+        module to adapt.
         """
         targets = settings.target_modules
         modules, alpha = targets if isinstance(targets, str) else list(targets), settings.alpha
@@ -283,12 +335,11 @@ class Roles(nn.Module):
             patch.patch_layers(self.model)
         self._stacks[role] = (*self._stacks[REFERENCE], role)
         self._layers = [m for m in self.model.modules() if isinstance(m, BaseTunerLayer)]
-        marker = f".{role}."
-        for name, parameter in self.model.named_parameters():
-            if marker in name and "lora_" in name:
+        of_adapters = {n: p for n, p in self.model.named_parameters() if "lora_" in n}
+        for name, parameter in of_adapters.items():
+            if f".{role}." in name:
                 parameter.requires_grad_(trainable)
-        parameters = self.model.named_parameters()
-        self._trainable = [p for name, p in parameters if "lora_" in name and p.requires_grad]
+        self._trainable = [p for p in of_adapters.values() if p.requires_grad]
         self.model.eval()
         self.set_role(role)
 
@@ -296,19 +347,39 @@ class Roles(nn.Module):
         """Return the names of the adapters that are active in `role`, the lowest first."""
         return self._stacks[role]
 
+    @contextmanager
+    def stacked(self, role: str) -> Iterator[str]:
+        """Yield the name of an adapter that does what all adapters of `role` do.
+
+        Of several, it is a temporary one that concatenates them; else the single one.
+        """
+        before, names = self.role, [*self.adapters(role)]
+        if len(names) == 1:
+            yield names[0]
+            return
+        model: Any = self.model
+        weights = [1.0] * len(names)
+        model.base_model.add_weighted_adapter(names, weights, "export", combination_type="cat")
+        try:
+            yield "export"
+        finally:
+            model.delete_adapter("export")
+            self.set_role(before)
+
     def trained_by(self, role: str) -> Iterator[nn.Parameter]:
         """Yield the trainable parameters of the role's adapter; without one, of the model."""
-        marker = f".{role}."
-        has_adapter = role in self._stacks[role]
+        marker = f".{role}." if role in self._stacks[role] else ""  # which is in every name
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad and (marker in name or not has_adapter):
+            if parameter.requires_grad and marker in name:
                 yield parameter
 
     def set_role(self, role: str) -> None:
         """Activate the adapters of `role`; trainable parameters stay trainable.
 
-        Raises RuntimeError inside `merged`.
+        Raises RuntimeError inside `merged`, and for the reference where `frozen` has it.
         """
+        if role == REFERENCE and self.frozen is not None:
+            raise RuntimeError("these weights are trained: the reference is in roles.reference")
         if self._merged:
             raise RuntimeError(f"{role} cannot be activated while {self.role} is merged")
         self.role = role
@@ -339,12 +410,13 @@ class Roles(nn.Module):
     def merged(self) -> Iterator[None]:
         """Merge the active role's adapters into plain weights inside the block, for inference.
 
-        No other role can be activated inside. With plain kernels the adapters stay where they are.
+        No other role can be activated inside. With plain kernels the adapters stay where they are;
+        sharded weights are whole inside.
         """
         before, self._merged = self._merged, True
         try:
             is_fast = self.kernels.kind == "fast"
-            with decoder.merged_adapters(self.model) if is_fast else nullcontext():
+            with decoder.merged_adapters(self.model) if is_fast else self.whole():
                 yield
         finally:
             self._merged = before

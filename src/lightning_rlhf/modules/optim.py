@@ -2,7 +2,10 @@
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import lightning as L
@@ -10,11 +13,14 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.optim import AdamW, Muon, Optimizer
 
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
 from lightning_rlhf.core.memory import MicrobatchSize
-from lightning_rlhf.models.roles import trainable_names
+from lightning_rlhf.models.roles import layer_matrices
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
 
 
@@ -60,8 +66,77 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
 
 def trainable_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the trained parameters; others are in the checkpoints it started from."""
-    state = nn.Module.state_dict(module)
-    return {name: state[name] for name in trainable_names(module)}
+    return {name: x.detach() for name, x in module.named_parameters() if x.requires_grad}
+
+
+def build_with(
+    make: partial[Any], groups: list[dict[str, Any]], config: StageConfig,
+    matrices: Collection[nn.Parameter],
+) -> Optimizer:  # fmt: skip
+    """Return the optimizer that `make` builds of groups of parameters, and of what the stage has.
+
+    It is given betas = (0.9, adam_beta2) with eps = adam_eps, fused = True and `matrices`, where it
+    takes arguments of these names and `make` does not hold them; no fused beside foreach=True.
+    """
+    takes = signature(make.func).parameters
+    is_sharded = sharding.trains()  # fused=True does not take both kinds of parameters
+    known = {"fused": not (make.keywords.get("foreach") or is_sharded), "matrices": matrices}
+    if "betas" in takes:
+        known |= {"betas": (0.9, config.adam_beta2), "eps": config.adam_eps}
+    given = {name: value for name, value in known.items() if name in takes}
+    found: Optimizer = make(groups, **given | make.keywords)
+    return found
+
+
+@contextmanager
+def optimizer_faults() -> Iterator[None]:
+    """Raise ConfigError naming the section where an optimizer raises an exception of its own."""
+    try:
+        yield
+    except (errors.RLHFError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a class of the user's own may raise anything
+        told = f"{errors.first_line(error)} ({type(error).__name__})"
+        raise errors.ConfigError(f"optimizer: {told}") from error
+
+
+class MuonAdamW(Optimizer):
+    """Muon for some matrices and AdamW for all other parameters, as one optimizer.
+
+    Each has its groups of parameters, in this order.
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/
+    """
+
+    def __init__(
+        self, params: Iterable[dict[str, Any]], *, matrices: Collection[nn.Parameter],
+        betas: tuple[float, float], eps: float, fused: bool = True, **muon: Any,
+    ) -> None:  # fmt: skip
+        """Make both; betas, eps, fused: arguments of AdamW; muon: arguments of torch.optim.Muon."""
+        groups, parts = list(params), list[Optimizer]()
+        adamw = {"betas": betas, "eps": eps, "fused": fused}
+        kinds: dict[type[Any], dict[str, Any]] = {Muon: muon, AdamW: adamw}
+        for kind, arguments in kinds.items():
+            own = []
+            for group in groups:
+                chosen = [p for p in group["params"] if (p in matrices) == (kind is Muon)]
+                own += [{**group, "params": chosen}] if chosen else []
+            parts += [kind(own, **arguments)] if own else []
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step of both with the groups and the state of this optimizer; return the loss
+        that `closure` computes, None without one."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        groups = iter(self.param_groups)  # which a schedule or a checkpoint may have replaced
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+            part.step()
+        return loss
 
 
 class StageModule(L.LightningModule):
@@ -82,7 +157,7 @@ class StageModule(L.LightningModule):
         stage: name of the section that holds `config`.
         replicas: processes that divide the rows of each batch.
         microbatch: size of the micro-batches, shared with other models and halved for all at once;
-            None makes one from `config.microbatch_size`.
+            None makes one from `config.microbatch_rows`.
         """
         super().__init__()
         self.automatic_optimization = False
@@ -91,11 +166,15 @@ class StageModule(L.LightningModule):
         self.config = config
         self.replicas = replicas
         key = f"{stage}.microbatch_size"
-        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_size)
+        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_rows)
+        self.optimizer_class: partial[Any] = partial(AdamW)
+        """Class of the optimizer with arguments; a run sets it to the section `optimizer`."""
         self.iteration = 0
         """Number of finished iterations or batches, over all resumes, with and without updates."""
         self.nonfinite = 0
         """Number of updates in a row whose loss or gradient was not finite."""
+        self.weights_version = 0
+        """Number of changes of the weights so far: optimizer steps, and swaps for their average."""
         self.logs_headline = True
         """False where a callback logs the headline metrics together with all others."""
 
@@ -115,7 +194,7 @@ class StageModule(L.LightningModule):
         gradients add up to that of the minibatch.
         """
         # The casts of the forward pass are recorded; autocast would round gradients kept in fp32.
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(self.device.type, enabled=False), sharding.uninterrupted():
             self.manual_backward(loss)
         return loss.detach()
 
@@ -126,8 +205,11 @@ class StageModule(L.LightningModule):
         """
         optimizer: Any = self.optimizers()
         trained = [p for group in optimizer.param_groups for p in group["params"]]
-        table = self.replicas.sum_gradients(trained, numbers)
-        return table, nn.utils.clip_grad_norm_(trained, self.config.max_grad_norm)
+        return sharding.sum_and_clip(trained, self.config.max_grad_norm, numbers, self.replicas)
+
+    def weights_changed(self, *_: Any) -> None:
+        """Count a change of the trained weights; the optimizer calls it after each step."""
+        self.weights_version += 1
 
     def build_optimizer(
         self, groups: Sequence[tuple[float, Iterable[nn.Parameter]]], total_steps: int
@@ -145,19 +227,22 @@ class StageModule(L.LightningModule):
                 group = {"lr": config.lr * factor, "weight_decay": decay}
                 if chosen := [p for p in trained if (p.ndim > 1) == matrices]:
                     parameter_groups.append({"params": chosen, **group})
-        optimizer = self.make_optimizer(parameter_groups)
+        with optimizer_faults():
+            optimizer = self.make_optimizer(parameter_groups)
+        optimizer.register_step_post_hook(self.weights_changed)
+        optimizer.register_state_dict_post_hook(lambda _, state: sharding.whole_tensors(state))
+        optimizer.register_load_state_dict_pre_hook(sharding.sharded_state)
         scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda step: lr_factor(step, total_steps, config)
         )
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
-    def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """Return AdamW on groups of parameters with their learning rate and weight decay.
+    def make_optimizer(self, groups: list[dict[str, Any]]) -> Optimizer:
+        """Return `optimizer_class` on groups of parameters with learning rate and weight decay.
 
         A subclass returns another optimizer here; `build_optimizer` adds the schedule.
         """
-        betas, eps = (0.9, self.config.adam_beta2), self.config.adam_eps
-        return torch.optim.AdamW(groups, betas=betas, eps=eps, fused=True)
+        return build_with(self.optimizer_class, groups, self.config, layer_matrices(self))
 
     def check_finite(self, loss: Tensor, grad_norm: Tensor) -> bool:
         """Return whether the loss and the gradient norm of an update, 0-d, are finite.
@@ -193,13 +278,23 @@ class StageModule(L.LightningModule):
             self.log("step", float(self.iteration))  # the step that Lightning's loggers use
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        return trainable_state(self)
+        state: dict[str, Any] = sharding.whole_tensors(trainable_state(self))
+        return state
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        if sharding.trains():
+            sharding.arrive()  # weights that are gathered are copies
+        own = dict(self.named_parameters())
+        parts = {name: sharding.part_of(x, own.get(name)) for name, x in state_dict.items()}
+        return super().load_state_dict(parts, *args, **kwargs)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        learner = {"microbatch_size": self.microbatch.rows, "nonfinite": self.nonfinite}
+        kept = {"nonfinite": self.nonfinite, "weights_version": self.weights_version}
+        learner = {"microbatch_size": self.microbatch.rows, **kept}
         checkpoint.update(iteration=self.iteration, learner=learner)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         check_parameters(self, checkpoint)
         self.iteration, learner = checkpoint["iteration"], checkpoint["learner"]
         self.microbatch.rows, self.nonfinite = learner["microbatch_size"], learner["nonfinite"]
+        self.weights_version = learner["weights_version"]

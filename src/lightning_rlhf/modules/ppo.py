@@ -19,6 +19,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.modules.supervised import PTX
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.sharding import clear
 from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.sampler import Sampler
@@ -60,11 +61,8 @@ class PPOModule(optim.StageModule):
         Args:
             critic: one for advantage=gae, None for the others.
             prompts: split ("train", "val") -> rows of the data.
-            microbatch: size of the micro-batches, shared with the reward's model and halved for
-                both at once; None makes one from `config.microbatch_size`.
+            microbatch, stage, replicas: as for `StageModule`; the reward's model shares the former.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
-            stage: name of the section that holds `config`, for the keys in messages.
-            replicas: processes that divide the rows of each batch.
             ptx: demonstrations of ppo.ptx_coef; None for a module that learns from none.
         """
         super().__init__(stage, config, replicas, microbatch)
@@ -129,7 +127,7 @@ class PPOModule(optim.StageModule):
         if evaluates:
             count, where = 1, f"the evaluation after iteration {self.iteration}"
         try:
-            return self.collector.roll_out(prompts, generator, count)
+            return self.collector.roll_out(prompts, generator, count, self.weights_version)
         except errors.LogitsError as error:
             raise errors.LogitsError(
                 where, iterations=self.iteration, nonfinite=self.nonfinite
@@ -191,25 +189,20 @@ class PPOModule(optim.StageModule):
                 break
             torch.cuda.empty_cache()  # what the failed passes held is free only now
         shares, grad_norm = self.sum_and_clip(torch.stack([*share.values()]))
-        terms = losses.sum_terms(
-            [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
-        )
+        parts = [records.PPOTerms(**dict(zip(share, row, strict=True))) for row in shares]
+        terms = losses.sum_terms(parts)
         # The only wait for the device in an update, for all that the limits compare.
-        loss, norm, approx_kl, ratio_mean = torch.stack(
-            [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
-        ).cpu()
+        compared = [terms.loss, grad_norm, terms.approx_kl, terms.ratio_mean]
+        loss, norm, approx_kl, ratio_mean = torch.stack(compared).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
             is_finite = self.check_finite(loss, norm)
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
-        self.stopped = is_finite and self.exceeds(
-            self.config.target_kl, approx_kl, "approx_kl", "target_kl"
-        )
-        skipped = is_finite and self.exceeds(
-            self.config.max_ratio, ratio_mean, "ratio_mean", "max_ratio"
-        )
+        limits = self.config.target_kl, self.config.max_ratio
+        self.stopped = is_finite and self.exceeds(limits[0], approx_kl, "approx_kl", "target_kl")
+        skipped = is_finite and self.exceeds(limits[1], ratio_mean, "ratio_mean", "max_ratio")
         if is_finite and not (self.stopped or skipped):
             self.optimizers().step()  # type: ignore[union-attr]
         return records.UpdateStats(
@@ -245,7 +238,7 @@ class PPOModule(optim.StageModule):
             mask, config.loss_reduction, max_response_tokens=config.max_response_tokens
         )
         critic_apart = self.critic is not None and not self.critic.shares_trunk
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        clear(self.optimizers())
         loss, shares = torch.zeros((), device=self.device), []
         minibatch, weights = minibatch.select(rows), weights[rows]
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
@@ -286,21 +279,26 @@ class PPOModule(optim.StageModule):
         policy: losses.PolicyOutputs | None,
         values: Float[Tensor, " N"] | None,
     ) -> records.PPOTerms:
-        """Return the loss and statistics of a micro-batch, as `ppo_terms`.
+        """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
 
-        A subclass adds terms of its own to the loss here. With a critic apart it is called twice a
+        With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
+        adds terms of its own to the loss here. With a critic apart it is called twice a
         micro-batch: with `policy` alone, then with `values` alone.
-
-        Args:
-            weights: weight of each response token in the loss, as `token_weights`.
-            tokens: number of response tokens of the minibatch.
-            policy: log-probabilities and entropy of the N response tokens of the micro-batch.
-            values: values of the critic at the same tokens.
         """
+        policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
+        cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
+        if policy_losses is not None and cap is not None:
+            if told is None:
+                allowed = "null for a sampler that is exact, or tells no log-probabilities"
+                raise errors.ConfigError(
+                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
+                )
+            pick = masking.picker(records.known_mask(micro_batch))
+            known = pick(micro_batch.old_logprobs), pick(told)
+            policy_losses = policy_losses * losses.importance_weights(*known, cap)
         return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
-            policy_losses=None if policy is None else self.policy_losses(policy, micro_batch),
-            values=values,
+            policy_losses=policy_losses, values=values,
         )  # fmt: skip
 
     def policy_losses(

@@ -20,6 +20,7 @@ from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.replicas import ONE, Replicas
+from lightning_rlhf.parallel.sharding import clear
 
 
 class SupervisedModule(optim.StageModule):
@@ -58,7 +59,7 @@ class SupervisedModule(optim.StageModule):
 
         Returns: their share of its loss, 0-d, and the scores of each micro-batch.
         """
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        clear(self.optimizers())
         loss, parts, total = torch.zeros((), device=self.device), [], self.total(batch)
         for micro_batch in batch.select(self.replicas.rows).split(size):
             share, scores = self.loss_share(micro_batch, total)
@@ -209,7 +210,7 @@ class DPOModule(SupervisedModule):
 
         mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
 
-    The reference is the same base with the policy's adapter switched off.
+    The reference is the same base with the policy's adapter switched off, or a frozen base.
     Source: Rafailov et al. 2023, section 4, https://arxiv.org/abs/2305.18290; the SFT term, Pang et
     al. 2024, eq. 1, https://arxiv.org/abs/2404.19733
     Departs: the SFT term of Pang et al. is a mean over the tokens of each response by itself; here
@@ -236,8 +237,9 @@ class DPOModule(SupervisedModule):
 
     def scores(self, micro_batch: records.Preferences) -> results.DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs."""
-        config, (tokens, _) = self.config, micro_batch.stacked()
-        targets = target_mask(micro_batch)
+        config, (tokens, mask) = self.config, micro_batch.stacked()
+        positions = torch.arange(mask.shape[1], device=mask.device)
+        targets = mask & (positions >= micro_batch.prompt_tokens.repeat(2)[:, None])
         if config.reference_free:
             reference = torch.zeros(len(tokens), device=tokens.device)
         else:
@@ -266,17 +268,11 @@ class DPOModule(SupervisedModule):
         self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
     ) -> Float[Tensor, " B"]:
         """Return the log-probability of each row's target tokens under a role, summed, nats."""
-        with self.roles.use_role(role):
-            found = target_logprobs(self.roles, tokens, targets)
+        roles = self.roles.reference if role == REFERENCE else self.roles
+        with roles.use_role(role):
+            found = target_logprobs(roles, tokens, targets)
         mask = masking.upload(targets[:, 1:], found.device)
         return found.new_zeros(mask.shape).masked_scatter(mask, found).sum(dim=1)
-
-
-def target_mask(batch: records.Preferences) -> Bool[Tensor, "2B W"]:
-    """Return a mask of the response tokens of both sides, as `Preferences.stacked` orders them."""
-    _, mask = batch.stacked()
-    positions = torch.arange(mask.shape[1], device=mask.device)
-    return mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])
 
 
 class PTX:
@@ -320,8 +316,7 @@ class PTX:
         """Add the gradient of ptx_coef * ptx_loss of this process's rows; return their share of it.
 
         The role that is active is read. rows: number of demonstrations in a forward and backward
-        pass. The share of each pass is divided by the target tokens of the whole batch, so that the
-        shares add up.
+        pass.
         """
         batch = batch.to(module.device)
         tokens = masking.upload(batch.target_mask.sum(), module.device)

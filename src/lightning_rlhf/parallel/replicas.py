@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed, nn
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_rlhf.core.errors import ConfigError, ProcessEndedError, RLHFError, first_line
+from lightning_rlhf.core import errors
 from lightning_rlhf.core.records import Record
 from lightning_rlhf.parallel.world import World
 
@@ -30,7 +30,20 @@ def ended_processes() -> Iterator[None]:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        raise ProcessEndedError from error
+        raise errors.ProcessEndedError from error
+
+
+arrivals: list[Callable[[], None]] = []
+"""Functions that are called before each collective operation."""
+
+
+@contextmanager
+def collective() -> Iterator[None]:
+    """Enter a collective operation, which raises ProcessEndedError as `ended_processes` does."""
+    for arrive in arrivals:
+        arrive()
+    with ended_processes():
+        yield
 
 
 class Replicas:
@@ -81,15 +94,17 @@ class Replicas:
         if self.size == 1:
             return [work()]
         try:
-            mine: tuple[T | None, RLHFError | None] = work(), None
-        except RLHFError as error:
+            mine: tuple[T | None, errors.RLHFError | None] = work(), None
+        except (errors.InterruptedPassError, errors.ProcessEndedError):
+            raise  # other processes wait within the pass, and not here, or have ended
+        except errors.RLHFError as error:
             mine = None, error
         found: list[Any] = [None] * self.size
-        with ended_processes():
+        with collective():
             distributed.all_gather_object(found, mine)
-        errors = [error for _, error in found if error is not None]
-        if errors:
-            raise errors[0] if mine[1] is None else mine[1]
+        raised = [error for _, error in found if error is not None]
+        if raised:
+            raise raised[0] if mine[1] is None else mine[1]
         return [result for result, _ in found]
 
     def joined(self, rows: Int[Tensor, " M"], work: Callable[[Int[Tensor, " M"]], R]) -> R:
@@ -119,7 +134,7 @@ class Replicas:
         """Return the sum of a tensor over the processes."""
         if self.size > 1:
             tensor = tensor.clone()
-            with ended_processes():
+            with collective():
                 distributed.all_reduce(tensor)
         return tensor
 
@@ -144,7 +159,7 @@ class Replicas:
                 parameter.grad = torch.zeros_like(parameter)
         for bucket in buckets([*(p.grad for p in parameters if p.grad is not None), table, owners]):
             flat = torch.cat([tensor.flatten() for tensor in bucket])
-            with ended_processes():
+            with collective():
                 distributed.all_reduce(flat)
             parts = flat.split([tensor.numel() for tensor in bucket])
             for tensor, part in zip(bucket, parts, strict=True):
@@ -159,7 +174,7 @@ class Replicas:
         if self.size == 1:
             return number
         found = torch.tensor(number, device=self.device)
-        with ended_processes():
+        with collective():
             distributed.all_reduce(found, distributed.ReduceOp.MAX)
         return int(found)
 
@@ -221,10 +236,11 @@ def join_group(
             backend, store=store, rank=rank, world_size=size, timeout=timeout
         )
     except distributed.DistError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"process {place.rank} of {place.size} cannot meet the others at "
-            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} ({first_line(error)}); "
-            "allowed: MASTER_ADDR, a machine that all reach, and MASTER_PORT, a free port of it"
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} "
+            f"({errors.first_line(error)}); allowed: MASTER_ADDR, a machine that all reach, and "
+            "MASTER_PORT, a free port of it"
         ) from error
     _stores.append(store)
     return current(device)
@@ -232,11 +248,9 @@ def join_group(
 
 def leave_message(message: str) -> None:
     """Leave the reason why this process ends, for the first process to print."""
-    try:
+    with suppress(RuntimeError):  # the first process has ended, and its store with it
         for store in _stores:
             store.set(MESSAGE, message)
-    except RuntimeError:  # the first process has ended, and its store with it
-        pass
 
 
 def message_left() -> str | None:

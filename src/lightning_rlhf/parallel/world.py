@@ -1,6 +1,9 @@
 """The place of this process among those of a run, from the environment. Imports no slow library."""
 
+import ctypes
 import os
+import signal
+import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
@@ -35,6 +38,8 @@ PROCESS = "LIGHTNING_RLHF_PROCESS"
 JOB = ("MASTER_ADDR", "MASTER_PORT", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 INHERITED = {*TORCHRUN, *SRUN, *JOB, PROCESS, IN_LAUNCHER}
 """Environment variables by which a process is known as one of a run, here or by Lightning."""
+PR_SET_PDEATHSIG = 1
+"""Option of Linux's prctl: signal to send to a process when its parent ends."""
 
 
 def world(environment: Mapping[str, str] = os.environ) -> World:
@@ -65,3 +70,11 @@ def leave_run(environment: MutableMapping[str, str] = os.environ) -> None:
     for name in [*environment]:
         if name in INHERITED or name.startswith("TORCHELASTIC_"):
             del environment[name]
+
+
+def end_with(parent: int) -> None:
+    """Request SIGTERM for when the parent ends, even if killed; works on Linux alone."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != parent:  # the parent ended before the request
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -22,7 +22,6 @@ from numpy import ndarray
 from lightning_rlhf.io.console import visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.report import curves, estimates
-from lightning_rlhf.report.curves import BLUE, GREEN, PURPLE
 from lightning_rlhf.report.fitness import Fitness
 
 Limits = estimates.Interval | None
@@ -57,7 +56,7 @@ PAGE |= {"font.size": 11, "svg.fonttype": "none", "path.simplify_threshold": 0.5
 LEGEND: dict[str, Any] = {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "frameon": False}
 LEGEND |= {"borderaxespad": 0.2, "columnspacing": 1.2}
 """Placement of a legend above the plot, where it hides no curve."""
-KINDS = {"SFT samples": BLUE, "rejected": PURPLE, "chosen": GREEN}
+KINDS = {"SFT samples": curves.BLUE, "rejected": curves.PURPLE, "chosen": curves.GREEN}
 """Kinds of scored responses and their colours."""
 
 
@@ -99,19 +98,6 @@ def mark_outside(
         is_left = marker == ">" or (marker != "<" and place[0] > sum(axes.get_xlim()) / 2)
         style["ha"], style["xytext"] = ("right", (-6, 0)) if is_left else ("left", (6, 0))
         axes.annotate(label, place, textcoords="offset points", **style)
-
-
-def draw_curves(
-    folder: Path, found: curves.Curves, title: str, unit: str, panels: curves.Panels | None = None
-) -> Path:
-    """Draw curves.png of what was measured into a folder and return its path.
-
-    unit: unit in which steps are counted.
-    panels: function of the names of the measured metrics; None draws one panel for each metric.
-    """
-    plots = [panel.measured(found, unit) for panel in (panels or curves.panel_for_each)(found)]
-    draw_plots(folder / "curves.png", title, plots)
-    return folder / "curves.png"
 
 
 def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:

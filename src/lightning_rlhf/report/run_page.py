@@ -16,7 +16,6 @@ from markupsafe import Markup
 from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT_KL, Goal, heading_of, label_of
 from lightning_rlhf.report import tables
-from lightning_rlhf.report.curves import Plot
 from lightning_rlhf.report.estimates import Interval, interval_text
 from lightning_rlhf.report.figures import figure_of
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, Table, colour, marked, shown
@@ -114,11 +113,6 @@ def part(kind: str, content: Sequence[Any], *more: Any) -> str:
     """
     macros = environment().get_template("parts.html").module
     return getattr(macros, kind)(content, *more) if content else ""
-
-
-def plots(found: Sequence[Plot], note: str = "", *, is_soft: bool = False) -> str:
-    """Return plots side by side as HTML, below a note, which may be in grey; "" without plots."""
-    return part("plots", found, note, is_soft)
 
 
 def clauses(words: str) -> list[str]:

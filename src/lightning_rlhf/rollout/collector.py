@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,17 +22,21 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
 from lightning_rlhf.rollout import sampler as samplers
+from lightning_rlhf.rollout import server
 from lightning_rlhf.rollout.native import NativeSampler
-from lightning_rlhf.rollout.sampler import KEY, HFSampler, Sampler, SamplingParams
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
-OURS = ("native", "hf")
+OURS = ("native", "hf", "vllm")
 """Names of the package's samplers; any other name is that of a user's class."""
 
 
 def build_sampler(
-    name: str, roles: Roles, params: SamplingParams, critic: Critic | None, key: str = KEY
-) -> Sampler:
+    name: str,
+    roles: Roles,
+    params: samplers.SamplingParams,
+    critic: Critic | None,
+    key: str = samplers.KEY,
+) -> samplers.Sampler:
     """Return the sampler of that name; a user's is wrapped in a `CheckedSampler`.
 
     key: configuration key that holds the name, for the errors.
@@ -44,7 +49,8 @@ def build_sampler(
         on_trunk = critic is not None and critic.shares_trunk
         return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
-        return HFSampler(roles, params)
+        return samplers.HFSampler(roles, params)
+    require(name != "vllm", key, name, "the argument `sampler` too, a ServerSampler")
     own = load_sampler(name, key)
     try:
         sampler = own(roles, params)
@@ -56,7 +62,7 @@ def build_sampler(
     return samplers.CheckedSampler(sampler, name, longest, vocabulary, key)
 
 
-def load_sampler(name: str, key: str = KEY) -> Any:
+def load_sampler(name: str, key: str = samplers.KEY) -> Any:
     """Return the class that `path/to/file.py:Class` or `package.module:Class` names.
 
     Raises: ConfigError where it does not name a class with the members of `Sampler`.
@@ -68,6 +74,13 @@ def load_sampler(name: str, key: str = KEY) -> Any:
             f"{key} is {name!r}, which has no {' and no '.join(missing)}; allowed: a class "
             "with both, see lightning_rlhf.rollout.sampler.Sampler"
         )
+    try:
+        signature(found.sample).bind("self", "prompts", 1, "generator", "share")
+    except TypeError as error:
+        raise ConfigError(
+            f"{key} is {name!r}, whose sample() cannot be given a share of a batch ({error}); "
+            "allowed: sample(prompts, samples_per_prompt, generator, share)"
+        ) from error
     return found
 
 
@@ -165,7 +178,9 @@ def shard(
 
 
 def sample_local(
-    sampler: NativeSampler | HFSampler, batches: Iterable[ShardedBatch], generator: torch.Generator
+    sampler: NativeSampler | samplers.HFSampler | server.ServerSampler,
+    batches: Iterable[ShardedBatch],
+    generator: torch.Generator,
 ) -> Iterator[tuple[Int[Tensor, " R"], records.SampledResponses]]:
     """Yield the numbers of the responses that this process samples, with them, batch by batch.
 
@@ -177,14 +192,13 @@ def sample_local(
             sampler.draw(len(prompts) * count, generator)
             continue
         prompts = prompts.to(sampler.roles.device)
-        part = [rows] * (len(rows) < len(prompts))  # which the native sampler alone takes
-        yield batch.numbers, sampler.sample(prompts, count, generator, *part)
+        yield batch.numbers, sampler.sample(prompts, count, generator, rows)
 
 
 def sample_reference(
     roles: Roles,
     batches: Iterable[ShardedBatch],
-    params: SamplingParams,
+    params: samplers.SamplingParams,
     generator: torch.Generator,
     replicas: Replicas = ONE,
     role: str = REFERENCE,
@@ -194,7 +208,7 @@ def sample_reference(
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
-    sampler = (NativeSampler if roles.caches else HFSampler)(roles, params)
+    sampler = (NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
     with roles.use_role(role):
         drawn = sample_local(sampler, batches, generator)
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
@@ -239,37 +253,44 @@ class Collector:
 
     def __post_init__(self) -> None:
         config = self.config
-        at_a_time = "the number of rows annotated at a time"
-        self.annotation_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
-        """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         key, size = f"{self.stage}.generation_batch_size", config.generation_batch_size
         self.generation_rows = memory.MicrobatchSize(key, size or config.rollout_batch_size)
         """Number of responses that are sampled at a time."""
-        params = SamplingParams(
-            max_response_tokens=config.max_response_tokens,
-            temperature=config.temperature,
-            end_token_ids=self.chat.end_token_ids,
-            stop=self.chat.stop_at(config.stop_strings),
-        )
+        params = samplers.SamplingParams.of(config, self.chat)
         self.sampler = self.sampler or build_sampler(
             config.rollout, self.roles, params, self.critic, key=f"{self.stage}.rollout"
         )
+        at_a_time = "the number of rows annotated at a time"
+        all_rows = memory.MicrobatchSize(at_a_time, config.rollout_batch_size)
+        is_served = isinstance(self.sampler, server.ServerSampler)  # all of whose rows are read
+        self.annotation_rows = self.microbatch if is_served else all_rows
+        """Number of rows that the policy reads at a time, for a sampler without its numbers."""
         self.annotated = not isinstance(self.sampler, NativeSampler)
         """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
-        self, prompts: records.Prompts, generator: torch.Generator, samples_per_prompt: int = 1
+        self,
+        prompts: records.Prompts,
+        generator: torch.Generator,
+        samples_per_prompt: int = 1,
+        version: int = 0,
     ) -> records.Rollout:
         """Return responses of the active role, with its log-probabilities and the values.
 
         Each process samples and annotates its share of the prompts. Where the memory runs out,
         fewer are sampled at a time. Raises LogitsError, TrainingError or SamplerError.
+
+        version: number of changes of the role's weights so far, for `Sampler.sync`.
         """
+        samplers.synchronise(self.sampler, version)
         rows = self.replicas.share(masking.by_length(prompts.mask))
-        return self.replicas.joined(
+        found = self.replicas.joined(
             samplers.response_numbers(rows, samples_per_prompt),
             lambda _: self.annotate(self.sample(prompts, rows, generator, samples_per_prompt)),
         )
+        if isinstance(self.sampler, server.ServerSampler):
+            self.sampler.check_gap(found)
+        return found
 
     def sample(
         self,
@@ -278,26 +299,14 @@ class Collector:
         generator: torch.Generator,
         samples_per_prompt: int,
     ) -> records.SampledResponses:
-        """Return the responses to some of the prompts, as many at a time as fit into memory.
-
-        The native sampler draws the same numbers for a response whatever `rows` are; another is
-        given a generator of its own for a part of a batch.
-        """
+        """Return the responses to some of the prompts, as many at a time as fit into memory."""
         start = generator.get_state()
 
         def at_a_time(count: int) -> list[records.SampledResponses]:
             parts = []
-            for some in rows.split(max(1, count // samples_per_prompt)):
+            for share in rows.split(max(1, count // samples_per_prompt)):
                 generator.set_state(start)
-                if isinstance(self.sampler, NativeSampler):
-                    drawn = self.sampler.sample(prompts, samples_per_prompt, generator, some)
-                else:
-                    own = generator
-                    if len(some) < len(prompts):
-                        seed = int(torch.randint(2**62, (), generator=generator)) + int(some[0])
-                        own = torch.Generator().manual_seed(seed)
-                    drawn = self.sampler.sample(prompts.select(some), samples_per_prompt, own)
-                parts.append(drawn)
+                parts.append(self.sampler.sample(prompts, samples_per_prompt, generator, share))
             return parts
 
         return records.SampledResponses.joined(self.generation_rows.fitting(at_a_time))

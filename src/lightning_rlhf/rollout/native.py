@@ -1,12 +1,10 @@
 """Sampling by the package's own decode loop, which also returns log-probabilities and values."""
 
-import math
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import DynamicCache
 
 from lightning_rlhf.core.errors import LogitsError
@@ -14,53 +12,13 @@ from lightning_rlhf.core.records import Prompts, SampledResponses
 from lightning_rlhf.kernels import decoder, decoding, layers
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rollout.sampler import SamplingParams, response_numbers
+from lightning_rlhf.rollout.sampler import BatchSampler, Share, draw_tokens, response_numbers
 
 MULTIPLE = 8  # with few_shapes, the number of active rows is a multiple of it, or 4, 2, 1
 KEPT = 0.75  # rows that have ended are dropped when at most this share is unfinished
 ASKED = 8
 """Number of tokens after which a device other than the CPU is asked which rows have ended, which
 waits for all that was launched. What comes after the end, at most 7 tokens, is cut off."""
-
-
-def draw_tokens(
-    logits: Float[Tensor, "B V"], uniform: Float[Tensor, " B"]
-) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
-    """Draw tokens by inverse-CDF sampling: the first with cumulative probability above `uniform`.
-
-    This has two levels: the vocabulary is summed in about sqrt(V) blocks, and only the block that
-    contains the number is summed token by token. `uniform` in [0, 1) is scaled down slightly, so
-    that rounding of the sums can never select a token of probability 0.
-
-    logits: fp32, at temperature 1.
-    Returns: the tokens, and their log-probabilities in nats; NaN for a row without a distribution.
-    """
-    size = logits.shape[1]
-    block = math.isqrt(size - 1) + 1
-    probability = torch.softmax(logits, -1)
-    whole = size // block
-    masses = probability[:, : whole * block].unflatten(1, (whole, block)).sum(-1)
-    masses = torch.cat([masses, probability[:, whole * block :].sum(-1, keepdim=True)], dim=1)
-    ends = cumulative(masses)
-    target = uniform[:, None] * (1 - 1e-6) * ends[:, -1:]
-    chosen = torch.searchsorted(ends, target, right=True).clamp(max=whole)
-    before = F.pad(ends, (1, 0)).gather(1, chosen)
-    places = chosen * block + torch.arange(block, device=logits.device)
-    inside = cumulative(probability.gather(1, places.clamp(max=size - 1)))
-    rest = (target - before).clamp(min=0).minimum(inside[:, -1:] * (1 - 1e-6))
-    token = chosen * block + torch.searchsorted(inside, rest, right=True)
-    token = token.clamp(max=size - 1)
-    # The sum of blocks is nearer to 1 than the sum by which softmax divided.
-    logprob = (probability.gather(1, token) / masses.sum(-1, keepdim=True)).log()
-    return token.squeeze(1), logprob.squeeze(1)
-
-
-def cumulative(mass: Float[Tensor, "B n"]) -> Float[Tensor, "B n"]:
-    """Return the cumulative sum, which is constant where there is no mass, and never falls.
-
-    A GPU's cumulative sum may fall by a rounding, and may rise where there is no mass.
-    """
-    return torch.where(mass > 0, mass.cumsum(-1), 0).cummax(-1).values
 
 
 class DecodeState:
@@ -163,40 +121,24 @@ class DecodeState:
 
 
 @dataclass(eq=False)
-class NativeSampler:
+class NativeSampler(BatchSampler):
     """Samples from the active role, whose adapter is merged into the weights during sampling.
 
-    Rows that have ended are dropped. The generator draws one number per response and position
-    before sampling, so that a response does not depend on the lengths of others in its batch.
+    Rows that have ended are dropped, which changes no other response.
     """
 
-    roles: Roles
-    params: SamplingParams
     value_head: ScalarHeads | None = None
     """Head of a critic on the policy's trunk; None for no values."""
-    is_exact = True
-
-    def draw(self, responses: int, generator: torch.Generator) -> Float[Tensor, "B T"]:
-        """Return the random numbers of a batch of so many responses, on the CPU."""
-        return torch.rand(responses, self.params.max_response_tokens, generator=generator)
 
     @torch.no_grad()
     def sample(
-        self,
-        prompts: Prompts,
-        samples_per_prompt: int,
-        generator: torch.Generator,
-        rows: Int[Tensor, " M"] | None = None,
+        self, prompts: Prompts, samples_per_prompt: int, generator: torch.Generator, share: Share
     ) -> SampledResponses:
-        """Return responses with their log-probabilities and values, as `Sampler.sample`.
-
-        rows: prompts that are sampled, whose responses are those of the whole batch; None for all.
-        """
+        """Return responses with their log-probabilities and values, as `Sampler.sample`."""
         roles, params, model = self.roles, self.params, self.roles.causal_lm
-        uniforms = self.draw(len(prompts) * samples_per_prompt, generator)
-        if rows is not None:
-            prompts = prompts.select(rows)
-            uniforms = uniforms[response_numbers(rows, samples_per_prompt).cpu()]
+        numbers = response_numbers(share, samples_per_prompt).cpu()
+        uniforms = self.draw(len(prompts) * samples_per_prompt, generator)[numbers]
+        prompts = prompts.select(share)
         few_shapes = roles.row_multiple > 1
         room = params.max_response_tokens
         state = DecodeState(prompts.repeat(samples_per_prompt), room, few_shapes=few_shapes)

@@ -49,10 +49,10 @@ def response_logprobs(
 def response_kl(
     roles: Roles, hidden: Float[Tensor, "N d"], ref_hidden: Float[Tensor, "N d"], temperature: float
 ) -> Float[Tensor, " N"]:
-    """Return the KL over the whole vocabulary between the predictions of two roles, nats."""
+    """Return the KL over the whole vocabulary of the active role to the reference, nats."""
     return vocabulary_kl(
-        hidden, ref_hidden, roles.head, temperature=temperature, vocab_size=roles.vocab_size,
-        row_multiple=roles.row_multiple,
+        hidden, ref_hidden, roles.head, roles.reference.head, temperature=temperature,
+        vocab_size=roles.vocab_size, row_multiple=roles.row_multiple,
     )  # fmt: skip
 
 
@@ -70,12 +70,12 @@ def score(
 
     over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more pass.
     """
-    components, rollout = reward(decoded), decoded.rollout
+    components, rollout, reference = reward(decoded), decoded.rollout, roles.reference
 
     def read(rows: records.SampledResponses) -> tuple[Tensor, ...]:
-        with roles.use_role(REFERENCE):
-            ref_hidden = response_hidden(roles, rows)
-            logprobs, _ = response_logprobs(roles, ref_hidden, rows, temperature)
+        with reference.use_role(REFERENCE):
+            ref_hidden = response_hidden(reference, rows)
+            logprobs, _ = response_logprobs(reference, ref_hidden, rows, temperature)
         if not over_vocabulary:
             return (logprobs,)
         hidden = response_hidden(roles, rows)
@@ -178,6 +178,7 @@ def annotate(
         batch_size: number of rows that a critic on another trunk than the policy's reads at a time.
     """
     logprobs, values = (sampled.logprobs, sampled.values) if is_exact else (None, None)
+    told = None if is_exact else sampled.logprobs
     if logprobs is None:
         on_trunk = critic if critic is not None and critic.shares_trunk else None
         read = partial(predict, sampled, roles, on_trunk, temperature)
@@ -185,7 +186,8 @@ def annotate(
     if values is None and critic is not None:
         values = critic.all_values(sampled, batch_size)
     values = torch.zeros_like(logprobs) if values is None else values
-    return records.Rollout(**vars(sampled) | {"logprobs": logprobs, "values": values})
+    found = {"logprobs": logprobs, "values": values, "sampler_logprobs": told}
+    return records.Rollout(**vars(sampled) | found)
 
 
 @torch.no_grad()
@@ -219,7 +221,7 @@ def policy_outputs(
         roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
     )
     if config.kl_in == "loss" and config.kl_estimator == "full":
-        with torch.no_grad(), roles.use_role(REFERENCE):
-            ref_hidden = response_hidden(roles, micro_batch)
+        with torch.no_grad(), roles.reference.use_role(REFERENCE):
+            ref_hidden = response_hidden(roles.reference, micro_batch)
         kl = response_kl(roles, hidden, ref_hidden, config.temperature)
     return losses.PolicyOutputs(logprobs=logprobs, entropy=entropy, vocabulary_kl=kl)

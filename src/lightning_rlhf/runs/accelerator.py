@@ -25,7 +25,6 @@ from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
-from lightning_rlhf.parallel.replicas import Replicas, ended_processes
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world
 from lightning_rlhf.runs.console import shown_warning
 from lightning_rlhf.runs.stage import Settings
@@ -143,12 +142,19 @@ class ReplicaStrategy(DDPStrategy):
     def __init__(self) -> None:
         super().__init__(cluster_environment=cluster(), timeout=TIMEOUT)
 
-    reduce = ended_processes()(DDPStrategy.reduce)
-    broadcast = ended_processes()(DDPStrategy.broadcast)
-    all_gather = ended_processes()(DDPStrategy.all_gather)
+    reduce = group.collective()(DDPStrategy.reduce)
+    broadcast = group.collective()(DDPStrategy.broadcast)
+    all_gather = group.collective()(DDPStrategy.all_gather)
 
     def configure_ddp(self) -> None:
         """Leave the module unwrapped."""
+
+    def setup(self, trainer: Any) -> None:
+        """Set up for a fit or an evaluation, before which Lightning would broadcast the weights."""
+        module: Any = self.model
+        names = [name for name, _ in (*module.named_parameters(), *module.named_buffers())]
+        module._ddp_params_and_buffers_to_ignore = names  # as torch's DDP names it
+        super().setup(trainer)
 
     def barrier(self, *args: Any, **kwargs: Any) -> None:
         """Wait for no process, since the first one alone writes checkpoints."""
@@ -187,7 +193,7 @@ def check_processes(settings: Settings, place: World) -> None:
         )
 
 
-def join(settings: Settings) -> Replicas:
+def join(settings: Settings) -> group.Replicas:
     """Join the process group of the run; return its replicas.
 
     Raises ConfigError where this machine has too few GPUs.
@@ -204,7 +210,7 @@ def join(settings: Settings) -> Replicas:
 
 
 @contextmanager
-def errors_of_all(replicas: Replicas) -> Iterator[None]:
+def errors_of_all(replicas: group.Replicas) -> Iterator[None]:
     """Let the first process raise the errors of all; the others end without a word.
 
     Where a process has ended without a message, the program that started it says so. That program

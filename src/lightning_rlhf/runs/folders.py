@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows, step_named
+from lightning_rlhf.callbacks.files import WANDB_ID, Origin, numbered, read_rows
 from lightning_rlhf.core import validation
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, StorageError
@@ -136,7 +136,7 @@ VOLATILE = (
     "resume", "overwrite", "preflight", "record", "debug", "samples", "logger", "recipe", "run",
     "job", "outputs", "callbacks", "trainer._target_", "trainer.enable_model_summary",
     "trainer.devices", "trainer.enable_progress_bar", "trainer.max_time", "trainer.num_nodes",
-    "trainer.profiler",
+    "trainer.profiler", "trainer.strategy", "rollout_server",
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""
@@ -259,7 +259,7 @@ def is_unbegun(folder: Path) -> bool:
     if not (folder / CONFIG).is_file():
         return True
     batches = (*folder.glob("rollouts/*.parquet"), *folder.glob("last_batch.parquet"))
-    steps = any(map(step_named, numbered(folder / CHECKPOINTS)))
+    steps = any(int(path.stem) for path in numbered(folder / CHECKPOINTS))
     return not ((folder / FINAL).is_dir() or steps or batches or any(read_rows(folder / METRICS)))
 
 

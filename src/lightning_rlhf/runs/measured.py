@@ -92,11 +92,8 @@ def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def optional_json(path: Path) -> Any:
-    """Return the content of a JSON file; None without it."""
-    if not path.is_file():
-        return None
-    with damage_named(path):
-        return json.loads(read_text(path))
+    """Return the content of a JSON file; None without it. To be called within `damage_named`."""
+    return json.loads(read_text(path)) if path.is_file() else None
 
 
 @contextmanager

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.errors import InstantiationException
 from hydra.utils import get_class, instantiate
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -20,10 +22,11 @@ from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io.storage import full_disk
 from lightning_rlhf.io.user_code import permitted
+from lightning_rlhf.modules.optim import build_with, optimizer_faults
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.runs.accelerator import ReplicaStrategy
+from lightning_rlhf.runs.accelerator import ReplicaStrategy, device_of
 from lightning_rlhf.runs.folders import check_writable
-from lightning_rlhf.runs.stage import AUTO, Settings, TrainerConfig
+from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig, section
 
 _AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
 _TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
@@ -38,12 +41,23 @@ REFUSED: Mapping[tuple[type, ...], str] = {
 }
 """Classes of Lightning that a run cannot use -> the reason, and what to use instead."""
 TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
-ALONE = "auto, single_device: the processes of a run sum their gradients themselves"
+STRATEGIES = ("ddp", FSDP)
+"""Strategies of several processes; in one process, and for Lightning, they are auto."""
+ALONE = "auto, ddp, fsdp, single_device: the processes of a run sum their gradients themselves"
 """Allowed values of an argument of the Trainer, and of its strategy."""
 
 
+SET_BY_STAGE = {
+    "lr": "{0}.lr is the learning rate",
+    "weight_decay": "{0}.weight_decay is that of all matrices",
+    "params": "{0}.finetune and model.lora say what is trained",
+}
+"""Arguments of an optimizer that a stage sets itself -> what to use instead."""
+
+
 def own_objects(settings: Settings) -> dict[str, Any]:
-    """Return the user's own callbacks, loggers and arguments of lightning.Trainer, by these names.
+    """Return the user's own callbacks, loggers and arguments of lightning.Trainer, by these names,
+    and the optimizer.
 
     Callbacks are those of `trainer.callbacks` and of `callbacks`, where `callbacks.NAME=null` is
     none; `arguments` are all others of the section `trainer`. A Trainer is built with them and
@@ -55,9 +69,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     found = [("trainer.callbacks", x) for x in listed(arguments.pop("callbacks", None))]
     nodes = {f"callbacks.{name}": node for name, node in settings.callbacks.items()}
     found += [(key, instantiated(node, key)) for key, node in nodes.items() if node is not None]
-    loggers, custom = [], settings.custom_logger
-    if custom is not None:
-        loggers.append(("logger", instantiated(custom, "logger")))
+    custom = settings.custom_logger
+    loggers = [] if custom is None else [("logger", instantiated(custom, "logger"))]
     for kind, ones in ((lightnings.Callback, found), (Logger, loggers)):
         for key, one in ones:
             is_one = isinstance(one, kind)
@@ -71,7 +84,8 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     for key, value in arguments.items():
         require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
-    is_alone = own in (None, AUTO, "single_device") or isinstance(own, SingleDeviceStrategy)
+    named = (None, AUTO, "single_device", *STRATEGIES)
+    is_alone = own in named or isinstance(own, SingleDeviceStrategy)
     shown = own if isinstance(own, str) else type(own).__name__
     require(is_alone, "trainer.strategy", shown, ALONE)
     for _, logger in loggers:
@@ -79,8 +93,36 @@ def own_objects(settings: Settings) -> dict[str, Any]:
             check_writable("logger.save_dir", Path(folder), Path(folder))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     build_trainer(settings.trainer, arguments, Stop(), **quiet)
-    own_callbacks, own_loggers = ([x for _, x in ones] for ones in (found, loggers))
-    return {"callbacks": own_callbacks, "loggers": own_loggers, "arguments": arguments}
+    own = {"callbacks": [x for _, x in found], "loggers": [x for _, x in loggers]}
+    return own | {"arguments": arguments, "optimizer": optimizer_class(settings)}
+
+
+def optimizer_class(settings: Settings) -> partial[Any]:
+    """Return the class of the section `optimizer` with its arguments; AdamW for an empty one.
+
+    For a stage that trains, an optimizer of a matrix and a vector makes a step and is thrown away.
+    Raises ConfigError naming the key where that is not possible.
+    """
+    own, config = settings.optimizer, settings.config
+    if not own or not settings.definition.trains:
+        return partial(torch.optim.AdamW)
+    target = section({"optimizer": own}, "optimizer", "_target_")["_target_"]
+    for name, meant in SET_BY_STAGE.items():
+        if name in own:
+            found, meant = f"optimizer.{name} is {own[name]!r}", meant.format(settings.stage)
+            raise ConfigError(f"{found}, but it is not to be set: {meant}")
+    make: partial[Any] = instantiated({**own, "_partial_": True}, "optimizer")
+    groups = []
+    for shape, decay in (((2, 2), config.weight_decay), ((2,), 0.0)):
+        weight = torch.nn.Parameter(torch.zeros(shape, device=device_of(settings)))
+        weight.grad = torch.zeros_like(weight)
+        groups.append({"params": [weight], "lr": config.lr, "weight_decay": decay})
+    with optimizer_faults():
+        built = build_with(make, groups, config, {*groups[0]["params"]})
+        is_one = isinstance(built, torch.optim.Optimizer)
+        require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
+        built.step()
+    return make
 
 
 def build_trainer(
@@ -97,6 +139,8 @@ def build_trainer(
     target, plugins = config.options["_target_"], listed(options.get("plugins"))
     given = {key: x for key, x in options.items() if key not in ("plugins", "max_time")}
     given = {"enable_model_summary": False, "num_nodes": 1, "devices": 1, **given, **arguments}
+    if given.get("strategy") in STRATEGIES:
+        given["strategy"] = AUTO
     if world().size > 1:
         given |= {"devices": config.devices, "num_nodes": config.num_nodes}
         given["strategy"] = ReplicaStrategy()

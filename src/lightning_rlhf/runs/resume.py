@@ -200,8 +200,8 @@ def check_resumable(path: Path, settings: Settings) -> None:
                 f"NaN or infinite, first {spoiled[0]}"
             )
     except CheckpointError as error:
-        limit = files.step_named(path) if path.stem.isdigit() else float("inf")
-        before = [p for p in files.numbered(path.parent) if files.step_named(p) < limit]
+        limit = int(path.stem) if path.stem.isdigit() else float("inf")
+        before = [p for p in files.numbered(path.parent) if int(p.stem) < limit]
         way = "Give overwrite=true to start over"
         if before:
             way = f"Delete it, or give resume={before[-1].stem}, to go on from the one before it"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,8 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.loggers import build_loggers, tags_of
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.config import DPOConfig, PPOConfig
+from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
@@ -25,10 +27,14 @@ from lightning_rlhf.io.storage import delete, make_folder, written_whole
 from lightning_rlhf.models import build_roles, config, loading
 from lightning_rlhf.models.checkpoint import Final, digest
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas, current
+from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs import accelerator, folders, objects, stage
 
 R = TypeVar("R", Demonstration, Preference, Prompt)
+ALONE = "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"
+"""Optimizers that compute each weight by itself, and so a part of a sharded one."""
 NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
 """Kind of data -> noun for a row."""
 
@@ -48,6 +54,8 @@ class Run:
     """Loggers of the user's own."""
     arguments: Mapping[str, Any]
     """Arguments of lightning.Trainer of the user's own, except callbacks."""
+    optimizer: partial[Any]
+    """Class of the optimizer, with its arguments."""
     checkpoint: Path | None = None
     """Checkpoint from which training resumes; None for a run that starts."""
     export: folders.Export | None = None
@@ -157,22 +165,52 @@ class Run:
     def load_model(self) -> Roles:
         """Return the model that the run starts from, on the CPU: the SFT model, or the base.
 
-        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section.
+        All weights are trainable for full fine-tuning, `finetune=full` of the stage's section; a
+        policy then has a frozen model beside it as the reference.
         Raises CheckpointError where it does not fit, ConfigError where its vocabulary does not.
         """
         settings, sft = self.settings, self.parents.get(config.SFT)
         is_full = getattr(settings.config, "finetune", None) == "full"
+        load = partial(build_roles.start_from, settings.model, sft, seed=settings.seed)
         with Working("loading the model"):
-            roles = build_roles.start_from(
-                settings.model, sft, trainable=is_full, seed=settings.seed
-            )
+            roles = self.placed(partial(load, trainable=is_full))
+            if is_full and isinstance(settings.config, PPOConfig | DPOConfig):
+                roles.frozen = self.placed(partial(load, trainable=False))
         build_roles.check_vocabulary(roles, self.tokenizer)
         return roles
 
+    def placed(self, load: Callable[[], Roles]) -> Roles:
+        """Return the frozen model that `load` returns; with trainer.strategy=fsdp it is sharded.
+
+        The processes of a machine load it one after another, so that it never holds several.
+        """
+        replicas, found = self.replicas, list[Roles]()
+        if replicas.size == 1 or not self.settings.shards:
+            return load()
+        processes = sharding.mesh(self.device)
+
+        def take_turn(number: int) -> None:
+            if world().local_rank == number:
+                found.append(load())
+                found[0].shard(processes)
+                found[0].to(self.device)  # with adapters, which are not sharded
+
+        for number in range(self.settings.trainer.devices):
+            replicas.gather(partial(take_turn, number))
+        return found[0]
+
 
 def check_trained_weights(settings: stage.Settings) -> None:
-    """Raise ConfigError where the stage trains whole weights that would be quantised."""
-    kind = settings.model.quantization
+    """Raise ConfigError where the stage shards weights, or trains whole ones, that cannot be."""
+    kind, kernels = settings.model.quantization, settings.model.kernels
+    if settings.shards:
+        why = "as trainer.strategy=fsdp shards the weights, which the library's layers read"
+        require(kind == "none", "model.quantization", kind, f"none, {why}")
+        require(kernels != "fast", "model.kernels", kernels, f"auto, plain, {why}")
+        if getattr(settings.config, "finetune", "lora") == "full":
+            given = settings.optimizer.get("_target_", ALONE[0])
+            why = "as trainer.strategy=fsdp gives an optimizer a part of each weight"
+            require(given in ALONE, "optimizer._target_", given, f"{', '.join(ALONE)}, {why}")
     for name, whole, others in (("finetune", "full", "lora"), ("critic", "model", "head, adapter")):
         if kind != "none" and getattr(settings.config, name, None) == whole:
             key = f"{settings.stage}.{name}"

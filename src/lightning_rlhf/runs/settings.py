@@ -13,7 +13,7 @@ from pydantic import Field
 
 from lightning_rlhf.callbacks.files import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core import validation
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.config import PPOConfig, ServerConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
@@ -143,7 +143,9 @@ def read_tree(tree: dict[str, Any]) -> Settings:
         logger=logger,
         custom_logger=custom_logger,
         callbacks=section(tree, "callbacks"),
+        optimizer=section(tree, "optimizer"),
         policy=validation.build(stages.PolicySource, tree["policy"], "policy"),
+        rollout_server=validation.build(ServerConfig, tree["rollout_server"], "rollout_server"),
         outputs=Path(os.path.expanduser(tree["outputs"])),
         tree=tree,
         **{key: tree[key] for key in ("run", "job", "resume", *TYPES) if key != "outputs"},

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Value of `resume` with which a run resumes where there is one, and starts otherwise."""
 SUM = "sum"
+FSDP = "fsdp"
+"""Value of trainer.strategy with which each process holds a part of the weights."""
 PreflightMode = Literal["strict", "warn", "off", "only", "plan"]
 DATA_KINDS: tuple[Kind, ...] = ("demonstrations", "preferences", "prompts")
 
@@ -134,6 +136,7 @@ class Stage:
         """Return the keys of the configuration that the stage does not read."""
         reads = {f"data.{kind}": kind in (self.data, *self.also_reads) for kind in DATA_KINDS}
         reads |= {"data.judge": self.reads_judge, "reward": self.reads_reward}
+        reads["optimizer"] = self.trains
         return tuple(key for key, is_read in reads.items() if not is_read)
 
 
@@ -244,7 +247,11 @@ class Settings:
     """Logger of the user's own, as `_target_` and arguments; None for a logger of the package."""
     callbacks: Mapping[str, Any]
     """Callbacks of the user's own: name -> `_target_` and arguments."""
+    optimizer: Mapping[str, Any]
+    """Class of the optimizer as `_target_`, and arguments; empty for AdamW."""
     policy: PolicySource
+    rollout_server: sections.ServerConfig
+    """Servers of rollout=vllm."""
     run: str
     job: str | None
     seed: int
@@ -267,6 +274,11 @@ class Settings:
     def definition(self) -> Stage:
         """Return the stage, which takes seconds to import."""
         return self.find()
+
+    @property
+    def shards(self) -> bool:
+        """Return whether the processes of a training share the weights of its models."""
+        return self.trainer.options.get("strategy") == FSDP and self.definition.trains
 
 
 def section(tree: Mapping[str, Any], name: str, *keys: str) -> Mapping[str, Any]:

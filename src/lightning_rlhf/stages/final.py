@@ -4,9 +4,9 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,24 +15,20 @@ import yaml
 from huggingface_hub import ModelCardData, metadata_load
 from jaxtyping import Float
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from peft import get_peft_model_state_dict
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 import lightning_rlhf
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.evaluation.run_report import leave_report
-from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import BASE, REFERENCE, REWARD, SFT
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.report.run_page import TEMPLATES
-from lightning_rlhf.report.tables import plain, table
-from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.measured import with_intervals
+from lightning_rlhf.report import run_page, tables
+from lightning_rlhf.runs import folders, measured
 from lightning_rlhf.runs.run import Run
 
 LONGEST = 200
@@ -43,7 +39,7 @@ OPTIONS = {
 }
 """Kind of quantised weights -> code of the argument with which transformers makes them."""
 TEMPLATE = Environment(
-    loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, trim_blocks=True
+    loader=FileSystemLoader(run_page.TEMPLATES), undefined=StrictUndefined, trim_blocks=True
 ).get_template("card.md.jinja")
 """Template of README.md, the model card."""
 
@@ -87,15 +83,15 @@ def hand_over(
     )
     loaded = roles.causal_lm.name_or_path  # empty for weights of a seed
     stated = license_of(sft.path if sft else None, Path(loaded) if loaded else None)
-    measured, title = None if export else run.folder, folders.run_name(settings)
+    of_run, title = None if export else run.folder, folders.run_name(settings)
     kind = settings.definition.data
     write_model(
         folder, roles, role, run.chat, manifest, title=title, kind=kind, license=stated,
-        run=measured, head=head, below=below, more=more,
+        run=of_run, head=head, below=below, more=more,
     )  # fmt: skip
     if export is None:
         leave_report(run.folder, settings.definition)
-    print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    console.print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
     return folder
 
 
@@ -150,7 +146,9 @@ def write_model(
         title=title,
         manifest=manifest,
         metadata=data.to_yaml(),
-        origin=table(("", ""), [(key, plain(x, LONGEST)) for key, x in origin.items()], ()),
+        origin=tables.table(
+            ("", ""), [(key, tables.plain(x, LONGEST)) for key, x in origin.items()], ()
+        ),
         metrics=metrics_table(manifest.metrics, run),
         is_reward=is_reward,
         is_adapter=is_adapter,
@@ -162,7 +160,7 @@ def write_model(
         mean=repr((manifest.reward_mean or 0.0) - bias),
         std=repr(manifest.reward_std or 1.0),
     )
-    with Working(f"writing {folder}"):
+    with console.Working(f"writing {folder}"):
         write_final(folder, roles, role, tokenizer, manifest, head, below, more, card, dtype)
 
 
@@ -191,28 +189,29 @@ def write_final(
     is_adapter = role in roles.adapters(role)
     parts = roles.model.named_parameters()
     size = sum(part.nbytes for name, part in parts if not is_adapter or f".{role}." in name)
-    with written_whole(folder, size, "folder") as beside:
+    with storage.written_whole(folder, size, "folder") as beside:
         own = beside / checkpoint.ROLES
         own.mkdir(parents=True)
         if more is not None:
             shutil.copytree(more, beside, dirs_exist_ok=True)
         is_complete = is_adapter and len(roles.adapters(role)) > 1 and head != REWARD
         stands_on = BASE if manifest.stage == "sft" or is_complete else REFERENCE
-        below = roles.probe(stands_on) if below is None else below
+        below = roles.reference.probe(stands_on) if below is None else below
         fingerprints = {"self": roles.probe(role), "below": below}
         rewards = roles.heads[REWARD] if head == REWARD else None
         if is_adapter:
             sft = manifest.parents.get(SFT)
             parent = base = manifest.base if sft is None else str((folder / sft).resolve())
-            with adapter_to_export(roles, role) as name:
+            with roles.stacked(role) as name:
                 if sft is not None and name != role:  # it includes SFT's
                     base = checkpoint.find(parent, SFT).base_folder or manifest.base
-                save_adapter(beside, roles, name, base, rewards)
+                heads.save_adapter(beside, roles.model, name, base, rewards)
             if rewards is not None:  # PPO stacks it on the SFT adapter, which is loaded already
-                save_adapter(own, roles, role, parent)
+                heads.save_adapter(own, roles.model, role, parent)
         else:
             causal_lm = roles.causal_lm if dtype is None else roles.causal_lm.to(dtype)
-            heads.save_whole(beside, causal_lm, rewards, tokenizer.pad_token_id)
+            with roles.weights() as state:
+                heads.save_whole(beside, causal_lm, state, rewards, tokenizer.pad_token_id)
         tokenizer.save_pretrained(beside)
         if head is not None:
             state = {k: x.cpu().contiguous() for k, x in roles.heads[head].state_dict().items()}
@@ -224,51 +223,11 @@ def write_final(
         (beside / checkpoint.MANIFEST).write_text(f"{record}\n")
 
 
-def save_adapter(
-    folder: Path, roles: Roles, name: str, base: str, rewards: nn.Module | None = None
-) -> None:
-    """Write an adapter of the model.
-
-    base: folder or hub id of the weights that it is applied to.
-    rewards: heads with which the adapter is written as that of a sequence classifier, where
-        transformers has one for the base; None writes that of the language model.
-    """
-    state = get_peft_model_state_dict(roles.model, adapter_name=name, save_embedding_layers=False)
-    config = replace(roles.model.peft_config[name], inference_mode=True)
-    if isinstance(config.target_modules, set):  # its order differs between runs
-        config.target_modules = sorted(config.target_modules)
-    if rewards is not None:
-        config, state = heads.classifier_adapter(config, state, roles.causal_lm, rewards)
-    config.base_model_name_or_path = base
-    state = {name: matrix.detach().cpu().contiguous() for name, matrix in state.items()}
-    save_file(state, folder / checkpoint.OF_ADAPTER)
-    config.save_pretrained(str(folder))
-
-
-@contextmanager
-def adapter_to_export(roles: Roles, role: str) -> Iterator[str]:
-    """Yield the name of an adapter to export for `role`.
-
-    On an SFT adapter, it is a temporary adapter that concatenates both; else the role's own.
-    """
-    before, stack = roles.role, [*roles.adapters(role)]
-    if len(stack) == 1:
-        yield role
-        return
-    add, weights = roles.model.base_model.add_weighted_adapter, [1.0] * len(stack)
-    add(stack, weights, "export", combination_type="cat")
-    try:
-        yield "export"
-    finally:
-        roles.model.delete_adapter("export")
-        roles.set_role(before)
-
-
 def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
     """Return a table of the metrics of the evaluation, with 95% intervals; "" without any."""
-    result = with_intervals(metrics, None)
+    result = measured.with_intervals(metrics, None)
     with suppress(RLHFError):  # the run keeps no readable samples
-        result = with_intervals(metrics, run)
+        result = measured.with_intervals(metrics, run)
     rows = []
     for name, found in result.items():
         if name.startswith("eval/"):
@@ -276,7 +235,7 @@ def metrics_table(metrics: Mapping[str, float], run: Path | None) -> str:
             before = "" if found.before is None else f"{found.before:.4g}"
             rows.append((f"`{name}`", f"{found.value:.4g}", interval, before))
     head = ("on held-out data", "value", "95% interval", "before training")
-    return table(head, rows, (1, 2, 3)) if rows else ""
+    return tables.table(head, rows, (1, 2, 3)) if rows else ""
 
 
 def hub_id(source: str) -> str | None:

@@ -16,25 +16,27 @@ from lightning.pytorch.callbacks import Callback, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_rlhf.callbacks import checkpoints, compute, files, progress, stopping
+from lightning_rlhf.callbacks import checkpoints, compute, files, metrics, progress, stopping
 from lightning_rlhf.callbacks.loggers import close_loggers
-from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.stop import Stop, deferred_signals
 from lightning_rlhf.core import errors
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted, refusal
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted
 from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.models.roles import Roles
+from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.report.figures import draw_curves
+from lightning_rlhf.report.curves import panel_for_each
+from lightning_rlhf.report.figures import draw_plots
+from lightning_rlhf.rollout import server
 from lightning_rlhf.runs import accelerator, folders, measured, objects
 from lightning_rlhf.runs.resume import decide, held, origin
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.runs.stage import Settings, Stage
-from lightning_rlhf.stages.preflight import preflight
+from lightning_rlhf.stages import memory_plan, preflight
 
 
 def advise(error: TrainingError, stage: str = "ppo") -> TrainingError:
@@ -85,15 +87,15 @@ def fit(settings: Settings) -> Path:
         stage, run = begun
         if not stage.trains:
             final = stage.measure(run)
-            if not (isinstance(final, Path) and final.is_dir()):
-                what = f"what `measure` of stage={stage.name} returned"
-                raise ConfigError(refusal(what, final, "the path of the folder that it wrote"))
+            is_folder = isinstance(final, Path) and final.is_dir()
+            what = f"what `measure` of stage={stage.name} returned"
+            errors.require(is_folder, what, final, "the path of the folder that it wrote")
             return final
         module, data, callbacks = build(stage, run)
         steps, replicas = len(data.schedule), run.replicas
         if run.checkpoint is not None:
             check_state(run.checkpoint, module, data)
-        preflight(run, module, data, resumed=run.checkpoint is not None)
+        preflight.preflight(run, module, data, resumed=run.checkpoint is not None)
         replicas.first(run.claim)
         config, stop = rhythm(run.settings, steps), Stop()
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
@@ -108,15 +110,19 @@ def fit(settings: Settings) -> Path:
         try:
             with deferred_signals(stop), objects.misconfigured():
                 trainer.fit(module, datamodule=data, ckpt_path=run.checkpoint, weights_only=True)
-                if replicas.is_first:
+                if replicas.is_first or sharding.trains():
                     select.check_learned(stage.name, run.folder, trainer, module)
                 # The last checkpoint is written before the evaluation of the same step.
                 if saver.measured != progress.trained(trainer):
                     trainer.validate(module, datamodule=data, verbose=False)
-            if not replicas.is_first:
-                sys.exit()
+            if sharding.models:  # which the first process goes on to compute with
+                module.to(run.device)
             last = progress.trained(trainer)
-            chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
+            if replicas.is_first or sharding.trains():  # else the others end
+                chosen = select.choose(run.folder, saver, module, steps, last, rule.reason)
+            if not replicas.is_first:
+                sharding.arrive()  # as the first process does once it has written final/
+                sys.exit()
             stage.report(run, module, loggers, progress.position(trainer, module))
             exit_code = 0
         finally:
@@ -130,14 +136,14 @@ def fit(settings: Settings) -> Path:
         if chosen is None:
             chosen = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         print_curves(run, stage, saver)
-        metrics = stage.summarise(run, module, chosen)
+        told = stage.summarise(run, module, chosen)
         rows = files.read_rows(run.folder / folders.METRICS).values()
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
             print_line(compute.compute_line([computed]))
-            metrics |= computed
-        return stage.finish(run, module, metrics)
+            told |= computed
+        return stage.finish(run, module, told)
 
 
 @contextmanager
@@ -161,6 +167,7 @@ def started(settings: Settings) -> Iterator[tuple[Stage, Run] | None]:
         settings = replace(settings, resume=resume, overwrite=overwrite)
         with entered(settings, checkpoint=checkpoint) as entry:
             yield entry
+        sharding.leave()
 
 
 def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
@@ -171,6 +178,8 @@ def build(stage: Stage, run: Run) -> tuple[Any, Any, list[Callback]]:
     select.check_final(run.settings, getattr(run.settings.config, "iterations", None))
     module, data, callbacks = stage.build(run)
     select.check_final(run.settings, len(data.schedule))
+    module.optimizer_class = run.optimizer
+    memory_plan.choose_microbatch(run, module, data)
     return module, data, callbacks
 
 
@@ -183,7 +192,7 @@ def check(settings: Settings) -> None:
     require_trained(settings.definition, "checked")
     with entered(settings) as (stage, run):
         module, data, _ = build(stage, run)
-        preflight(run, module, data)
+        preflight.preflight(run, module, data)
 
 
 def export(settings: Settings, given: folders.Export) -> Path:
@@ -233,6 +242,8 @@ def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
     except TrainingError as error:
         advise(error, settings.stage)
         raise
+    finally:
+        server.stop()
 
 
 LINEAR_ATTENTION = {"fla": "flash-linear-attention", "causal_conv1d": "causal-conv1d"}
@@ -285,7 +296,7 @@ def trainer_of(
         callbacks.append(stopping.WeightAverage(config.ema_decay))
     # The first process alone measures and writes, and shares its metrics.
     callbacks += logging if run.replicas.is_first else []
-    callbacks += [SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
+    callbacks += [metrics.SharedMetrics(run.replicas)] if run.replicas.size > 1 else []
     callbacks += [stopping.CheckMonitors(), *run.callbacks, *ending, KernelsLine()]
     has_bar = any(isinstance(own, ProgressBar) for own in run.callbacks)
     if not has_bar and options.get("enable_progress_bar") is not False:
@@ -339,8 +350,10 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 def print_curves(run: Run, stage: Stage, saver: checkpoints.Checkpoints) -> None:
     """Draw the curves, and print which evaluation was the best unless it was the last one."""
     title = f"{stage.title}: {folders.run_name(run.settings)}"
-    curves = measured.read_metrics(run.folder)
-    print_line(f"curves: {draw_curves(run.folder, curves, title, stage.unit, stage.panels)}")
+    curves, path = measured.read_metrics(run.folder), run.folder / "curves.png"
+    panels = (stage.panels or panel_for_each)(curves)
+    draw_plots(path, title, [panel.measured(curves, stage.unit) for panel in panels])
+    print_line(f"curves: {path}")
     if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
         print_line(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "

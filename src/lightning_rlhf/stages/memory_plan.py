@@ -2,8 +2,9 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from types import SimpleNamespace
 from typing import Any
@@ -18,15 +19,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lightning_rlhf.core import logprobs, memory
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
-from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REWARD, SFT, VALUE
-from lightning_rlhf.models.roles import Roles, copied_bytes, linear_layers
+from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
+from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
 from lightning_rlhf.modules.ppo import PPOModule
+from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
 
@@ -47,7 +51,7 @@ class Bytes:
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
-    """Two moments of AdamW for each trained number, and with ema_decay its average."""
+    """Moments of the optimizer, and with ema_decay the average of each trained number."""
     activations: int = 0
     """Numbers kept for the backward pass, or of one layer where there is none."""
     logits: int = 0
@@ -92,17 +96,21 @@ class MemoryPlan:
         roles = sum(role.total for role in self.roles.values())
         return roles + max(self.rollout.total, self.update(rows).total)
 
-    @property
-    def largest(self) -> int | None:
-        """Return the largest divisor of the batch that fits as a micro-batch, None if none does."""
+    def largest(self, factor: int = 1) -> int | None:
+        """Return the largest divisor of the batch that fits as a micro-batch, None if none does.
+
+        factor: memory of a phase of the run over what the plan says of it.
+        """
+        roles = sum(role.total for role in self.roles.values())
         sizes = (n for n in range(self.batch, 0, -1) if self.batch % n == 0)
-        return next((n for n in sizes if self.peak(n) <= self.device), None)
+        fits = (n for n in sizes if roles + factor * (self.peak(n) - roles) <= self.device)
+        return next(fits, None)
 
 
 def plan_memory(
     config: Any, model: PreTrainedModel, roles: Mapping[str, Bytes], rows: Sequence[Any],
-    demonstrations: Sequence[DemonstrationTokens], *, number: int, copied: int, processes: int,
-    device: int = 0,
+    demonstrations: Sequence[DemonstrationTokens], *, size: int, number: int, copied: int,
+    processes: int, device: int = 0,
 ) -> MemoryPlan:  # fmt: skip
     """Return the plan of one process of a run.
 
@@ -110,15 +118,16 @@ def plan_memory(
         config: section of the stage.
         model: language model, of which the shapes are read: loaded, or on torch's device `meta`.
         rows: examples, of which the longest counts; demonstrations: those of ppo.ptx_coef.
+        size: rows of a micro-batch.
         number: bytes of a number in the computation.
-        copied: bytes of the copies of weights that sampling reads.
+        copied: bytes of the copies of weights that sampling reads, or that are gathered for it.
         processes: number of processes, which divide the responses.
         device: bytes that the process can have.
     """
-    longest, rollout, batch = max(row.length for row in rows), Bytes(), None
+    longest, rollout = max(row.length for row in rows), Bytes()
     logits = LOGITS_COPIES * 4 * model.get_output_embeddings().out_features
     if isinstance(config, PPOConfig):
-        batch, text = config.minibatch_size, model.config.get_text_config()
+        text = model.config.get_text_config()
         # The responses that a process samples at a time, with their prompts.
         samples, at_once = config.samples_per_prompt, config.generation_batch_size
         prompts = max(1, (at_once or config.rollout_batch_size) // samples)
@@ -128,7 +137,8 @@ def plan_memory(
         each = build_roles.cache_bytes(text, model.dtype) + build_roles.SAMPLING_BYTES
         cache = count * (tokens * each + state_bytes(text))
         read = prompts * longest * layer * number
-        rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
+        if config.rollout != "vllm":
+            rollout = Bytes(weights=copied, activations=read, logits=logits * count, cache=cache)
         longest = max(tokens, *(one.length for one in demonstrations), 0)
         imitated = (len(one.imitated) for one in demonstrations)
         predicted = max(config.max_response_tokens, *imitated, 0)
@@ -139,7 +149,7 @@ def plan_memory(
         sides = max(len(row.chosen) + len(row.rejected) for row in rows)
         predicted = sides if isinstance(config, DPOConfig) else 0
     row = Bytes(activations=longest * number * activation_numbers(model), logits=logits * predicted)
-    size, batch = config.microbatch_size, batch or config.batch_size
+    batch = getattr(config, config.step_key)
     return MemoryPlan(roles=roles, rollout=rollout, row=row, device=device, rows=size, batch=batch)
 
 
@@ -187,8 +197,9 @@ def plan_of(
     """
     model, config, copied = module.roles.causal_lm, module.config, 0
     demonstrations: Sequence[DemonstrationTokens] = ()
+    moments = partial(moment_bytes, module.optimizer_class.func.__name__, layer_matrices(module))
     found = {
-        role: bytes_of([p for p in group if p.device.type == device.type], config)
+        role: bytes_of([p for p in group if p.device.type == device.type], config, moments)
         for role, group in by_role(module).items()
     }
     loaded = sum(role.weights for role in found.values())
@@ -197,39 +208,96 @@ def plan_of(
     if isinstance(module, PPOModule):
         demonstrations = () if module.ptx is None else module.ptx.examples
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
+        # Gathered to sample; weights that are trained take the place of their gradient then.
+        frozen = (p for p in model.parameters() if not p.requires_grad)
+        copied += sum(p.nbytes - held(p).nbytes for p in frozen)
         if module.critic is not None:
             number = max(number, computing_dtype(module.critic.roles.causal_lm).itemsize)
     return plan_memory(
-        config, model, found, rows, demonstrations,
+        config, model, found, rows, demonstrations, size=module.microbatch.rows,
         number=number, copied=copied, processes=processes, device=free // sharing,
     )  # fmt: skip
+
+
+def plan_built(ready: run.Run, module: Any, data: StageData) -> MemoryPlan | None:
+    """Return the plan of a stage that is built, whose models are moved to the device of the run.
+
+    There is none of a module or a section of another kind than those of the package.
+    """
+    is_known = isinstance(module, SupervisedModule | PPOModule)
+    if not (is_known and isinstance(module.config, PLANNED)):
+        return None
+    device, trainer = ready.device, ready.settings.trainer
+    module.to(device)
+    sharing = trainer.devices if device.type == "cpu" else 1
+    is_mixed = trainer.precision == "bf16-mixed"
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
+        return plan_of(module, (*data.train, *data.val), device, trainer.processes, sharing)
+
+
+def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
+    """Set the size of micro-batches of a stage that is built to the largest that fits, for `auto`.
+
+    It is the smallest of those of all processes. A run that resumes goes on with the size of its
+    checkpoint, as sums of another size are rounded otherwise. On a CPU, whose system ends a process
+    that takes too much, and with sharded weights, phases may take twice what the plan says.
+    """
+    is_auto = ready.settings.config.microbatch_size == "auto" and ready.checkpoint is None
+    if is_auto and (plan := plan_built(ready, module, data)) is not None:
+        is_rough = ready.device.type == "cpu" or ready.settings.shards  # see docs/scaling.md
+        size = plan.largest(2 if is_rough else 1) or 1
+        module.microbatch.rows = rows = -ready.replicas.largest(-size)
+        told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
+        print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
     """Return role -> its own parameters: the base's without adapters, an adapter's, a head's.
 
-    A value head belongs to the critic.
+    A value head belongs to the critic. A frozen base beside a trained one is the reference's.
     """
     found: dict[str, list[nn.Parameter]] = defaultdict(list, {BASE: []})
     for name, parameter in module.roles.named_parameters():
-        match = re.search(r"^heads\.([^.]+)\.|\.lora_\w+\.([^.]+)(?:\.|$)", name)
-        role = (match[1] or match[2]) if match else BASE
+        base = REFERENCE if name.startswith("frozen.") else BASE
+        match = re.search(r"^(?:frozen\.)?heads\.([^.]+)|\.lora_\w+\.([^.]+)", name)
+        role = (match[1] or match[2]) if match else base
         found[CRITIC if role == VALUE else role].append(parameter)
     if isinstance(module, PPOModule):
-        if module.critic is not None and module.critic.roles is not module.roles:
+        shared = (module.roles, module.roles.reference)
+        if module.critic is not None and module.critic.roles not in shared:
             found[CRITIC] = list(module.critic.roles.parameters())
         for name, (model, _) in module.collector.reward.models.items():
-            if model is not module.roles:
+            if model not in shared:
                 found[f"{REWARD} {name}"] = list(model.parameters())
     return dict(found)
 
 
-def bytes_of(parameters: Sequence[nn.Parameter], config: Any) -> Bytes:
-    """Return the memory of the weights of a role, of which some are trained by AdamW."""
-    trained = sum(p.nbytes for p in parameters if p.requires_grad)
-    weights = sum(p.nbytes + loading.scale_bytes(p) for p in parameters)
-    copies = 2 + (config.ema_decay is not None)
-    return Bytes(weights=weights, gradients=trained, optimizer=copies * trained)
+def bytes_of(
+    parameters: Sequence[nn.Parameter], config: Any, moments: Callable[[nn.Parameter], int]
+) -> Bytes:
+    """Return the memory of the weights of a role, of which some are trained, with these moments."""
+    own = [p for p in parameters if p.requires_grad]
+    trained = sum(p.nbytes for p in own)
+    weights = sum(held(p).nbytes + loading.scale_bytes(p) for p in parameters)
+    optimizer = sum(moments(p) * held(p).numel() // p.numel() for p in own)
+    optimizer += (config.ema_decay is not None) * sum(held(p).nbytes for p in own)
+    return Bytes(weights=weights, gradients=trained, optimizer=optimizer)
+
+
+def moment_bytes(
+    optimizer: str, matrices: Collection[nn.Parameter], parameter: nn.Parameter
+) -> int:
+    """Return the bytes of an optimizer's moments of a trained parameter.
+
+        AdamW8bit   two bytes a number and two fp32 scales a block of 256, from 4096 numbers on
+        MuonAdamW   one moment of the matrices of layers, two of all others
+        any other   two moments, as AdamW
+
+    optimizer: name of its class. matrices: those of layers.
+    """
+    if optimizer == "AdamW8bit" and parameter.numel() >= 4096:
+        return 2 * parameter.numel() + 2 * 4 * ceil(parameter.numel() / 256)
+    return parameter.nbytes * (1 if optimizer == "MuonAdamW" and parameter in matrices else 2)
 
 
 def plan_run(settings: stage.Settings) -> MemoryPlan:
@@ -246,14 +314,17 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
             "your own with one of their configurations"
         )
     is_full = getattr(config, "finetune", "lora") == "full"
-    model = loading.empty_model(own).to(torch.float32 if is_full else getattr(torch, own.dtype))
-    model.recomputes = own.gradient_checkpointing
-    base = list(model.requires_grad_(is_full).parameters())
-    roles = assumed_roles(settings, Roles(model, "plain"), is_full=is_full)
+    roles = empty_base(settings, trainable=is_full)
+    model, base = roles.causal_lm, list(roles.parameters())
+    if is_full and isinstance(config, PPOConfig | DPOConfig):
+        roles.frozen = empty_base(settings, trainable=False)
+    assume_roles(settings, roles, is_full=is_full)
     found = by_role(SimpleNamespace(roles=roles))
     if getattr(config, "critic", None) == "model":
         found[CRITIC] += [nn.Parameter(torch.empty_like(p, dtype=torch.float32)) for p in base]
-    sizes = {role: bytes_of(group, config) for role, group in found.items()}
+    name = str(settings.optimizer.get("_target_")).rpartition(".")[2]
+    moments = partial(moment_bytes, name, layer_matrices(roles))
+    sizes = {role: bytes_of(group, config, moments) for role, group in found.items()}
     if (size := LINEAR_BYTES[own.quantization]) is not None:
         weights = sizes[BASE].weights + sum(
             int(size[0] * inputs * outputs + size[1] * outputs) - layer.weight.nbytes
@@ -272,25 +343,41 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=is_mixed):
         number = computing_dtype(model).itemsize
         is_fast = own.kernels == "fast" or (own.kernels == "auto" and on_cpu)
-        if is_fast and family(model) and own.quantization == "none":
+        if settings.shards:
+            if not is_full:
+                copied = sizes[BASE].weights - ceil(sizes[BASE].weights / trainer.processes)
+            for role in sizes.keys() & {BASE, REFERENCE}:
+                whole, n = sizes[role], trainer.processes
+                part = Bytes(weights=ceil(whole.weights / n), optimizer=ceil(whole.optimizer / n))
+                sizes[role] = replace(part, gradients=whole.gradients)
+        elif is_fast and family(model) and own.quantization == "none":
             copied = copied_bytes(model)
     if getattr(config, "critic", None) == "model" and not is_mixed:
         number = 4
     return plan_memory(
-        config, model, sizes, [row], demonstrations,
+        config, model, sizes, [row], demonstrations, size=config.microbatch_rows,
         number=number, copied=copied, processes=trainer.processes,
     )  # fmt: skip
 
 
-def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> Roles:
-    """Return the roles with those that a stage adds to its base, without any weights.
+def empty_base(settings: stage.Settings, *, trainable: bool) -> Roles:
+    """Return the base of a run on torch's device `meta`, trained in fp32 or frozen."""
+    own = settings.model
+    dtype = torch.float32 if trainable else getattr(torch, own.dtype)
+    model = loading.empty_model(own).to(dtype).requires_grad_(trainable)
+    model.recomputes = own.gradient_checkpointing
+    return Roles(model, "plain")
+
+
+def assume_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> None:
+    """Add those that a stage adds to its base, without any weights.
 
     The SFT model and the reward models of stage=rm are taken to be LoRA adapters, which is the
     default; a reward model with a base of its own is not counted. Heads are in fp32.
 
-    is_full: whether the stage trains all weights.
+    is_full: whether the stage trains all weights, into which the SFT model is merged.
     """
-    config = settings.config
+    config, owner = settings.config, roles.reference
     starts_from_sft = settings.definition.reads_sft and settings.policy.checkpoint != BASE
     frozen, trained, heads = [SFT] * starts_from_sft, [POLICY], {}
     if is_rm := isinstance(config, RMConfig):
@@ -305,15 +392,17 @@ def assumed_roles(settings: stage.Settings, roles: Roles, *, is_full: bool) -> R
                 frozen.append(folders.reward_role(settings, name))
         heads |= {VALUE: 1} if config.has_critic else {}
         trained += [CRITIC] if config.has_critic and config.critic == "adapter" else []
+    if is_full:  # adapters are on a frozen base alone
+        trained = [role for role in trained if role == CRITIC]
+        frozen = [] if owner is roles else frozen
     with torch.device("meta"):
-        for role in () if is_full else (*frozen, *trained):
-            roles.add_adapter(role, settings.model.lora)
-            for parameter in roles.trained_by(role):
+        for role in (*frozen, *trained):
+            owner.add_adapter(role, settings.model.lora)
+            for parameter in owner.trained_by(role):
                 parameter.requires_grad_(role in trained)
         for role, count in heads.items():
             head = nn.Linear(roles.hidden_size, count)
             roles.heads[role] = head.requires_grad_(is_rm or role == VALUE)
-    return roles
 
 
 def print_plan(settings: stage.Settings) -> None:
@@ -322,7 +411,8 @@ def print_plan(settings: stage.Settings) -> None:
     run.check_trained_weights(settings)
     accelerator.quiet_libraries()
     data, count = settings.data, settings.trainer.processes
-    get_console().print(plan_shown(plan_run(settings)))
+    plan = plan_run(settings)
+    get_console().print(plan_shown(plan))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
     print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
@@ -330,6 +420,9 @@ def print_plan(settings: stage.Settings) -> None:
         f"responses of {response} tokens, without what libraries take; models of earlier stages "
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
+    if settings.config.microbatch_size == "auto":
+        one, told = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
+        print_line(f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}")
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
             print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")

@@ -9,26 +9,21 @@ from typing import Any, ClassVar
 from lightning.pytorch.callbacks import Callback
 from rich import get_console
 
-from lightning_rlhf.callbacks import diagnosis, evaluation, files
-from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks import diagnosis, evaluation, files, metrics
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
-from lightning_rlhf.data.batches import Schedule, StageData, collate_prompts
-from lightning_rlhf.data.lengths import print_lengths, tokenise
-from lightning_rlhf.evaluation.build_rewards import build_critic, prepare_reward, verdicts_on
-from lightning_rlhf.evaluation.diminishing import print_diminishing
-from lightning_rlhf.evaluation.evaluate_reward import check_formats, check_sampling
+from lightning_rlhf.data import batches, lengths
+from lightning_rlhf.evaluation import build_rewards, diminishing, evaluate_reward
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.supervised import PTX
-from lightning_rlhf.report.curves import ppo_panels
-from lightning_rlhf.report.tables import before_after_table, collapsed
+from lightning_rlhf.modules import ppo, supervised
+from lightning_rlhf.report import curves, tables
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import OURS, load_sampler
+from lightning_rlhf.rollout import collector, server
+from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.final import hand_over
@@ -49,42 +44,42 @@ class PPO(stage.Stage):
     headlines = tuple(HEADLINES)
     summary = (HELD_OUT, HELD_OUT_KL, "eval/response_tokens", GOLD, "eval/judge/correct")
     volatile = ("kl_warning",)
-    panels = staticmethod(ppo_panels)
-    module_class: ClassVar[type[PPOModule]] = PPOModule
+    panels = staticmethod(curves.ppo_panels)
+    module_class: ClassVar[type[ppo.PPOModule]] = ppo.PPOModule
     """PPOModule, or a subclass with another loss or loop."""
 
-    def build(self, run: Run) -> tuple[PPOModule, StageData, list[Callback]]:
+    def build(self, run: Run) -> tuple[ppo.PPOModule, batches.StageData, list[Callback]]:
         settings, chat = run.settings, run.chat
         config: PPOConfig = settings.config
         judge = evaluation.load_judge(settings.data.judge) if settings.data.judge else None
-        if config.rollout not in OURS:
-            load_sampler(config.rollout, f"{self.name}.rollout")
-        self.verdicts = verdicts_on(run, refuses=True)
+        if config.rollout not in collector.OURS:
+            collector.load_sampler(config.rollout, f"{self.name}.rollout")
+        self.verdicts = build_rewards.verdicts_on(run, refuses=True)
         ptx = read_ptx(run, config)
         rows = run.rows("prompts")
         columns = {name for row in (*rows.train.rows, *rows.val.rows) for name in row.columns}
-        build_reward = prepare_reward(run, columns)
+        build_reward = build_rewards.prepare_reward(run, columns)
         held_out, train, val = run.tokenised(rows)
         roles = run.load_model()
         longest = max(len(example.prompt) for example in (*train.examples, *val.examples))
         response, rows_at_once = config.max_response_tokens, config.rollout_batch_size
-        check_sampling(run, roles, longest, response, self.name, rows_at_once)
+        evaluate_reward.check_sampling(run, roles, longest, response, self.name, rows_at_once)
         if ptx is not None:
-            longest = max(example.length for example in ptx.examples)
-            check_positions(roles, longest, "the longest demonstration")
-        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_size)
-        reward = build_reward(roles, microbatch)
+            whole = max(example.length for example in ptx.examples)
+            check_positions(roles, whole, "the longest demonstration")
+        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_rows)
+        reward = build_reward(roles.reference, microbatch)
         roles.to(run.device)
-        check_formats(run, reward)
+        evaluate_reward.check_formats(run, reward)
         splits = {"train": rows.train, "val": held_out}
         prompts = {name: [row.columns for row in some.rows] for name, some in splits.items()}
-        data = StageData(
+        data = batches.StageData(
             train=train.examples,
             val=val.examples * config.val_samples_per_prompt,
             columns=[*prompts["train"], *prompts["val"]],
-            collate=partial(collate_prompts, pad_id=chat.pad_token_id),
+            collate=partial(batches.collate_prompts, pad_id=chat.pad_token_id),
             val_batch_size=config.rollout_batch_size,
-            schedule=Schedule(
+            schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.prompts_per_iteration,
                 batches=config.iterations,
@@ -96,38 +91,44 @@ class PPO(stage.Stage):
         characters = 160 if settings.samples else None
         history = diagnosis.History(config, run.folder, prompts_cut=train.too_long)
         callbacks = [
-            PPOMetrics(),
+            metrics.PPOMetrics(),
             diagnosis.Diagnosis(history, self.name),
             self.evaluation,
             evaluation.Samples(run.folder, config.samples_every, characters=characters),
             evaluation.Recorder(run.folder, replace(rows.train, rows=()), every=settings.record),
         ]
-        return self.make_module(run, roles, reward, prompts, microbatch, ptx), data, callbacks
+        module = self.make_module(run, roles, reward, prompts, microbatch, ptx, longest + response)
+        return module, data, callbacks
 
-    def restore(self, run: Run) -> PPOModule:
+    def restore(self, run: Run) -> ppo.PPOModule:
         """Return the module of an export, which reads no data and no reward."""
         roles = run.load_model().to(run.device)
-        self.verdicts = verdicts_on(run, refuses=True, shown=False)
+        self.verdicts = build_rewards.verdicts_on(run, refuses=True, shown=False)
         terms = tuple(component.term(name) for name, component in run.settings.reward.items())
-        return self.make_module(run, roles, Reward(terms, ()), {}, None, None)
+        return self.make_module(run, roles, Reward(terms, ()), {}, None, None, 0)
 
     def make_module(
         self, run: Run, roles: Roles, reward: Reward,
         prompts: Mapping[str, Sequence[dict[str, Any]]], microbatch: MicrobatchSize | None,
-        ptx: PTX | None,
-    ) -> PPOModule:  # fmt: skip
+        ptx: supervised.PTX | None, longest: int,
+    ) -> ppo.PPOModule:  # fmt: skip
         """Return the module before its first iteration, with a new policy and, for GAE, a critic.
 
         microbatch: size at which the models of the reward read responses; None where none does.
         ptx: demonstrations of ppo.ptx_coef; None where none are learned from.
+        longest: number of tokens of the longest prompt and response.
         """
-        settings = run.settings
+        settings, sampler = run.settings, None
         add_policy(roles, settings.model, settings.seed)
+        if settings.config.rollout == "vllm":
+            params = SamplingParams.of(settings.config, run.chat)
+            servers = settings.rollout_server
+            sampler = server.ServerSampler(roles, params, servers, run.replicas, longest)
         return self.module_class(
             roles, reward, settings.config,
-            critic=build_critic(run, roles) if settings.config.has_critic else None,
+            critic=build_rewards.build_critic(run, roles) if settings.config.has_critic else None,
             chat=run.chat, prompts=prompts, seed=settings.seed, microbatch=microbatch,
-            replicas=run.replicas, stage=self.name, ptx=ptx,
+            replicas=run.replicas, stage=self.name, ptx=ptx, sampler=sampler,
         )  # fmt: skip
 
     def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
@@ -136,12 +137,12 @@ class PPO(stage.Stage):
         ending = folders.read_ending(run.folder)
         assert first is not None and last is not None and ending is not None  # noqa: PT018
         last = last if ending.step == ending.last_step else metrics
-        get_console().print(before_after_table(first, last, self.verdicts))
+        get_console().print(tables.before_after_table(first, last, self.verdicts))
         trained = files.read_rows(run.folder / folders.METRICS).values()
         final = next((row for row in reversed(trained) if KL in row), None)
-        if final is not None and (why := collapsed(final, self.name)) is not None:
+        if final is not None and (why := tables.collapsed(final, self.name)) is not None:
             print_line(f"warning: {why}", "yellow")
-        print_diminishing(run.folder, folders.run_name(run.settings))
+        diminishing.print_diminishing(run.folder, folders.run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
@@ -150,7 +151,7 @@ class PPO(stage.Stage):
         return hand_over(run, module.roles, POLICY, metrics, head=head, verdicts=self.verdicts)
 
 
-def read_ptx(run: Run, config: PPOConfig) -> PTX | None:
+def read_ptx(run: Run, config: PPOConfig) -> supervised.PTX | None:
     """Return the demonstrations that stage=sft trains on, for each update; None if ptx_coef is 0.
 
     Raises ConfigError or DataError where they cannot be read.
@@ -158,6 +159,8 @@ def read_ptx(run: Run, config: PPOConfig) -> PTX | None:
     if config.ptx_coef == 0:
         return None
     rows = run.rows("demonstrations").train
-    found = tokenise(rows, run.chat, run.settings.data)
-    print_lengths("demonstration", rows, found)
-    return PTX(found.examples, config, pad_id=run.chat.pad_token_id, seed=run.settings.seed)
+    found = lengths.tokenise(rows, run.chat, run.settings.data)
+    lengths.print_lengths("demonstration", rows, found)
+    return supervised.PTX(
+        found.examples, config, pad_id=run.chat.pad_token_id, seed=run.settings.seed
+    )

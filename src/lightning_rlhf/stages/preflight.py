@@ -28,10 +28,10 @@ from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import supervised
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.rollout import collector, native, score
-from lightning_rlhf.rollout.sampler import HFSampler
+from lightning_rlhf.rollout import collector, score
+from lightning_rlhf.rollout.sampler import BatchSampler, synchronise
 from lightning_rlhf.runs.run import Run
-from lightning_rlhf.stages.memory_plan import PLANNED, MemoryPlan, by_role, plan_of, plan_shown
+from lightning_rlhf.stages.memory_plan import MemoryPlan, by_role, plan_built, plan_shown
 
 Verdict = Literal["passed", "warning", "failed", "not applicable"]
 STYLES = {"passed": "green", "warning": "yellow", "failed": "bold red", "not applicable": "dim"}
@@ -110,17 +110,12 @@ def examine(
 
     There is no plan of a module of another kind than those of the package.
     """
-    device, trainer, plan = ready.device, ready.settings.trainer, None
+    device, trainer = ready.device, ready.settings.trainer
     module.to(device)
-    checks, memory = [*trainable(module)], []
+    checks, plan = [*trainable(module)], plan_built(ready, module, data)
+    memory = [] if plan is None else [of_memory(plan, f"{module.stage}.microbatch_size")]
     is_mixed = trainer.precision == "bf16-mixed"
     with isolate_rng(), torch.autocast(device.type, dtype=torch.bfloat16, enabled=is_mixed):
-        is_known = isinstance(module, supervised.SupervisedModule | PPOModule)
-        if is_known and isinstance(module.config, PLANNED):
-            sharing = trainer.devices if device.type == "cpu" else 1
-            rows = (*data.train, *data.val)
-            plan = plan_of(module, rows, device, trainer.processes, sharing)
-            memory = [of_memory(plan, f"{module.stage}.microbatch_size")]
         try:
             checks += [] if resumed else of_models(module, data, device)
         except torch.OutOfMemoryError:
@@ -131,7 +126,7 @@ def examine(
 
 def of_memory(plan: MemoryPlan, key: str) -> Check:
     """Return the check that a run fits into its device; key: that of the micro-batch's size."""
-    peak, largest = plan.peak(plan.rows), plan.largest
+    peak, largest = plan.peak(plan.rows), plan.largest()
     verdict: Verdict = "passed" if peak <= plan.device else "warning" if largest else "failed"
     fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
     measured = f"{readable(peak)} with {key}={plan.rows}"
@@ -146,7 +141,8 @@ def trainable(module: Any) -> Iterator[Check]:
         some = sum(p.numel() for p in group if p.requires_grad)
         allowed: tuple[str, ...] = ("none", "all")
         if isinstance(module, PPOModule | supervised.DPOModule):
-            allowed = ("all",) if role in (POLICY, CRITIC) else ("none",)
+            whole = POLICY if module.roles.frozen is None else BASE
+            allowed = ("all",) if role in (whole, CRITIC) else ("none",)
         elif isinstance(module, supervised.RewardModule) and role == REWARD:
             allowed = ("all",)
         counts = {"none": 0, "all": size}
@@ -158,7 +154,7 @@ def trainable(module: Any) -> Iterator[Check]:
 
 def of_models(module: Any, data: StageData, device: torch.device) -> Iterator[Check]:
     """Yield the checks that compute with the models of a stage, on a few short rows."""
-    limit = LIMITS[min(4, computing_dtype(module.roles.causal_lm).itemsize)]
+    limit = LIMITS[min(4, computing_dtype(module.roles.reference.causal_lm).itemsize)]
     rows = sorted(data.train[:LOOKED_AT], key=lambda example: example.length)[: 2 * ROWS : 2]
     batch: Any = data.collate(rows).to(device)
     if isinstance(module, PPOModule):
@@ -183,17 +179,20 @@ def sample(module: PPOModule, prompts: Prompts) -> SampledResponses:
     samplers have at most TOKENS tokens, those of another up to ppo.max_response_tokens.
     """
     each, sampler = min(2, module.config.samples_per_prompt), module.collector.sampler
-    if isinstance(sampler, native.NativeSampler | HFSampler):
+    synchronise(sampler, module.weights_version)
+    if isinstance(sampler, BatchSampler):
         tokens = min(TOKENS, sampler.params.max_response_tokens)
         short = copy(sampler)
         short.params = replace(sampler.params, max_response_tokens=tokens)
         sampler = short
-    return sampler.sample(prompts, each, torch.Generator().manual_seed(0))
+    share = torch.arange(len(prompts), device=prompts.tokens.device)
+    return sampler.sample(prompts, each, torch.Generator().manual_seed(0), share)
 
 
 def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Iterator[Check]:
     """Yield the checks that the policy is the one that sampled, and a new one the reference."""
     roles, rollout = module.roles, module.collector.annotate(sampled)
+    reference = roles.reference
     yield at_most("ratio", ratio(module, rollout) - 1, limit)
     name, factors = "KL to the reference", f"lora_B.{POLICY}."
     # A new adapter adds 0, as every second factor of it is 0.
@@ -201,9 +200,10 @@ def of_policy(module: PPOModule, sampled: SampledResponses, limit: float) -> Ite
         reason = "the policy's adapter is not 0: it has been trained before"
         yield Check(name, reason, "", "not applicable")
         return
-    with roles.use_role(REFERENCE):
-        reference, _ = score.predict(sampled, roles, None, module.config.temperature, len(sampled))
-    yield at_most(name, (rollout.logprobs - reference)[sampled.response_mask], limit, "nats")
+    with reference.use_role(REFERENCE):
+        heat, size = module.config.temperature, len(sampled)
+        expected, _ = score.predict(sampled, reference, None, heat, size)
+    yield at_most(name, (rollout.logprobs - expected)[sampled.response_mask], limit, "nats")
 
 
 def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
@@ -224,7 +224,8 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     The responses of a batch are read together and one by one; functions and servers are not called.
     """
     critic, reward = module.critic, module.collector.reward
-    if critic is not None and critic.roles is not module.roles:
+    shared = (module.roles, module.roles.reference)
+    if critic is not None and critic.roles not in shared:
         yield padding(CRITIC, critic.roles, sampled.tokens, sampled.mask, limit)
     decoded = collector.decode_responses(sampled, module.collector.prompts["train"], module.chat)
     tokens, mask = wider(sampled.tokens, sampled.mask)
@@ -232,7 +233,7 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
     wide = replace(sampled, tokens=tokens, mask=mask, response_mask=response_mask)
     for term, source in zip(reward.terms, reward.sources, strict=True):
         name = f"padding: {term.name}"
-        if reward.models.get(term.name, (module.roles,))[0] is module.roles:
+        if reward.models.get(term.name, shared)[0] in shared:
             continue
         try:
             together = torch.as_tensor(source(replace(decoded, rollout=wide)))

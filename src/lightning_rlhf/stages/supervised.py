@@ -16,16 +16,15 @@ from jaxtyping import Float
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import Logger
-from torch import Tensor
 
 from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.core import masking, memory, records
+from lightning_rlhf.core import masking, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.data import batches, lengths, problems, readers
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.rows import Preference, Rows, prompt_row
+from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
 from lightning_rlhf.io.console import Working, print_line, visible_line
 from lightning_rlhf.models import build_roles, checkpoint, heads
@@ -88,7 +87,7 @@ class Supervised(stage.Stage):
             val=val.examples,
             columns=(),
             collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
-            val_batch_size=config.microbatch_size,
+            val_batch_size=config.microbatch_rows,
             schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.batch_size,
@@ -182,8 +181,13 @@ class RM(Supervised):
     def build(self, run: Run) -> tuple[RewardModule, batches.StageData, list[Callback]]:
         config: RMConfig = run.settings.config
         rows = run.rows(self.data)
-        if config.margin_coef > 0:
-            require_margins(rows.train)
+        without = [i for i, row in enumerate(rows.train.rows, start=1) if row.margin is None]
+        if config.margin_coef > 0 and without:
+            raise DataError(
+                f"rm.margin_coef is above 0, but {len(without)} of {len(rows.train)} pairs of "
+                f"{rows.train.source} have no field 'margin' (the first is pair {without[0]}); "
+                "allowed: a number >= 0 in each"
+            )
         with Working("looking through the pairs"):
             self.problems = problems.find_problems(rows.val, rows.train)
         problems.print_problems(self.problems)
@@ -201,9 +205,7 @@ class RM(Supervised):
         self.samples = evaluate_reward.sft_samples(run, roles, prompts, count, config)
         return self.make_module(run, roles), data, callbacks
 
-    def restore(self, run: Run) -> RewardModule:
-        """Return the module; the pairs are read again, for the scale and the fitness report."""
-        return self.build(run)[0]
+    restore = stage.Stage.restore  # the pairs are read again, for the scale and the report
 
     def make_module(self, run: Run, roles: Roles) -> RewardModule:
         config, seed = run.settings.config, run.settings.seed
@@ -223,9 +225,8 @@ class RM(Supervised):
         roles.to(run.device)
         with Working("scoring pairs for the format check"):
             write_pairs(folder, known_pairs(roles, pairs, run.chat))
-        batch_size = memory.MicrobatchSize("rm.microbatch_size", settings.config.microbatch_size)
         report = evaluate_reward.measure_reward(
-            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, batch_size), pairs,
+            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
             title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
@@ -268,22 +269,12 @@ def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> 
 @torch.no_grad()
 def scored_samples(
     roles: Roles, rollouts: Sequence[records.SampledResponses]
-) -> Float[Tensor, " B"]:
+) -> Float[torch.Tensor, " B"]:
     """Return the raw reward of each response of the SFT model, on the CPU."""
     with Working("scoring SFT samples", sum(len(r.tokens) for r in rollouts)) as working:
         tracked = working.track(rollouts, lambda rollout: len(rollout.tokens))
         there = (rollout.to(roles.device) for rollout in tracked)
         return torch.cat([roles.reward(one.tokens, one.mask).cpu() for one in there])
-
-
-def require_margins(rows: Rows[Preference]) -> None:
-    """Raise DataError unless every pair has a margin between its two responses."""
-    if without := [i for i, row in enumerate(rows.rows, start=1) if row.margin is None]:
-        raise DataError(
-            f"rm.margin_coef is above 0, but {len(without)} of {len(rows)} pairs of {rows.source} "
-            f"have no field 'margin' (the first is pair {without[0]}); allowed: a number >= 0 in "
-            "each"
-        )
 
 
 RESPONSES, LONGEST_RESPONSE = 5, 128
