@@ -70,7 +70,7 @@ def test_ppo(make_ppo: Make, architecture: str, case: str, way: str, tmp_path: P
     module = partial(make, architecture, **config)
     compare(
         module, way, batches, [prompts(2)], tmp_path,
-        magnified="target_kl" in config, is_full="finetune" in config,
+        magnified="target_kl" in config or case == "reinforce++", is_full="finetune" in config,
     )  # fmt: skip
 
 

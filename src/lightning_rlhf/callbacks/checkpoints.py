@@ -94,7 +94,7 @@ class Checkpoints(progress.Stateful):
       that the evaluation is due, and a run that resumes from it starts with the evaluation;
     - when an exception ends the run, including the one raised by `stop` after a signal, if no
       optimizer step was started since the last finished step. The modules update all their other
-      counters together at the end of a step. Where processes share trained weights, after a signal.
+      counters together at the end of a step. Sharded trained weights are saved after signals alone.
     """
 
     kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")

@@ -48,7 +48,7 @@ class ShardedModel:
         self.is_whole = False
         """True inside `whole`, where passes need no other process."""
         self.used = 0
-        """What has a gradient here since the last sum: 1 the trunk, 2 the output layer too."""
+        """Parts with a gradient since the last sum: 0 none, 1 the trunk, 2 the output layer too."""
         adapters = {p for name, p in model.named_parameters() if "lora_" in name}
         self.is_trained = any(p.requires_grad and p not in adapters for p in model.parameters())
         """True if the weights themselves are trained."""

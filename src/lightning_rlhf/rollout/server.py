@@ -45,7 +45,7 @@ AT_ONCE = 256
 """Number of requests of a process that wait for an answer at the same time."""
 COLDEST, GREEDY = 1e-2, 1e-5
 """Lowest temperature that vLLM samples at, and the one below which it takes the likeliest token."""
-FAREWELL_S = 3
+UNLOAD_S = 3
 """Time in which all servers are told that a run has ended, seconds."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values of --max-lora-rank."""
@@ -297,7 +297,7 @@ class ServerSampler(BatchSampler):
 
     def end(self) -> None:
         """Have the servers forget the adapters, where they answer soon, and delete the folders."""
-        ends = time.monotonic() + FAREWELL_S
+        ends = time.monotonic() + UNLOAD_S
         for name in self.written:
             for url in self.config.url:
                 with suppress(SamplerError):

@@ -244,7 +244,7 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
     """
     is_auto = ready.settings.config.microbatch_size == "auto" and ready.checkpoint is None
     if is_auto and (plan := plan_built(ready, module, data)) is not None:
-        is_rough = ready.device.type == "cpu" or ready.settings.shards  # see docs/scaling.md
+        is_rough = ready.device.type == "cpu" or ready.settings.shards  # layers that are gathered
         size = plan.largest(2 if is_rough else 1) or 1
         module.microbatch.rows = rows = -ready.replicas.largest(-size)
         told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
