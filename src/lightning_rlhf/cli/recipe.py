@@ -23,7 +23,7 @@ from rich import get_console
 from yaml import YAMLError
 
 from lightning_rlhf.cli import arguments
-from lightning_rlhf.cli.arguments import key_of, parse_overrides
+from lightning_rlhf.cli.arguments import READ_BY, key_of, parse_overrides
 from lightning_rlhf.cli.launch import IN_RECIPE, override_value, own_configs, run_command
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
@@ -344,7 +344,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
     sys.path.insert(0, str(file.parent))
     program: Any = importlib.import_module(file.stem)
     for key in map(key_of, given):
-        if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
+        if key in READ_BY or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
     stages, _, _ = settings_of(recipe, given, cfg.job)
