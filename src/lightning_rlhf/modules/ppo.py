@@ -205,7 +205,7 @@ class PPOModule(optim.StageModule):
         ).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
-            is_finite = self.check_finite(loss, norm)
+            is_finite = self.check_finite(torch.where(ratio_mean.isinf(), ratio_mean, loss), norm)
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
