@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import math
 import re
+import shutil
 import tomllib
 from typing import Any
 
@@ -81,6 +82,24 @@ def test_a_stage_on_ppo(place: Workplace) -> None:
     own(place, *words, "penalized.beta=0")
     assert rows(place.stage("penalized")) == rows(place.stage("ppo"))
     assert weights(place.stage("penalized")) == weights(place.stage("ppo"))
+
+
+def test_a_loss_of_the_policy(place: Workplace) -> None:
+    """PPO's own in every digit; a run resumes with the same code, and with no other."""
+    file, folder = place.folder / "surrogate.py", place.stage("ppo", "own")
+    words = ["stage=ppo", "run=own", "ppo.policy_loss=surrogate.py:surrogate", *given(place)]
+    place.mini(*words).succeeded  # noqa: B018
+    assert rows(folder) == rows(place.stage("ppo"))
+    assert weights(folder) == weights(place.stage("ppo"))
+    shutil.rmtree(folder / "final")
+    file.write_text(file.read_text() + "\n")
+    error = place.mini(*words, "resume=true").error
+    assert "the code of ppo.policy_loss=surrogate.py:surrogate is not the one that it" in error
+    (place.folder / "sums.py").write_text("def sums(batch): return batch.logprobs.sum()")
+    refused = place.mini(*words, "ppo.policy_loss=sums.py:sums", "overwrite=true").error
+    assert (
+        "ppo.policy_loss is 'sums.py:sums', which returned Tensor; allowed: PolicyLosses" in refused
+    )
 
 
 def test_a_loss_a_reward_an_optimizer_and_a_schedule(place: Workplace) -> None:

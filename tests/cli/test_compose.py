@@ -186,6 +186,20 @@ def test_every_advantage_sets_the_same_keys_and_no_other_file_does() -> None:
         assert not keys["gae"] & set(yaml("stage_model", option))
 
 
+@pytest.mark.parametrize("option", options("policy_loss"))
+def test_a_loss_by_the_name_of_its_paper(option: str) -> None:
+    """It comes after the advantage and before the user, and no number of a model replaces it."""
+    own = yaml("policy_loss", option)
+    assert set(own) <= {*yaml("stages", "ppo"), "loss_reduction"}
+    assert not any(set(own) & set(yaml("stage_model", one)) for one in options("stage_model"))
+    words = ["stage=ppo", "advantage=dr_grpo", f"policy_loss={option}", "ppo.sapo_tau_neg=9"]
+    found = read_settings(composed(*words)).config
+    assert {key: getattr(found, key) for key in own} | {"sapo_tau_neg": 9} == own | {
+        "sapo_tau_neg": 9
+    }
+    assert (found.advantage, found.sapo_tau_neg) == ("dr_grpo", 9)
+
+
 def test_every_key_of_a_model_s_configuration_is_known_to_transformers() -> None:
     """transformers takes any key in silence."""
     for option in options("model"):
@@ -238,7 +252,7 @@ def test_all_weights_have_a_learning_rate_of_their_own(
     ("override", "stage"),
     [
         ("sft.lr=1", "sft"), ("++sft.x.y=1", "sft"), ("~rm.lr", "rm"), ("advantage=rloo", "ppo"),
-        ("stage_model@ppo=ppo_tiny", "ppo"), ("seed=1", None),
+        ("policy_loss=gspo", "ppo"),        ("stage_model@ppo=ppo_tiny", "ppo"), ("seed=1", None),
         ("+reward@reward.components.ppo=head", None),
     ],
 )  # fmt: skip

@@ -55,6 +55,14 @@ def test_three_tokens_by_hand() -> None:
     assert returns.tolist() == [[2, 3.5, 4], [4, 0, 0]]
 
 
+def test_credit_ends_at_a_gap() -> None:
+    # Nothing of the reward 4 behind the gap reaches the token before it: 1 - 1/2, 0, 4 - 2.
+    rewards, values = torch.tensor([[[1.0, 9, 4]], [[0.5, 9, 2]]])
+    mask = torch.tensor([[T, F, T]])
+    advantages, _ = gae(rewards, values, mask, gamma=1.0, gae_lambda=1.0)
+    assert advantages.tolist() == [[0.5, 0, 2]]
+
+
 @drawn
 @given(ragged(), unit, unit)
 def test_it_is_the_discounted_sum_of_one_step_errors(
@@ -140,12 +148,12 @@ def test_rewards_to_go_by_hand() -> None:
 
 def test_groups_by_hand() -> None:
     # Three responses to one prompt: (1, 2, 6), mean 3, deviations (-2, -1, 3), the others' means
-    # (4, 7/2, 3/2), population variance (4 + 1 + 9) / 3 = 14/3. Three more of another prompt, all
+    # (4, 7/2, 3/2), sample variance (4 + 1 + 9) / 2 = 7. Three more of another prompt, all
     # alike, and worth more: nothing to choose among them.
     returns = doubles(1, 2, 6, 100, 100, 100)
     close(leave_one_out(returns, 3), doubles(1 - 4, 2 - 3.5, 6 - 1.5, 0, 0, 0))
     close(group_centered(returns, 3), doubles(-2, -1, 3, 0, 0, 0))
-    scale = math.sqrt(14 / 3) + 1e-4
+    scale = math.sqrt(7) + 1e-4
     close(group_normalised(returns, 3), doubles(-2, -1, 3, 0, 0, 0) / scale)
 
 
@@ -158,7 +166,7 @@ def test_groups_by_hand() -> None:
             group_normalised,
             lambda mine, others: (
                 (mine - torch.stack([mine, *others]).mean())
-                / (torch.stack([mine, *others]).var(correction=0).sqrt() + 1e-4)
+                / (torch.stack([mine, *others]).var().sqrt() + 1e-4)
             ),
         ),
     ],

@@ -54,6 +54,8 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
          "a number > 0 to start from where ppo.kl_control=adaptive"),
         ({"advantage": "rloo", "samples_per_prompt": 2, "critic_warmup": 1}, "critic_warmup",
          "0, since advantage=rloo has no critic"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip",
+         "null where ppo.policy_loss=cispo, which has no clipped surrogate"),
         ({"vf_coef": 0.0, "critic_warmup": 1}, "vf_coef",
          "a number > 0 where ppo.critic_warmup"),
     ],

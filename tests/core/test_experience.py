@@ -188,6 +188,9 @@ def test_whitened_rewards_by_hand() -> None:
     close(found.advantages, doubles([low + high - 0.5, high - 1], [low - 2, 0]), rtol=1e-7)
 
 
+GRPO = 1.625 / (1.625 * ROOT2 + 1e-4)
+
+
 # Rewards (-1/2, 7/2) and (-2) as in test_experience.py; gamma 1/2 makes the returns
 # (-1/2 + 7/4, 7/2) = (5/4, 7/2) and (-2), so that the responses are worth 5/4 and -2.
 @pytest.mark.parametrize(
@@ -199,8 +202,8 @@ def test_whitened_rewards_by_hand() -> None:
         ({"advantage": "reinforce++"}, [[1.25, 3.5], [-2, 0]]),
         ({"advantage": "rloo"}, [[3.25, 3.25], [-3.25, 0]]),
         ({"advantage": "dr_grpo"}, [[1.625, 1.625], [-1.625, 0]]),
-        # Mean -3/8, deviation 13/8.
-        ({"advantage": "grpo"}, [[1.625 / 1.6251, 1.625 / 1.6251], [-1.625 / 1.6251, 0]]),
+        # Mean -3/8, deviations of 13/8 from it, whose squares sum to 2 (13/8)^2: over 2 - 1.
+        ({"advantage": "grpo"}, [[GRPO, GRPO], [-GRPO, 0]]),
     ],
 )
 def test_advantages_by_hand(changes: dict[str, Any], expected: list[list[float]]) -> None:

@@ -14,15 +14,21 @@ from .experiences import Make, off_policy, on_policy, updated
 REDUCTIONS = ("token_mean", "sequence_mean", "constant")
 
 
-@pytest.mark.parametrize(("reduction", "microbatch_size"), zip(REDUCTIONS, (1, 2, 1), strict=True))
+@pytest.mark.parametrize(
+    ("loss", "reduction", "microbatch_size"),
+    [
+        *zip(("ppo", "sapo", "cispo"), REDUCTIONS, (1, 2, 1), strict=True),
+        ("gspo", REDUCTIONS[1], 1),
+    ],
+)
 def test_the_split_into_micro_batches_changes_no_gradient(
-    make_ppo: Make, reduction: str, microbatch_size: int
+    make_ppo: Make, loss: str, reduction: str, microbatch_size: int
 ) -> None:
     found = []
     for size in (4, microbatch_size):
         module = make_ppo(
-            microbatch_size=size, loss_reduction=reduction, vf_coef=0.5, ent_coef=0.1,
-            kl_in="loss", kl_estimator="k3",
+            microbatch_size=size, policy_loss=loss, loss_reduction=reduction, vf_coef=0.5,
+            ent_coef=0.1, kl_in="loss", kl_estimator="k3",
         )  # fmt: skip
         found.append(updated(module, off_policy(module, rows=4)))
     (whole, whole_grads), (parts, parts_grads) = found

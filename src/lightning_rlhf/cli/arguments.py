@@ -43,7 +43,7 @@ PLUGINS = {
     "hydra/sweeper=optuna": "optuna",
 }
 """Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
-READ_BY = {"advantage": "ppo"}
+READ_BY = {"advantage": "ppo", "policy_loss": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 OVERRIDE = (
     "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs than "

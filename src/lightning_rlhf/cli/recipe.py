@@ -343,7 +343,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
     sys.path.insert(0, str(file.parent))
     program: Any = importlib.import_module(file.stem)
     for key in map(arguments.key_of, given):
-        if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
+        if key in arguments.READ_BY or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
     stages, _, _ = settings_of(recipe, given, cfg.job)

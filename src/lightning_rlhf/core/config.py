@@ -36,12 +36,12 @@ PolicyNames = Annotated[
 GROUPED = ("rloo", "grpo", "dr_grpo")
 """Estimators that compare the responses to one prompt."""
 
-SamplerName = Annotated[
-    str,
-    Field(pattern=r"^(native|hf|vllm)$|:"),
-    validation.described("native, hf, vllm, 'path/to/file.py:Class' or 'package.module:Class'"),
-]
+SamplerName = Annotated[str, validation.name_or_path("native", "hf", "vllm", kind="Class")]
 """Name of a sampler, or path of a class that implements one."""
+PolicyLossName = Annotated[
+    str, validation.name_or_path("ppo", "gspo", "gspo_token", "cispo", "sapo", kind="function")
+]
+"""Name of a loss of the policy, or path of a function that returns one."""
 AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
@@ -321,9 +321,12 @@ class PPOConfig(StageConfig):
     gae_lambda: validation.Fraction
     whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
-    clip_range: Annotated[float, Field(gt=0, lt=1)]
+    policy_loss: PolicyLossName
+    clip_range: Annotated[float, Field(gt=0, le=1)]
     clip_range_high: validation.PositiveFloat | None
     dual_clip: AboveOne | None
+    sapo_tau_pos: validation.PositiveFloat
+    sapo_tau_neg: validation.PositiveFloat
     importance_cap: validation.PositiveFloat | None
     """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
     loss_reduction: Reduction
@@ -386,6 +389,8 @@ class PPOConfig(StageConfig):
             (not is_adaptive or self.kl_horizon > fifth, "kl_horizon",
              f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn kl_coef "
              "negative"),
+            (self.dual_clip is None or self.policy_loss not in ("cispo", "sapo"), "dual_clip",
+             f"null where ppo.policy_loss={self.policy_loss}, which has no clipped surrogate"),
             (self.critic_warmup < self.iterations, "critic_warmup",
              f"< ppo.iterations, {self.iterations}, or the policy never learns"),
             (self.critic_warmup == 0 or self.vf_coef > 0, "vf_coef",

@@ -85,15 +85,16 @@ def group_centered(returns: Float[Tensor, " B"], group_size: int) -> Float[Tenso
 def group_normalised(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """Return each response's return, standardised within its group (GRPO).
 
-        A_i = (R_i - mean R) / (std R + 1e-4)     population deviation; a group all alike gets 0
+        A_i = (R_i - mean R) / (std R + 1e-4)     a group all alike gets 0
 
+    std is that of a sample, over group_size - 1, as in other codebases; the paper does not say
+    which.
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
-    Departs: the population's deviation, as in whitening here; the paper does not say which.
     """
     # fp32 rounding could separate equal returns, and not every device has float64.
     groups = returns.cpu().double().view(-1, group_size)
     centered = groups - groups.mean(dim=1, keepdim=True)
-    deviation = groups.std(dim=1, correction=0, keepdim=True)
+    deviation = groups.std(dim=1, keepdim=True)
     return (centered / (deviation + 1e-4)).flatten().to(returns)
 
 

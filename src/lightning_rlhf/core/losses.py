@@ -93,6 +93,19 @@ def clip_bounds(clip_range: float, clip_range_high: float | None) -> tuple[float
     return 1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high)
 
 
+LARGEST_LOG_RATIO = 80.0
+"""Log-ratio from which on a ratio grows no more, nats. float32 holds e^80 times an advantage of
+thousands; beyond e^88.7, its infinity, the gradient of a clipped token would be NaN."""
+
+
+def probability_ratio(
+    logprobs: Float[Tensor, "*n"], old_logprobs: Float[Tensor, "*n"]
+) -> Float[Tensor, "*n"]:
+    """Return exp(min(logprobs - old_logprobs, LARGEST_LOG_RATIO)); the bound has no gradient."""
+    log_ratio = logprobs - old_logprobs
+    return torch.exp(log_ratio.clamp(max=LARGEST_LOG_RATIO))
+
+
 def policy_loss(
     logprobs: Float[Tensor, "*n"],
     old_logprobs: Float[Tensor, "*n"],
@@ -104,7 +117,7 @@ def policy_loss(
 ) -> Float[Tensor, "*n"]:
     """Return PPO's clipped surrogate, negated: lower is better.
 
-        ratio = exp(logprobs - old_logprobs)
+        ratio = exp(logprobs - old_logprobs)               `probability_ratio`
         loss  = max(-A * ratio, -A * clip(ratio, 1 - clip_range, 1 + clip_range_high))
         loss  = min(loss, -A * dual_clip)      where A < 0 and dual_clip is given
 
@@ -116,7 +129,7 @@ def policy_loss(
     section 3.1, https://arxiv.org/abs/2503.14476; dual: Ye et al. 2020, eq. 3,
     https://arxiv.org/abs/1912.09729
     """
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = probability_ratio(logprobs, old_logprobs)
     low, high = clip_bounds(clip_range, clip_range_high)
     loss = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(low, high))
     if dual_clip is None:
@@ -206,14 +219,14 @@ def ppo_terms(
     policy: PolicyOutputs | None,
     policy_losses: Float[Tensor, " N"] | None,
     values: Float[Tensor, " N"] | None,
+    clipped: Bool[Tensor, " N"] | None = None,
 ) -> records.PPOTerms:
     """Return the loss of one micro-batch and its statistics, as shares of the minibatch's.
 
         loss = sum_t w_t (policy_loss_t + kl_coef kl_t - ent_coef entropy_t + vf_coef value_loss_t)
 
     The losses weigh each token by w; entropy, KL, ratio and the clipped shares are means over the
-    tokens of the minibatch. What has no term, policy or values, contributes 0 to all of them; so
-    does ptx_loss, which is that of other texts.
+    tokens of the minibatch. Without policy or values their terms are 0; ptx_loss is 0 here.
 
     Args:
         batch: the micro-batch, a slice of the minibatch.
@@ -222,8 +235,8 @@ def ppo_terms(
         kl_coef: price of the KL to the reference in this iteration, used where ppo.kl_in=loss.
         policy: predictions of the policy; None where the critic is updated by itself.
         policy_losses: `policy_loss` of each real response token, or another loss; None likewise.
-        values: V(s_t) of the critic at each real response token; None without a critic, and where
-            the policy is updated by itself.
+        values: V(s_t) of the critic at each of them; None where the policy learns by itself.
+        clipped: tokens that clip_fraction counts; None for those outside the clip range.
     """
     pick = masking.picker(records.known_mask(batch))
     weight = pick(weights)
@@ -234,7 +247,6 @@ def ppo_terms(
         policy_losses = zeros
     else:
         old_logprobs = pick(batch.old_logprobs)
-        low, high = clip_bounds(config.clip_range, config.clip_range_high)
         if config.kl_in == "loss":
             ref_logprobs = pick(batch.ref_logprobs)
             kl_losses = kl.priced(config, policy.logprobs, ref_logprobs, policy.vocabulary_kl)
@@ -245,7 +257,9 @@ def ppo_terms(
         with torch.no_grad():
             approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)
-            policy_clipped = ((ratio < low) | (ratio > high)).float()
+            low, high = clip_bounds(config.clip_range, config.clip_range_high)
+            outside = (ratio < low) | (ratio > high)
+            policy_clipped = (outside if clipped is None else clipped).float()
     if values is not None:
         old_values, bound = pick(batch.old_values), config.clip_range_vf
         value_losses = value_loss(values, old_values, pick(batch.returns), clip_range_vf=bound)

@@ -151,8 +151,8 @@ rollout/value_mean | ppo | score: mean over response tokens of the critic's valu
     0 without a critic -> follows shaped_return
 rollout/explained_variance | ppo | 1 | 0..: 1 - Var(returns - values) / Var(returns) over tokens;
     nan if no variance; 0 if no critic -> above 0 after warm-up; below 0 the critic hurts
-update/policy_loss | ppo | 1: mean over minibatches of the clipped surrogate -> near 0, slightly
-    negative
+update/policy_loss | ppo | 1: mean over minibatches of the loss ppo.policy_loss -> near 0,
+    slightly negative
 update/value_loss | ppo | score^2: mean over minibatches of half the clipped squared error of the
     value -> falls in the first iterations
 update/kl_loss | ppo | nats a token: mean over minibatches of the KL to the reference in the loss,

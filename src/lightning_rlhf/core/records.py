@@ -278,7 +278,7 @@ class PPOTerms:
     entropy in it weighs each token as the losses do, and differs from the field `entropy`. A
     subclass of `PPOModule` may add terms."""
     policy_loss: Tensor
-    """Clipped surrogate; lower is better."""
+    """Loss of the policy that ppo.policy_loss names; lower is better."""
     kl_loss: Tensor
     """KL to the reference that ppo.kl_in=loss adds, nats a token; 0 where it is in the reward."""
     value_loss: Tensor
@@ -291,7 +291,7 @@ class PPOTerms:
     approx_kl: Tensor
     """KL of the policy at sampling to the current policy, estimator k3, nats a token."""
     clip_fraction: Tensor
-    """Share of tokens whose ratio is outside the clip range."""
+    """Share of tokens that are `PolicyLosses.clipped`: whose ratio is outside the clip range."""
     value_clip_fraction: Tensor
     """Share of tokens whose value is outside old_value +- clip_range_vf."""
     ratio_mean: Tensor

@@ -5,16 +5,11 @@ It is read with the verdicts that fitness reports gave on it.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +24,7 @@ from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.user_code import load_function
+from lightning_rlhf.io.user_code import code_digest, load_function
 from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
 from lightning_rlhf.models.config import REWARD, SFT, ModelConfig
 from lightning_rlhf.models.roles import Roles
@@ -340,22 +335,5 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
 
 def code_of(settings: stage.Settings) -> dict[str, str]:
     """Return the hash of the file of each function of the reward, by component."""
-    found = {}
-    for name, config in settings.reward.items():
-        if isinstance(config, kinds.FunctionConfig):
-            where = os.path.expanduser(config.path.rpartition(":")[0])
-            file = Path(where) if where.endswith(".py") else file_of_module(where)
-            code = file.read_bytes() if file is not None and file.is_file() else b""
-            found[name] = hashlib.sha256(code).hexdigest()
-    return found
-
-
-ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
-"""Ends of the files of a module."""
-
-
-def file_of_module(name: str) -> Path | None:
-    """Return the file of a module, of which no package is imported; None where there is none."""
-    inside = name.replace(".", "/")
-    files = (Path(place, inside + end) for place in sys.path for end in ENDS)
-    return next(filter(Path.is_file, files), None)
+    own = {n: x.path for n, x in settings.reward.items() if isinstance(x, kinds.FunctionConfig)}
+    return {name: code_digest(path) for name, path in own.items()}

@@ -9,6 +9,7 @@ import sys
 from asyncio import CancelledError
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -119,6 +120,28 @@ def _of_file(path: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def code_digest(source: str) -> str:
+    """Return a hash of the file that the path of an object names; of nothing where there is none.
+
+    source: as for `load_object`; no package of it is imported.
+    """
+    where = os.path.expanduser(source.rpartition(":")[0])
+    file = Path(where) if where.endswith(".py") else file_of_module(where)
+    code = file.read_bytes() if file is not None and file.is_file() else b""
+    return hashlib.sha256(code).hexdigest()
+
+
+ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
+"""Ends of the files of a module."""
+
+
+def file_of_module(name: str) -> Path | None:
+    """Return the file of a module, of which no package is imported; None where there is none."""
+    inside = name.replace(".", "/")
+    files = (Path(place, inside + end) for place in sys.path for end in ENDS)
+    return next(filter(Path.is_file, files), None)
 
 
 def nearest_path(source: str) -> str:

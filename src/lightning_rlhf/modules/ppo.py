@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
+from lightning_rlhf.core import policy_losses as formulas
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.io.user_code import FAULTS, code_digest, load_function
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
@@ -79,6 +81,9 @@ class PPOModule(optim.StageModule):
             microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
+        own = config.policy_loss
+        self.loss_digest = code_digest(own) if ":" in own else None
+        """Hash of the code of a policy loss of the user's; None for one of the package."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
         self.kl_coef = config.kl_coef
@@ -196,7 +201,7 @@ class PPOModule(optim.StageModule):
         loss, norm, approx_kl, ratio_mean = torch.stack(compared).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
-            is_finite = self.check_finite(loss, norm)
+            is_finite = self.check_finite(torch.where(ratio_mean.isinf(), ratio_mean, loss), norm)
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
@@ -285,7 +290,12 @@ class PPOModule(optim.StageModule):
         adds terms of its own to the loss here. With a critic apart it is called twice a
         micro-batch: with `policy` alone, then with `values` alone.
         """
-        policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
+        policy_losses = clipped = None
+        if policy is not None:
+            found = self.policy_losses(policy, micro_batch)
+            if isinstance(found, Tensor):  # of a subclass
+                found = formulas.PolicyLosses(losses=found)
+            policy_losses, clipped = found.losses, found.clipped
         cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
         if policy_losses is not None and cap is not None:
             if told is None:
@@ -298,22 +308,35 @@ class PPOModule(optim.StageModule):
             policy_losses = policy_losses * losses.importance_weights(*known, cap)
         return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
-            policy_losses=policy_losses, values=values,
+            policy_losses=policy_losses, values=values, clipped=clipped,
         )  # fmt: skip
 
     def policy_losses(
         self, policy: losses.PolicyOutputs, batch: records.Experience
-    ) -> Float[Tensor, " N"]:
-        """Return the policy's loss at each response token of a micro-batch, as `policy_loss`.
+    ) -> formulas.PolicyLosses | Float[Tensor, " N"]:
+        """Return the policy's loss at each response token of a micro-batch, by ppo.policy_loss.
 
-        A subclass returns another here, such as one whose ratio is that of the whole response.
+        A subclass returns another here, such as one that reads more than a `PolicyBatch` has.
         """
-        pick, config = masking.picker(records.known_mask(batch)), self.config
-        return losses.policy_loss(
-            policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
-            clip_range=config.clip_range, clip_range_high=config.clip_range_high,
-            dual_clip=config.dual_clip,
-        )  # fmt: skip
+        mask = records.known_mask(batch)
+        pick = masking.picker(mask)
+        found = self.policy_loss(
+            formulas.PolicyBatch(
+                logprobs=masking.placed(policy.logprobs, mask),
+                old_logprobs=batch.old_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                advantages=batch.advantages,
+                mask=batch.response_mask,
+                config=self.config,
+            )
+        )
+        clipped = None if found.clipped is None else pick(found.clipped)
+        return formulas.PolicyLosses(losses=pick(found.losses), clipped=clipped)
+
+    @cached_property
+    def policy_loss(self) -> formulas.PolicyLoss:
+        """Return the function that ppo.policy_loss names, which an export does not load."""
+        return find_policy_loss(self.config, f"{self.stage}.policy_loss")
 
     def backpropagate(self, terms: records.PPOTerms) -> records.PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
@@ -360,6 +383,7 @@ class PPOModule(optim.StageModule):
         checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
+        checkpoint["policy_loss"] = self.loss_digest
         if self.ptx is not None:
             checkpoint["ptx"] = self.ptx.digest
 
@@ -367,6 +391,9 @@ class PPOModule(optim.StageModule):
         super().on_load_checkpoint(checkpoint)
         if self.ptx is not None:
             self.ptx.check(checkpoint)
+        if checkpoint.get("policy_loss") != self.loss_digest:
+            own = f"{self.stage}.policy_loss={self.config.policy_loss}"
+            raise errors.CheckpointError(f"the code of {own} is not the one that it began with")
         self.kl_coef = checkpoint["kl_coef"]
         stored = checkpoint["moments"]
         self.moments = shaping.ScoreMoments(
@@ -375,3 +402,22 @@ class PPOModule(optim.StageModule):
         )
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]
+
+
+def find_policy_loss(config: PPOConfig, key: str) -> formulas.PolicyLoss:
+    """Return the loss of the policy that `config` names; a user's has been tried.
+
+    Raises: ConfigError where there is no such function, or one that cannot be trained with.
+    """
+    name = config.policy_loss
+    if name in formulas.POLICY_LOSSES:
+        return formulas.POLICY_LOSSES[name]
+    function = load_function(name, key)
+    try:
+        fault = formulas.fault_of(function, config)
+    except FAULTS as error:
+        fault = f"which fails on a made-up batch: {error!r}"
+    if fault is not None:
+        allowed = "PolicyLosses of a PolicyBatch, see lightning_rlhf.core.policy_losses"
+        raise errors.ConfigError(f"{key} is {name!r}, {fault}; allowed: {allowed}")
+    return function

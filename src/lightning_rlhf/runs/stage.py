@@ -176,8 +176,9 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     if name is None:
         allowed = f"stage={'|'.join(names)}, or recipe=quickstart for all of them"
         raise ConfigError(f"no stage is chosen; allowed: {allowed}")
-    is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
-    meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
+    presets = [*CONF.glob("advantage/*.yaml"), *CONF.glob("policy_loss/*.yaml")]
+    found = [f"; or stage=ppo {x.parent.name}={name}" for x in presets if x.stem == name]
+    meant = "".join(found)
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
     require(name in names, "stage", name, ", ".join(names) + meant + added)
     node, key = tree.get(name), f"{name}.{DEFINITION}"
