@@ -126,6 +126,10 @@ class Stage:
         """Return the checkpoints that the stage reads besides SFT and reward models, by role."""
         return {}
 
+    def rows_of(self, config: Any) -> Kind:
+        """Return the kind of rows that a section of the stage reads from the data named `data`."""
+        return self.data
+
     @property
     def trains(self) -> bool:
         """Return whether the stage has optimizer steps, and so checkpoints."""
@@ -178,6 +182,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
         raise ConfigError(f"no stage is chosen; allowed: {allowed}")
     is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
     meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
+    if name in typing.get_args(sections.LossType):
+        meant = f"; or stage=dpo dpo.loss_type={name}"
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
     require(name in names, "stage", name, ", ".join(names) + meant + added)
     node, key = tree.get(name), f"{name}.{DEFINITION}"
