@@ -76,15 +76,9 @@ def dpo_roles(architecture: str, *, trained: bool = True) -> Roles:
 def labels() -> Labels:
     """Six responses, four of them good, to prompts of other lengths; ids at random."""
     ids = torch.randint(64, (6, 20), generator=torch.Generator().manual_seed(4)).tolist()
-    return collate_labels(
-        [
-            LabelTokens(row[:prompt], row[10 : 10 + length], label=bool(i % 3))
-            for i, (row, prompt, length) in enumerate(
-                zip(ids, PROMPT, (4, 1, 7, 3, 5, 2), strict=True)
-            )
-        ],
-        pad_id=0,
-    )
+    rows = zip(ids, PROMPT, (4, 1, 7, 3, 5, 2), (0, 1, 1, 0, 1, 1), strict=True)
+    examples = [LabelTokens(row[:p], row[10 : 10 + n], label=x == 1) for row, p, n, x in rows]
+    return collate_labels(examples, pad_id=0)
 
 
 def slow_logprobs(

@@ -74,7 +74,8 @@ def native(row: rows.Row, kind: Kind) -> Found:
     if are_compared and not fields and "label" in row:
         return _kto(row, kind)
     if not fields or (are_compared and len(fields) < 2):
-        lacking = next(field for field in order if field not in fields)
+        is_single = kind == "labels" and "response" in row
+        lacking = "label" if is_single else next(field for field in order if field not in fields)
         raise rows.missing(lacking, row, NEEDS[kind])
     if are_compared:
         chosen, rejected = (rows.split_last(rows.dialogue(row, side), side) for side in order)
