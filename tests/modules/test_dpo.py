@@ -208,6 +208,20 @@ def test_padding_changes_nothing(architecture: str) -> None:
     assert torch.equal(wide.chosen_tokens, narrow.chosen_tokens)
 
 
+@pytest.mark.parametrize("loss_type", ["orpo", "simpo", "cpo"])
+def test_losses_without_a_reference_learn(loss_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pairs are ranked right in the end, and no reference is read."""
+    config = dpo_config(lr=1e-2, loss_type=loss_type, microbatch_size=6)
+    module, outputs, roles = DPOModule(dpo_roles("qwen3"), config), Outputs(), set()
+    read = DPOModule.logprobs
+    monkeypatch.setattr(DPOModule, "logprobs", lambda *a: roles.add(a[1]) or read(*a))
+    fit(module, [preferences()] * 15, [outputs])
+    first, last = outputs.steps[0], outputs.steps[-1]
+    assert last.loss < 0.7 * first.loss
+    assert last.scores.ranked_right.min() == 1
+    assert roles == {POLICY}
+
+
 @pytest.mark.parametrize(("finetune", "lr"), [("lora", 1e-2), ("full", 1e-3)])
 def test_it_learns_to_prefer_the_chosen_side(finetune: str, lr: float) -> None:
     roles = with_policy(Roles(language_model("qwen3")), language_model("qwen3"), finetune)

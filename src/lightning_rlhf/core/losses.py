@@ -46,7 +46,7 @@ def sigmoid_loss(
     beta towards 0 lets the policy go far, a large one keeps it near the reference. With cpo there
     is none: a large beta then makes a smaller difference of log-probabilities suffice.
     Source: Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; without a reference, Xu
-    et al. 2024, eq. 4, https://arxiv.org/abs/2401.08417
+    et al. 2024, section 3.2, https://arxiv.org/abs/2401.08417
     """
     difference = chosen - rejected
     return -F.logsigmoid(config.beta * difference)
@@ -146,7 +146,7 @@ def kto_loss(
     what ratios are compared with. A weight of 0 leaves out the responses with that label; the paper
     wants weight times number of both to be of like size. beta towards 0 lets the policy go far, and
     with a large one only responses count whose ratio is near the kl.
-    Source: Ethayarajh et al. 2024, eq. 7, https://arxiv.org/abs/2402.01306
+    Source: Ethayarajh et al. 2024, eq. 8, https://arxiv.org/abs/2402.01306
     """
     loss = 1 - torch.sigmoid(config.beta * torch.where(labels, ratios - kl, kl - ratios))
     return torch.where(labels, config.desirable_weight * loss, config.undesirable_weight * loss)

@@ -286,7 +286,7 @@ class KTOModule(DPOModule):
 
     The KL of a batch is estimated on its prompts with each other's responses, by the policy as it
     is, without a gradient: kl = max(0, mean over rows of log pi(y' | x) - log pi_ref(y' | x)).
-    Source: Ethayarajh et al. 2024, section 4.1, https://arxiv.org/abs/2402.01306
+    Source: Ethayarajh et al. 2024, section 4, https://arxiv.org/abs/2402.01306
     Departs: y' is the response half a batch further instead of the next one, which may be another
     one to the same prompt.
     """
