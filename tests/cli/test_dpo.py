@@ -88,11 +88,11 @@ def test_kto_learns_from_labels_of_single_responses(trained: Workplace) -> None:
     out = trained.mini(STAGE, "job=kto", *words).succeeded.out
     assert f"{len(lines)} labelled responses" in out
     table = rows(trained.outputs / "default" / "mini" / "kto" / "dpo")
-    first, *_, last = (row for row in table if "update/dpo_loss" in row)
-    assert float(last["update/dpo_loss"]) < float(first["update/dpo_loss"]) - 0.1
+    *_, last = (row for row in table if "update/dpo_loss" in row)
+    assert float(last["update/dpo_loss"]) < 0.45  # 1/2 at the start
     assert float(last["update/accuracy"]) > 0.9
     names = ("chosen", "rejected", "margin", "reference")
     chosen, rejected, margin, reference = (float(last[f"update/reward_{x}"]) for x in names)
     assert margin == pytest.approx(chosen - rejected)
-    assert chosen > reference >= 0
-    assert chosen > 0.5 > rejected
+    assert chosen > reference > 0 > rejected
+    assert margin > 0.5
