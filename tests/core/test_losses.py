@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from torch import Tensor
 from lightning_rlhf.core.losses import (
     bradley_terry_loss,
     centering_loss,
+    kto_loss,
     policy_loss,
     preference_loss,
     value_loss,
 )
 
+from .configs import dpo_config
 from .conftest import close, drawn
 
 sizes_and_seeds = st.tuples(st.integers(1, 20), st.integers(0, 2**20))
@@ -142,24 +146,86 @@ def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
     assert bradley_terry_loss(chosen, rejected).tolist() == [1000, 0]
 
 
-def test_preference_loss_by_hand() -> None:
-    """beta = 2, and log-ratios of 1/2 and -1/4: h = 3/4, beta h = 3/2; and a tie.
+# beta = 2 and gamma = ln 2 at probabilities of 1/2 and 1/4: h = ln 2, and the odds are 1 and 1/3.
+@pytest.mark.parametrize(
+    ("loss_type", "loss", "tie", "slopes"),
+    [
+        ("sigmoid", math.log(5 / 4), math.log(2), (-2 / 5, 2 / 5)),  # sigmoid(2 ln 2) = 4/5
+        ("sigmoid_norm", math.log(5 / 4), math.log(2), (-2 / 5, 2 / 5)),
+        ("cpo", math.log(5 / 4), math.log(2), (-2 / 5, 2 / 5)),
+        # The target is 1/4, the slope 2 (h - 1/4).
+        ("ipo", (math.log(2) - 1 / 4) ** 2, 1 / 16,
+         (2 * math.log(2) - 1 / 2, 1 / 2 - 2 * math.log(2))),
+        # sigmoid(2 ln 2 - ln 2) = 2/3, and sigmoid(-ln 2) = 1/3 at a tie.
+        ("simpo", math.log(3 / 2), math.log(3), (-2 / 3, 2 / 3)),
+        # sigmoid(ln 3) = 3/4; the slope is -2 / 4 times 1 / (1 - p), which is 2 and 4/3.
+        ("orpo", 2 * math.log(4 / 3), 2 * math.log(2), (-1.0, 2 / 3)),
+    ],
+)  # fmt: skip
+def test_preference_losses_by_hand(
+    loss_type: str, loss: float, tie: float, slopes: tuple[float, float]
+) -> None:
+    chosen, rejected = leaf(-math.log(2), -1.0), leaf(-math.log(4), -1.0)
+    settings = {"loss_type": loss_type, "beta": 2.0, "simpo_gamma": math.log(2)}
+    found = preference_loss(chosen, rejected, dpo_config(**settings))
+    close(found, leaf(loss, tie).detach())
+    found[0].backward()
+    close(torch.stack([chosen.grad[0], rejected.grad[0]]), leaf(*slopes).detach())
+    # Wrong labels: the other side of a pair is the chosen one.
+    wrong = preference_loss(rejected, chosen, dpo_config(**settings))
+    smoothed = preference_loss(chosen, rejected, dpo_config(**settings, label_smoothing=0.25))
+    close(smoothed, 0.75 * found + 0.25 * wrong)
 
-    The aim of ipo is 1 / (2 * 2) = 1/4, and 3/4 - 1/4 = 1/2. At a tie, as for a policy that is the
-    reference, sigmoid is log 2 whatever the smoothing is, and ipo (1/4)^2.
-    """
-    chosen, rejected = leaf(0.5, 1.0).detach(), leaf(-0.25, 1.0).detach()
-    for loss_type, right, tie in (
-        ("sigmoid", math.log(1 + math.exp(-1.5)), math.log(2)),
-        ("sigmoid_norm", math.log(1 + math.exp(-1.5)), math.log(2)),
-        ("ipo", 0.25, 1 / 16),
-    ):
-        found, smoothed = (
-            preference_loss(chosen, rejected, beta=2.0, loss_type=loss_type, label_smoothing=e)
-            for e in (0.0, 0.3)
-        )
-        close(found, leaf(right, tie).detach())
-        close(smoothed[1], found[1])
+
+def test_orpo_stays_finite_where_a_response_is_certain() -> None:
+    chosen, rejected = leaf(0.0, -1e-9), leaf(-1.0, 0.0)
+    preference_loss(chosen, rejected, dpo_config(loss_type="orpo")).sum().backward()
+    assert torch.stack([chosen.grad, rejected.grad]).isfinite().all()
+
+
+def test_kto_by_hand() -> None:
+    """beta = 2, kl = 1/2, and beta (ratio - kl) is ln 3 or 0: sigmoid is 3/4 or 1/2.
+
+    The slope of the loss of a good response is -weight beta sigmoid (1 - sigmoid)."""
+    config = dpo_config(loss_type="kto", beta=2.0, desirable_weight=1.5, undesirable_weight=0.5)
+    ratios, labels = leaf(*[0.5 + math.log(3) / 2] * 2, 0.5), torch.tensor([True, False, True])
+    found = kto_loss(ratios, labels, leaf(0.5).detach(), config)
+    close(found, leaf(1.5 / 4, 0.5 * 3 / 4, 1.5 / 2).detach())
+    found.sum().backward()
+    close(ratios.grad, leaf(-1.5 * 2 * 3 / 16, 0.5 * 2 * 3 / 16, -1.5 * 2 / 4).detach())
+
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "preference_losses.json").read_text())
+
+
+@pytest.mark.parametrize("case", GOLDEN["inputs"])
+@pytest.mark.parametrize("name", GOLDEN["losses"])
+def test_preference_losses_and_their_gradients_are_those_of_others(name: str, case: str) -> None:
+    expected, inputs = GOLDEN["losses"][name]["cases"][case], GOLDEN["inputs"][case]
+    numbers = {name: torch.tensor(rows, dtype=torch.float64) for name, rows in inputs.items()}
+    config = dpo_config(loss_type=name.partition(",")[0], **expected["keys"])
+    leaves, read, tokens = {}, {}, {}
+    for side in ("chosen", "rejected"):
+        mask, logprobs = numbers[f"{side}_mask"], numbers[f"policy_{side}_token_logps"]
+        leaves[side] = logprobs.clone().requires_grad_()
+        reference = numbers[f"ref_{side}_token_logps"] if config.has_reference else 0.0
+        summed = ((leaves[side] - reference) * mask).sum(dim=1)
+        tokens[side] = mask.sum(dim=1)
+        read[side] = summed if config.sums else summed / tokens[side]
+    if config.loss_type == "kto":
+        kl = (numbers["policy_kl_logps"] - numbers["ref_kl_logps"]).mean().clamp(min=0)
+        labels = torch.arange(2 * len(read["chosen"])) < len(read["chosen"])
+        found = kto_loss(torch.cat([*read.values()]), labels, kl, config).mean()
+    else:
+        found = preference_loss(read["chosen"], read["rejected"], config).mean()
+    if "nll" in expected:  # the SFT term, with sft_coef=1
+        mask = numbers["chosen_mask"]
+        found = found - (leaves["chosen"] * mask).sum() / tokens["chosen"].sum()
+    close(found, torch.tensor(expected["loss"], dtype=torch.float64), rtol=1e-8)
+    found.backward()
+    for side, one in leaves.items():
+        gradient = torch.tensor(expected[f"grad_{side}"], dtype=torch.float64)
+        close(one.grad, gradient, rtol=1e-8)
 
 
 @drawn
@@ -179,9 +245,8 @@ def test_preference_losses_and_their_gradients(
          2 * (h - (1 - 2 * smoothing) * aim)),
     ):  # fmt: skip
         chosen, rejected = (side.clone().requires_grad_() for side in sides)
-        found = preference_loss(
-            chosen, rejected, beta=beta, loss_type=loss_type, label_smoothing=smoothing
-        )
+        config = dpo_config(loss_type=loss_type, beta=beta, label_smoothing=smoothing)
+        found = preference_loss(chosen, rejected, config)
         close(found, loss, atol=1e-10)
         found.sum().backward()
         close(chosen.grad, slope, atol=1e-10)

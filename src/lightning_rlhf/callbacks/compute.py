@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.core.records import Preferences
+from lightning_rlhf.core.records import Labels, Preferences
 from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
@@ -182,7 +182,7 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
     """Return what a step of SFT, a reward model or DPO computed, likewise; seconds: its time.
 
     A reward model's output is taken at the last token of each row; DPO's reference adds a forward
-    pass.
+    pass, and the KL of kto one of both.
     """
     is_pair = isinstance(batch, Preferences)
     masks = (batch.chosen_mask, batch.rejected_mask) if is_pair else (batch.mask,)
@@ -192,9 +192,15 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
         predicted = int(batch.target_mask.sum())
     else:
         predicted = 0 if module.role == REWARD else tokens - 2 * int(batch.prompt_tokens.sum())
-    flops = weights_of(module.roles, module.role).update(lengths, predicted)
-    if isinstance(module.config, DPOConfig) and not module.config.reference_free:
-        flops += weights_of(module.roles.reference, REFERENCE).forward(lengths, predicted)
+    policy = weights_of(module.roles, module.role)
+    flops = policy.update(lengths, predicted)
+    if isinstance(module.config, DPOConfig) and module.config.has_reference:
+        reference = weights_of(module.roles.reference, REFERENCE)
+        flops += reference.forward(lengths, predicted)
+        if isinstance(batch, Labels):
+            others = batch.other_target_mask.sum(dim=1)
+            read = lengths - batch.target_mask.sum(dim=1) + others
+            flops += sum(one.forward(read, int(others.sum())) for one in (policy, reference))
     return {"trained_tokens": tokens, "flops": flops, "device_s": devices * seconds}
 
 

@@ -369,8 +369,8 @@ class KeepLastBatch(Callback):
         columns: dict[str, Any] = {"number": [numbers[i] for i in positions]}
         for name in (one.name for one in fields(examples[0])):
             cells = [getattr(example, name) for example in examples]
-            if isinstance(cells[0], float):  # the margin of a pair
-                columns[name] = pa.array(cells, pa.float64())
+            if isinstance(cells[0], float | bool):  # the margin of a pair, the label of a response
+                columns[name] = pa.array(cells)
                 continue
             if name != "learned":  # positions in the prompt
                 columns[name] = pa.array(map(self.chat.show, cells), pa.string())

@@ -135,28 +135,38 @@ def time_metrics(seconds: Mapping[str, float], tokens: int, responses: int) -> d
     }
 
 
-def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
-    """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
+def step_sums(result: Any) -> dict[str, Float[Tensor, " 2"]]:
+    """Return name of a metric -> its sum over a batch, and the number of what was summed.
 
-    result: SFTScores, PairScores or DPOScores.
+    result: SFTScores, PairScores, DPOScores or LabelScores.
     SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
     of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
-    both, and the tokens of the chosen responses.
+    both, and nats of the tokens of the chosen responses. Of labelled responses, the good ones are
+    the chosen and the others the rejected ones.
     """
     if isinstance(result, results.SFTScores):
-        return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
+        return {"loss": torch.stack([result.nll_sum.float(), result.tokens.float()])}
+    all_rows = torch.ones_like(result.losses)
     columns = {
-        "pairs": torch.ones_like(result.chosen),
-        result.loss_name: result.losses,
-        "accuracy": result.ranked_right,
-        "reward_chosen": result.chosen,
-        "reward_rejected": result.rejected,
+        result.loss_name: (result.losses, all_rows),
+        "accuracy": (result.ranked_right, all_rows),
     }
+    if isinstance(result, results.LabelScores):
+        for side, mask in (("chosen", result.label), ("rejected", ~result.label)):
+            columns[f"reward_{side}"] = (torch.where(mask, result.reward, 0), mask)
+            columns[f"logps_{side}"] = (torch.where(mask, result.logprob, 0), mask)
+        columns["reward_reference"] = (result.reference, all_rows)
+        columns["sft_loss"] = (-result.chosen_logprob, torch.where(result.label, result.tokens, 0))
+    else:
+        columns["reward_chosen"] = (result.chosen, all_rows)
+        columns["reward_rejected"] = (result.rejected, all_rows)
     if isinstance(result, results.DPOScores):
-        columns["logps_chosen"] = result.chosen_logprob
-        columns["logps_rejected"] = result.rejected_logprob
-        columns["tokens"] = result.chosen_tokens
-    return {name: column.float().sum() for name, column in columns.items()}
+        columns["logps_chosen"] = (result.chosen_logprob, all_rows)
+        columns["logps_rejected"] = (result.rejected_logprob, all_rows)
+        columns["sft_loss"] = (-result.chosen_logprob, result.chosen_tokens)
+    return {
+        name: torch.stack([column.float().sum() for column in two]) for name, two in columns.items()
+    }
 
 
 def perplexity(loss: float) -> float:
@@ -167,26 +177,17 @@ def perplexity(loss: float) -> float:
 def step_metrics(batches: Sequence[Mapping[str, Tensor]], phase: str) -> dict[str, float]:
     """Return the means over the `step_sums` of batches; nan over nothing.
 
-    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected;
-    sft_loss = -(sum of logps_chosen) / tokens, the loss of SFT on the chosen responses.
+    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected.
     phase: "update" or "eval".
     """
-    names, device = list(batches[-1]), next(iter(batches[-1].values())).device
+    device = next(iter(batches[-1].values())).device
     rows = torch.stack([torch.stack([*batch.values()]).to(device) for batch in batches])
-    totals = dict(zip(names, rows.sum(dim=0).tolist(), strict=True))
-
-    def mean(total: float, number: float) -> float:
-        return total / number if number else math.nan
-
-    tokens = totals.pop("tokens", math.nan)
-    number = totals.pop("pairs", tokens)
-    found = {name: mean(total, number) for name, total in totals.items()}
+    totals = zip(batches[-1], rows.sum(dim=0).tolist(), strict=True)
+    found = {name: total / number if number else math.nan for name, (total, number) in totals}
     if "loss" in found:
         found["perplexity"] = perplexity(found["loss"])
     if "reward_chosen" in found:
         found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
-    if "logps_chosen" in found:
-        found["sft_loss"] = mean(-totals["logps_chosen"], tokens)
     return {f"{phase}/{name}": value for name, value in found.items()}
 
 

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -108,13 +108,17 @@ def register_resolvers() -> None:
 
     `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, `${hub_val:name}`
     a data set to validate on (null beside a local file to train on),
-    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, and the
+    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, `${by_loss_type:
+    {any:A,kto:B}}` likewise, where A is that of all losses that are not named, and the
     configuration `open` a mapping that takes any key on the command line.
     """
+
+    def beside(key: str, other: str) -> Callable[..., Any]:
+        return lambda values, *, _parent_: values.get(_parent_.get(key), values[other])
+
     resolvers: dict[str, Any] = {
-        "by_finetune": lambda values, *, _parent_: values.get(
-            _parent_.get("finetune"), values["lora"]
-        ),
+        "by_finetune": beside("finetune", "lora"),
+        "by_loss_type": beside("loss_type", "any"),
         "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
         "program": arguments.program_name,
         "recipes": lambda path: str(console.RECIPES / path),

@@ -227,7 +227,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         for settings in stages.values():
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
-                load(settings.definition.data, settings.data, settings.seed)
+                kind = settings.definition.rows_of(settings.config)
+                load(kind, settings.data, settings.seed)
     written = as_written(recipe, cfg.job, folder)
     with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)

@@ -17,7 +17,11 @@ KernelChoice = Literal["auto", "fast", "plain"]
 Mode = Literal["min", "max"]
 """Direction in which a metric is better."""
 Normalization = Literal["none", "stored", "running"]
-LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
+LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "kto", "orpo", "simpo", "cpo"]
+SUMMED = ("sigmoid", "kto", "cpo")
+"""Losses that read the sum over the tokens of a response; the others read the mean."""
+REFERENCE_FREE = ("orpo", "simpo", "cpo")
+"""Losses that read the policy alone."""
 
 MissingEOS = Literal["none", "subtract", "replace"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
@@ -268,13 +272,42 @@ class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
     beta: validation.PositiveFloat
-    """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
+    """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at, and with
+    orpo it weighs the loss."""
     loss_type: LossType
+    simpo_gamma: validation.NonNegativeFloat
+    """Margin by which simpo wants the reward of the chosen response to be larger."""
+    desirable_weight: validation.NonNegativeFloat
+    """Weight of the responses with the label true in kto."""
+    undesirable_weight: validation.NonNegativeFloat
+    """Weight of the responses with the label false in kto."""
     label_smoothing: LabelSmoothing
     reference_free: bool
     """True for a reference that gives every response the same probability."""
     sft_coef: validation.NonNegativeFloat
-    """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
+    """Weight of the negative log-likelihood of the chosen responses, or of those with the label
+    true, mean over their tokens."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_type == "kto":
+            why = "with loss_type=kto, which has labels of single responses and a reference"
+            validation.rule(
+                self.label_smoothing == 0, "label_smoothing", self.label_smoothing, f"0 {why}"
+            )
+            validation.rule(not self.reference_free, "reference_free", True, f"false {why}")
+            allowed = "at least 2 with loss_type=kto, which reads the responses to other prompts"
+            validation.rule(self.batch_size > 1, "batch_size", self.batch_size, allowed)
+
+    @property
+    def sums(self) -> bool:
+        """Return whether the loss reads the sum over the tokens of a response, or else the mean."""
+        return self.loss_type in SUMMED
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the loss reads a reference."""
+        return not (self.reference_free or self.loss_type in REFERENCE_FREE)
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

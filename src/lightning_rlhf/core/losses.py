@@ -1,7 +1,7 @@
 """Losses per token or per pair, unreduced, and the terms of PPO's loss. Pure functions."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lightning_rlhf.core import kl, masking, records
-from lightning_rlhf.core.config import LossType, PPOConfig, Reduction
+from lightning_rlhf.core.config import DPOConfig, LossType, PPOConfig, Reduction
 
 
 def bradley_terry_loss(
@@ -36,38 +36,120 @@ def bradley_terry_loss(
     return -(1 - label_smoothing) * right - label_smoothing * wrong
 
 
-def preference_loss(
-    chosen: Float[Tensor, "*B"],
-    rejected: Float[Tensor, "*B"],
-    *,
-    beta: float,
-    loss_type: LossType,
-    label_smoothing: float,
+def sigmoid_loss(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], config: DPOConfig
 ) -> Float[Tensor, "*B"]:
-    """Return the loss of direct preference optimization for pairs of log-ratios; lower is better.
+    """Return the loss of a classifier of pairs; lower is better.
 
-        h    = chosen - rejected              each log pi(y | x) - log pi_ref(y | x)
-        l(h) = -log sigmoid(beta h)           sigmoid, sigmoid_norm
-        l(h) = (h - 1 / (2 beta))^2           ipo
-        (1 - label_smoothing) l(h) + label_smoothing l(-h)
+        -log sigmoid(beta (chosen - rejected))
 
-    With sigmoid, the log-ratio of a response is the sum over its tokens, with sigmoid_norm and ipo
-    the mean. beta towards 0 lets the policy go far from the reference, a large one keeps it near.
-    label_smoothing is the assumed share of wrong labels: 0 trusts all labels, 0.5 none.
-    Source: Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; ipo, Azar et al. 2023,
-    eq. 17, https://arxiv.org/abs/2310.12036; the mean over tokens, Meng et al. 2024, eq. 3,
-    https://arxiv.org/abs/2405.14734; the smoothing, Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
-    Departs: eq. 17 of ipo has the sum over tokens; with the mean, as in TRL, long and short
-    responses have the same target.
+    beta towards 0 lets the policy go far, a large one keeps it near the reference. With cpo there
+    is none: a large beta then makes a smaller difference of log-probabilities suffice.
+    Source: Rafailov et al. 2023, eq. 7, https://arxiv.org/abs/2305.18290; without a reference, Xu
+    et al. 2024, section 3.2, https://arxiv.org/abs/2401.08417
     """
     difference = chosen - rejected
+    return -F.logsigmoid(config.beta * difference)
 
-    def loss(h: Float[Tensor, "*B"]) -> Float[Tensor, "*B"]:
-        if loss_type == "ipo":
-            return (h - 1 / (2 * beta)) ** 2
-        return -F.logsigmoid(beta * h)
 
-    return (1 - label_smoothing) * loss(difference) + label_smoothing * loss(-difference)
+def ipo_loss(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], config: DPOConfig
+) -> Float[Tensor, "*B"]:
+    """Return the squared distance of a pair's difference from its target; lower is better.
+
+        (chosen - rejected - 1 / (2 beta))^2
+
+    beta towards 0 moves the target far away, a large one to 0, where the policy is the reference.
+    Source: Azar et al. 2023, eq. 17, https://arxiv.org/abs/2310.12036
+    Departs: eq. 17 has the sum over tokens; with the mean, as in TRL, long and short responses have
+    the same target.
+    """
+    difference = chosen - rejected
+    return (difference - 1 / (2 * config.beta)) ** 2
+
+
+def simpo_loss(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], config: DPOConfig
+) -> Float[Tensor, "*B"]:
+    """Return the loss of a classifier of pairs with a margin; lower is better.
+
+        -log sigmoid(beta (chosen - rejected) - gamma)
+
+    gamma (simpo_gamma) 0 asks for no margin; a large one goes on pushing pairs apart that are
+    ranked right. With beta towards 0 no pair counts, with a large one a small difference suffices.
+    Source: Meng et al. 2024, eq. 6, https://arxiv.org/abs/2405.14734
+    """
+    difference = chosen - rejected
+    return -F.logsigmoid(config.beta * difference - config.simpo_gamma)
+
+
+def orpo_loss(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], config: DPOConfig
+) -> Float[Tensor, "*B"]:
+    """Return the loss of the ratio of the odds of two responses; lower is better.
+
+        -beta log sigmoid(log odds(chosen) - log odds(rejected)),   odds = p / (1 - p)
+
+    p is the geometric mean of the probabilities of a response's tokens. The loss of the paper also
+    has the one of SFT, with sft_coef=1. beta 0 is SFT, a large one forgets it.
+    Source: Hong et al. 2024, eq. 6 and 7, https://arxiv.org/abs/2403.07691
+    Departs: a mean log-probability counts as at most -1e-6, so that the odds stay finite.
+    """
+    odds = [
+        logprob - torch.log(-torch.expm1(logprob))
+        for logprob in (chosen.clamp(max=-1e-6), rejected.clamp(max=-1e-6))
+    ]
+    return -config.beta * F.logsigmoid(odds[0] - odds[1])
+
+
+PairLoss = Callable[[Float[Tensor, "*B"], Float[Tensor, "*B"], DPOConfig], Float[Tensor, "*B"]]
+PAIR_LOSSES: Mapping[LossType, PairLoss] = {
+    "sigmoid": sigmoid_loss,
+    "sigmoid_norm": sigmoid_loss,
+    "ipo": ipo_loss,
+    "orpo": orpo_loss,
+    "simpo": simpo_loss,
+    "cpo": sigmoid_loss,
+}
+"""Name -> loss of a chosen and a rejected response: of their log-ratios to the reference, or of
+their log-probabilities (`config.REFERENCE_FREE`); sums over tokens (`config.SUMMED`) or means."""
+
+
+def preference_loss(
+    chosen: Float[Tensor, "*B"], rejected: Float[Tensor, "*B"], config: DPOConfig
+) -> Float[Tensor, "*B"]:
+    """Return the loss of direct preference optimization for pairs; lower is better.
+
+        (1 - label_smoothing) l(chosen, rejected) + label_smoothing l(rejected, chosen)
+
+    l: the one of `PAIR_LOSSES` that loss_type names.
+    label_smoothing is the assumed share of wrong labels: 0 trusts all labels, 0.5 none.
+    Source: Mitchell 2023, https://ericmitchell.ai/cdpo.pdf
+    """
+    loss, smoothing = PAIR_LOSSES[config.loss_type], config.label_smoothing
+    right, wrong = loss(chosen, rejected, config), loss(rejected, chosen, config)
+    return (1 - smoothing) * right + smoothing * wrong
+
+
+def kto_loss(
+    ratios: Float[Tensor, "*B"],
+    labels: Bool[Tensor, "*B"],
+    kl: Float[Tensor, "*#B"],
+    config: DPOConfig,
+) -> Float[Tensor, "*B"]:
+    """Return the loss of single responses with a label each; lower is better.
+
+        desirable_weight   (1 - sigmoid(beta (ratio - kl)))      where the label is true
+        undesirable_weight (1 - sigmoid(beta (kl - ratio)))      where it is false
+
+    A ratio is log pi(y | x) - log pi_ref(y | x), summed over tokens; kl, without a gradient, is
+    what ratios are compared with. A weight of 0 leaves out the responses with that label; the paper
+    wants weight times number of both to be of like size. beta towards 0 lets the policy go far, and
+    with a large one only responses count whose ratio is near the kl.
+    Source: Ethayarajh et al. 2024, eq. 8, https://arxiv.org/abs/2402.01306
+    """
+    loss = 1 - torch.sigmoid(config.beta * torch.where(labels, ratios - kl, kl - ratios))
+    return torch.where(labels, config.desirable_weight * loss, config.undesirable_weight * loss)
 
 
 def centering_loss(

@@ -188,14 +188,18 @@ update/perplexity | sft | tokens: exp(update/loss) -> falls
 update/rm_loss | rm | nats a pair | ..0.693: -log sigmoid(chosen - rejected), mean over pairs of the
     latest trainer.log_every_n_steps steps -> falls below log 2 = 0.693, the loss of guessing
 update/accuracy | rm dpo | share | 0.5..: share of the same pairs with chosen > rejected, a tie
-    counting one half -> above 0.5; near 1 the model has memorised the pairs
-update/reward_chosen | rm dpo | reward: mean reward of chosen; of stage=dpo the implicit one, beta
-    log(policy / reference), of a token with loss_type sigmoid_norm and ipo
+    counting one half; with kto, of the responses on the right side of reward_reference -> above
+    0.5; near 1 the model has memorised the pairs
+update/reward_chosen | rm dpo | reward: mean reward of chosen, with kto of those with the label
+    true; of stage=dpo the implicit one, beta log(policy / reference), of a token with loss_type
+    sigmoid_norm, ipo, orpo and simpo, and beta log(policy) where the loss reads no reference
 update/reward_rejected | rm dpo | reward: mean reward of rejected, likewise
 update/reward_margin | rm dpo | reward: mean of chosen - rejected -> grows, then flattens
+update/reward_reference | dpo | reward | 0..: with kto, mean of the reward that the others are
+    compared with, beta times the estimated KL -> between reward_rejected and reward_chosen
 update/dpo_loss | dpo | 1: preference loss of loss_type with label_smoothing, without the SFT term,
-    mean over pairs of the latest trainer.log_every_n_steps steps -> falls below that of the
-    reference: log 2 = 0.693, with ipo 1 / (2 beta)^2
+    mean over pairs of the latest trainer.log_every_n_steps steps, with kto over responses -> falls
+    below that of the reference: log 2 = 0.693, with ipo 1 / (2 beta)^2, with kto 1/2
 update/logps_chosen | dpo | nats a response: mean over the same pairs of the log-probability of
     chosen under the policy -> falls less than logps_rejected; far below its start the policy
     forgets what SFT learned: raise beta or sft_coef
@@ -221,6 +225,8 @@ eval/reward_rejected | rm dpo | reward | the reward of rejected responses: mean 
     likewise
 eval/reward_margin | rm dpo | reward | max | 0.. | the reward of chosen less rejected responses:
     mean of chosen - rejected -> positive
+eval/reward_reference | dpo | reward | the reward that those of kto are compared with: as
+    update/reward_reference, of batches of validation responses
 eval/dpo_loss | dpo | 1 | min | the preference loss on held-out pairs: preference loss as
     update/dpo_loss, mean over all validation pairs -> falls; a rise is overfitting
 eval/logps_chosen | dpo | nats a response | the log-probability of chosen responses, nats: mean over

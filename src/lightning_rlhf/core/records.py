@@ -86,7 +86,7 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
 class Demonstrations(Record):
     """Prompts with the response to imitate, right-padded."""
 
-    ON_CPU = ("mask", "target_mask")
+    ON_CPU: ClassVar[tuple[str, ...]] = ("mask", "target_mask")
 
     tokens: Int[Tensor, "B S"]
     """Prompt then response; any id on padding."""
@@ -95,6 +95,22 @@ class Demonstrations(Record):
     target_mask: Bool[Tensor, "B S"]
     """True on the tokens to be predicted: the response with its end token, and with
     data.train_on=all what the assistant wrote in the prompt; on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels(Demonstrations):
+    """Prompts with a response each that is labelled good or bad."""
+
+    ON_CPU = (*Demonstrations.ON_CPU, "label", "other_target_mask")
+
+    label: Bool[Tensor, " B"]
+    """True where the response is good; on the CPU."""
+    other_tokens: Int[Tensor, "B R"]
+    """The same prompts, each with the response of another row, right-padded."""
+    other_target_mask: Bool[Tensor, "B R"]
+    """True on those responses; on the CPU."""
+    kl: Float[Tensor, " B"] | None = None
+    """KL of the policy to the reference that the whole batch estimates, nats; None counts as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from lightning_rlhf.core.config import DPOConfig, PPOConfig
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
+from lightning_rlhf.data.rows import Demonstration, Label, Preference, Prompt, Rows
 from lightning_rlhf.io.console import Working
 from lightning_rlhf.io.storage import delete, make_folder, written_whole
 from lightning_rlhf.models import build_roles, config, loading
@@ -32,11 +32,16 @@ from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs import accelerator, folders, objects, stage
 
-R = TypeVar("R", Demonstration, Preference, Prompt)
+R = TypeVar("R", Demonstration, Preference, Prompt, Label)
 ALONE = "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"
 """Optimizers that compute each weight by itself, and so a part of a sharded one."""
-NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
-"""Kind of data -> noun for a row."""
+NOUNS = {
+    Demonstration: "demonstration",
+    Preference: "preference pair",
+    Prompt: "prompt",
+    Label: "labelled response",
+}
+"""Class of a row -> noun for it."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +153,7 @@ class Run:
         At most data.max_val_rows of the rows that fit are kept for validation. Prints the numbers.
         rows: the data that the stage reads.
         """
-        data, what = self.settings.data, NOUNS[self.settings.definition.data]
+        data, what = self.settings.data, NOUNS[type(rows.train.rows[0])]
         with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
             train = lengths.tokenise(rows.train, self.chat, data)
             val = lengths.tokenise(rows.val, self.chat, data)

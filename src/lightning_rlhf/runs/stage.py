@@ -126,6 +126,10 @@ class Stage:
         """Return the checkpoints that the stage reads besides SFT and reward models, by role."""
         return {}
 
+    def rows_of(self, config: Any) -> Kind:
+        """Return the kind of rows that a section of the stage reads from the data named `data`."""
+        return self.data
+
     @property
     def trains(self) -> bool:
         """Return whether the stage has optimizer steps, and so checkpoints."""
@@ -179,6 +183,8 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     presets = [*CONF.glob("advantage/*.yaml"), *CONF.glob("policy_loss/*.yaml")]
     found = [f"; or stage=ppo {x.parent.name}={name}" for x in presets if x.stem == name]
     meant = "".join(found)
+    if name in typing.get_args(sections.LossType):
+        meant = f"; or stage=dpo dpo.loss_type={name}"
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
     require(name in names, "stage", name, ", ".join(names) + meant + added)
     node, key = tree.get(name), f"{name}.{DEFINITION}"

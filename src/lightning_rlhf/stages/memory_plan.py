@@ -142,7 +142,7 @@ def plan_memory(
         longest = max(tokens, *(one.length for one in demonstrations), 0)
         imitated = (len(one.imitated) for one in demonstrations)
         predicted = max(config.max_response_tokens, *imitated, 0)
-    elif isinstance(config, SFTConfig):
+    elif isinstance(rows[0], DemonstrationTokens):
         predicted = max(len(row.imitated) for row in rows)
     else:
         longest *= 2  # the two sides of a pair
@@ -336,7 +336,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     demonstrations = [row] * (isinstance(config, PPOConfig) and config.ptx_coef > 0)
     if isinstance(config, PPOConfig):
         row = PromptTokens(prompt, 0)
-    elif not isinstance(config, SFTConfig):
+    elif not isinstance(config, SFTConfig) and getattr(config, "loss_type", None) != "kto":
         row = PreferenceTokens(prompt, response, response, 0.0)
     trainer, copied = settings.trainer, 0
     is_mixed, on_cpu = trainer.precision == "bf16-mixed", trainer.accelerator == "cpu"
