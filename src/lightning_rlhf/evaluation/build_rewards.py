@@ -89,7 +89,9 @@ def prepare_source(
     match config:
         case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
-            scorer = FunctionReward(function, config.arguments, key).for_columns(columns)
+            scorer = FunctionReward.of(function, config.arguments, key).for_columns(columns)
+            if str(getattr(function, "__module__", "")).startswith("lightning_rlhf."):
+                scorer.call(scorer.function, [], [])  # which checks the arguments
             return lambda *_: scorer
         case kinds.HTTPConfig():
             server = HTTPReward(config, key, partial(print_line, style="yellow"))
@@ -345,7 +347,10 @@ def code_of(settings: stage.Settings) -> dict[str, str]:
         if isinstance(config, kinds.FunctionConfig):
             where = os.path.expanduser(config.path.rpartition(":")[0])
             file = Path(where) if where.endswith(".py") else file_of_module(where)
-            code = file.read_bytes() if file is not None and file.is_file() else b""
+            files = [file] if file is not None and file.is_file() else []
+            if file is not None and file.name == "__init__.py":  # a package is all of its files
+                files = sorted(file.parent.glob("*.py"))
+            code = b"".join(one.read_bytes() for one in files)
             found[name] = hashlib.sha256(code).hexdigest()
     return found
 

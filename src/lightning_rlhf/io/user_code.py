@@ -100,6 +100,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         return found[name]
     own = module.__name__
     others = {n for n, x in found.items() if callable(x) and getattr(x, "__module__", None) != own}
+    others -= {*getattr(module, "__all__", ())}
     there = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
     raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")

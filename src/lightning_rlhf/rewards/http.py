@@ -45,26 +45,16 @@ AGAIN = (408, 429, *(status for status in range(500, 600) if status not in (501,
 
 
 class Client:
-    """Connections to one address, a connection for each thread; a request may be sent again.
-
-    If the server closes the connection, sends no whole answer in time, or answers 408, 429 or 5xx
-    (except 501 and 505), the request is sent again after Retry-After or backoff_s * 2^(k-1)
-    seconds, k the number of tries so far (no pause after the first, at most 120 s). The same holds
-    for a server that cannot be reached, if it has answered before; otherwise that is an error at
-    once. Redirects are not followed.
-    """
+    """Connections to one address, one for each thread. Redirects are not followed."""
 
     def __init__(
         self, url: str, token_env: str | None, prefix: str, who: str, warn: Callable[[str], None]
     ) -> None:
         """Prepare the connections; nothing is sent yet.
 
-        Args:
-            url: address; a user, a password and a query in it are sent and never shown.
-            token_env: name of the environment variable that holds a token; None without one.
-            prefix: start of the keys of both in the configuration, "" or ending with a dot.
-            who: words for the server in messages, before its address.
-            warn: function that receives a message for each failed try.
+        url: address; a user, a password and a query in it are sent and never shown.
+        prefix: start of the keys `url` and `token_env` in the configuration, with a dot.
+        who: words for the server in messages, before its address, which `warn` is given.
 
         Raises ConfigError where the address is none, the token is missing, or there are both a
         token and a user in the address.
@@ -92,15 +82,13 @@ class Client:
     def ask(
         self, body: bytes, *, timeout_s: float, retries: int, backoff_s: float, all_s: float = inf
     ) -> bytes:
-        """Return the body of an answer of status 200; the request is sent again as said above.
+        """Return the body of an answer of status 200.
 
-        Args:
-            timeout_s: longest time of a try, seconds, from connecting to the last byte.
-            retries: largest number of tries after the first.
-            backoff_s: pause after the second try, seconds.
-            all_s: longest time of all tries together, seconds.
-
-        Raises RewardError where no such answer comes.
+        If the server closes the connection, sends no whole answer within timeout_s, or answers 408,
+        429 or 5xx (except 501 and 505), the request is sent again, at most `retries` times and for
+        all_s seconds in all, after Retry-After or backoff_s * 2^(k-1) seconds, k the number of
+        tries so far (no pause after the first, at most 120 s). The same holds for a server that
+        cannot be reached, if it has answered before. Raises RewardError for anything else.
         """
         tries, done, ends = retries + 1, 0, time.monotonic() + all_s
         while True:
@@ -247,22 +235,19 @@ class HTTPReward:
     def __call__(self, decoded: DecodedResponses) -> list[float]:
         questions = [_question(*pair) for pair in zip(decoded.rows, decoded.responses, strict=True)]
         keys = [hashlib.sha256(_json(question)).digest() for question in questions]
+        config = self._config
+        limits = {"timeout_s": config.timeout_s, "backoff_s": config.backoff_s}
         open_ = {k: q for k, q in zip(keys, questions, strict=True) if k not in self._cache}
-        for start in range(0, len(open_), size := self._config.batch_size):
+        for start in range(0, len(open_), size := config.batch_size):
             asked = dict(islice(open_.items(), start, start + size))
-            self._cache |= zip(asked, self._ask([*asked.values()]), strict=True)
+            data = self._client.ask(_body([*asked.values()]), retries=config.retries, **limits)
+            self._cache |= zip(asked, self._scores(data, [*asked.values()]), strict=True)
         for key in keys:
             self._cache.move_to_end(key)
         found = [self._cache[key] for key in keys]
-        while len(self._cache) > self._config.cache_size:
+        while len(self._cache) > config.cache_size:
             self._cache.popitem(last=False)
         return found
-
-    def _ask(self, questions: Sequence[Question]) -> list[float]:
-        config = self._config
-        limits = {"timeout_s": config.timeout_s, "backoff_s": config.backoff_s}
-        data = self._client.ask(_body(questions), retries=config.retries, **limits)
-        return self._scores(data, questions)
 
     def _scores(self, data: bytes, questions: Sequence[Question]) -> list[float]:
         allowed = f'allowed: {{"scores": [{len(questions)} numbers]}}'
