@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks import compute
 from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, SFTScores, Step
 from lightning_rlhf.core.shaping import AS_IT_IS
+from lightning_rlhf.rewards.weighted import Reward
 
 from ..composing import parsed_files as parsed_files
 
@@ -71,12 +72,16 @@ class FakePPO(LightningModule):
         self.iteration = 0
         self.chat = Chat()
         self.config = SimpleNamespace(group_size=2)
-        terms = [replace(AS_IT_IS[0], name=name) for name in components]
+        terms = tuple(replace(AS_IT_IS[0], name=name) for name in components)
         prompts = {
             split: [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
             for split in ("train", "val")
         }
-        self.collector = SimpleNamespace(reward=SimpleNamespace(terms=terms), prompts=prompts)
+        self.collector = SimpleNamespace(
+            reward=Reward(terms, (abs,) * len(terms)),  # of which none says why
+            prompts=prompts,
+            decode=lambda experience, split: SimpleNamespace(responses=[split] * len(experience)),
+        )
 
     def parts(self) -> Tensor:
         """[2,K] with column k = (k + 1) * (2 + iteration, -1 + iteration)."""

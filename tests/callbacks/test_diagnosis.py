@@ -76,7 +76,8 @@ def test_what_is_paid_counts_where_it_is_not_what_is_reported(fit: Fit, capsys: 
         moments = ScoreMoments(RunningMoments(1, 0.0, 0.0), (RunningMoments(1, 0.0, 0.0),))
 
     module = Clipped([(3.0, 4.0)] * 3)
-    module.collector.reward.terms = [replace(module.collector.reward.terms[0], clip=1.0)]
+    reward = module.collector.reward
+    module.collector.reward = replace(reward, terms=(replace(reward.terms[0], clip=1.0),))
     train(fit, module)
     assert capsys.readouterr().out.count(CONSTANT) == 1
 

@@ -34,12 +34,22 @@ SOURCE = Path(lightning_rlhf.__file__).parent
 MUST_BE_GIVEN = {
     "function": ["reward.path=rules.py:score"],
     "http": ["reward.url=http://localhost:8000/score"],
+    "judge": [
+        "reward.arguments.url=http://h/v1",
+        "reward.arguments.model=m",
+        "reward.arguments.rubric=short",
+    ],
     "model": ["reward.name_or_path=org/name"],
+    "regular_expression": ["reward.arguments.pattern=x"],
     SUM: ["+reward@reward.components.a=head", "+reward@reward.components.b=random"],
 }
 
 
-KINDS = {"composite": SUM}
+VERIFIERS = [
+    "exact_match", "json_schema", "judge", "math_answer", "numeric_answer", "reasoning_gym",
+    "regular_expression", "unit_tests",
+]  # fmt: skip
+KINDS = {"composite": SUM, **dict.fromkeys(VERIFIERS, "function")}
 """Presets that are examples of a kind, by another name."""
 
 
@@ -91,15 +101,15 @@ def stage_keys(stage: str) -> dict[str, Any]:
     return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
-@pytest.mark.parametrize("turn", range(len(MODELS)))
+@pytest.mark.parametrize("turn", range(len(options("reward"))))
 def test_every_model_composes_with_all_else(turn: int) -> None:
     """The stages and the options of the other groups are dealt out in turn."""
     dealt = {"stages": STAGES, "data": DATA} | {
         group: options(group) for group in ("reward", "trainer", "logger")
     }
-    assert max(map(len, dealt.values())) <= len(MODELS)
+    assert max(map(len, (*dealt.values(), MODELS))) <= len(options("reward"))
     stage, data, reward, trainer, logger = (each[turn % len(each)] for each in dealt.values())
-    model = MODELS[turn]
+    model = MODELS[turn % len(MODELS)]
     cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
                    *given(reward), f"trainer={trainer}", f"logger={logger}")  # fmt: skip
     settings = read_settings(cfg)
@@ -274,14 +284,14 @@ def test_a_value_that_only_another_stage_lacks_is_not_missed() -> None:
 # Two configurations that differ.
 
 
-def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -> None:
-    part = {"kind": "head", "weight": 1.0}
+def test_what_decides_or_caches_makes_no_other_run(tmp_path: Path) -> None:
+    part = {"kind": "head", "weight": 1.0, "arguments": {"cache": "a"}}
     then = {"stage": "ppo", "reward": {"kind": "sum", "components": {"a": part, "unfit": part}}}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(then))
     now = json.loads(file.read_text())
     for component in now["reward"]["components"].values():
-        component["unfit"] = "warn"
+        component |= {"unfit": "warn", "arguments": {"cache": "b"}}
     assert changes(find_stage(now["stage"]), now, file) == []
     now["reward"]["components"]["unfit"]["weight"] = 2.0
     assert changes(find_stage(now["stage"]), now, file) == [

@@ -31,6 +31,7 @@ from lightning_rlhf.io import storage
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
 from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
 from lightning_rlhf.rewards.format_check import accuracy
+from lightning_rlhf.rewards.weighted import Reward
 
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
@@ -102,9 +103,10 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
     """Return the responses of an experience as text, with their prompts and numbers.
 
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
-    the reference in nats and its `advantage`, rounded to DECIMALS.
+    the reference in nats and its `advantage`, rounded to DECIMALS; and `verdicts` as an evaluation.
     """
     prompts, samples = module.collector.prompts["train"], []
+    verdicts = module.collector.reward.explain(module.collector.decode(experience, "train"))
     kl_sums = torch.where(experience.response_mask, experience.kl, 0.0).sum(dim=1).tolist()
     for row, index in enumerate(experience.index.tolist()):
         real = experience.response_mask[row]
@@ -121,6 +123,7 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
             "ended": experience.ended[row].item(),
             "per_token": per_token,
         }
+        sample |= {"verdicts": verdicts[row]} if verdicts[row] else {}
         samples.append(sample)
     return samples
 
@@ -180,8 +183,7 @@ class Evaluation(Stateful):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        names = [term.name for term in pl_module.collector.reward.terms]
-        self._samples += judged_samples(outputs, names, self.judge)
+        self._samples += judged_samples(outputs, pl_module.collector.reward, self.judge)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         if not is_evaluation(trainer):
@@ -204,13 +206,14 @@ class Evaluation(Stateful):
 
 
 def judged_samples(
-    result: results.EvaluationResult, components: Sequence[str], judge: Judge | None
+    result: results.EvaluationResult, reward: Reward, judge: Judge | None
 ) -> list[files.Sample]:
     """Return one sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
-    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge).
+    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge), and verdicts
+    (what components say in words, by name) where one does.
     """
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask, ref_logprobs = rollout.response_mask, scores.ref_logprobs
@@ -223,12 +226,14 @@ def judged_samples(
         "ref_logprob": ref_logprobs.float().sum(dim=1),
     }
     numbers = {name: column.tolist() for name, column in columns.items()}
-    index, samples = rollout.index.tolist(), []
+    index, samples, verdicts = rollout.index.tolist(), [], reward.explain(decoded)
+    components = [term.name for term in reward.terms]
     for place, (row, response) in enumerate(zip(decoded.rows, decoded.responses, strict=True)):
         sample = {"index": index[place], "prompt": row["prompt"], "response": response}
         sample |= {name: cells[place] for name, cells in numbers.items()}
         sample["parts"] = dict(zip(components, sample["parts"], strict=True))
         sample["judge"] = {} if judge is None else dict(judge(row, response, sample["ended"]))
+        sample |= {"verdicts": verdicts[place]} if verdicts[place] else {}
         samples.append(sample)
     return samples
 

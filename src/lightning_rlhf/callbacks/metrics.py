@@ -251,7 +251,7 @@ class PPOMetrics(StepRows):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         result: results.IterationResult = outputs[results.RESULT]
-        experience = result.experience
+        experience, reward = result.experience, pl_module.collector.reward
         computed = compute.iteration_totals(pl_module, result, trainer.world_size)
         tokens = int(experience.response_mask.sum())
         metrics = {
@@ -262,9 +262,9 @@ class PPOMetrics(StepRows):
             "update/kl_coef": result.kl_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, tokens, len(experience)),
-            **self.count(computed, compute.peak_memory(pl_module.device)),
+            **self.count(computed | reward.spent(), compute.peak_memory(pl_module.device)),
         }
-        terms = pl_module.collector.reward.terms
+        terms = reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
             paid = shaping.paid_sum(parts, terms, pl_module.moments.components)

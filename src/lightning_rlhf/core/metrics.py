@@ -297,6 +297,8 @@ compute/generated_tokens | ppo | tokens: response tokens sampled so far, end tok
 compute/scored_tokens | ppo | tokens: prompt and response tokens read without a gradient so far,
     once for each model that reads them: reference, reward models, a critic apart, the policy where
     it annotates
+compute/judge_tokens | ppo | tokens: tokens that judge models have read and written so far, also of
+    evaluations; only with a judge as reward
 compute/trained_tokens | sft rm ppo dpo | tokens: prompt and response tokens read with a gradient so
     far, once for each epoch of PPO
 compute/rollout_flops | ppo | FLOP: floating-point operations of sampling so far

@@ -84,7 +84,9 @@ def prepare_source(
     match config:
         case kinds.FunctionConfig():
             function = load_function(config.path, f"{key}.path")
-            scorer = FunctionReward(function, config.arguments, key).for_columns(columns)
+            scorer = FunctionReward.of(function, config.arguments, key).for_columns(columns)
+            if str(getattr(function, "__module__", "")).startswith("lightning_rlhf."):
+                scorer.call(scorer.function, [], [])  # which checks the arguments
             return lambda *_: scorer
         case kinds.HTTPConfig():
             server = HTTPReward(config, key, partial(print_line, style="yellow"))

@@ -101,6 +101,7 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         return found[name]
     own = module.__name__
     others = {n for n, x in found.items() if callable(x) and getattr(x, "__module__", None) != own}
+    others -= {*getattr(module, "__all__", ())}
     there = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
     raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
@@ -125,12 +126,14 @@ def _of_file(path: str) -> ModuleType:
 def code_digest(source: str) -> str:
     """Return a hash of the file that the path of an object names; of nothing where there is none.
 
-    source: as for `load_object`; no package of it is imported.
+    source: as for `load_object`; no package of it is imported, and one is all of its files.
     """
     where = os.path.expanduser(source.rpartition(":")[0])
     file = Path(where) if where.endswith(".py") else file_of_module(where)
-    code = file.read_bytes() if file is not None and file.is_file() else b""
-    return hashlib.sha256(code).hexdigest()
+    files = [file] if file is not None and file.is_file() else []
+    if file is not None and file.name == "__init__.py":
+        files = sorted(file.parent.glob("*.py"))
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()
 
 
 ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)

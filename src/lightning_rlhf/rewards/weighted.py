@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -42,6 +43,23 @@ class Reward:
             if isinstance(module := getattr(source, "module", None), nn.Module):
                 found[term.name] = module, str(getattr(source, "role", ""))
         return found
+
+    def explain(self, decoded: records.DecodedResponses) -> list[dict[str, str]]:
+        """Return for each response what the components say of it in words, by their names."""
+        found = [dict[str, str]() for _ in decoded.responses]
+        for term, source in zip(self.terms, self.sources, strict=True):
+            texts = source.explain(decoded) if hasattr(source, "explain") else None
+            for told, text in zip(found, texts or (), strict=False):
+                told |= {} if text is None else {term.name: str(text)}
+        return found
+
+    def spent(self) -> dict[str, float]:
+        """Return what the components have cost since the last call, by the name of the metric."""
+        total = Counter[str]()
+        for source in self.sources:
+            own = getattr(getattr(source, "function", None), "spent", dict)
+            total.update(own())
+        return dict(total)
 
     @torch.no_grad()
     def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:

@@ -182,11 +182,10 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
         raise ConfigError(f"no stage is chosen; allowed: {allowed}")
     presets = [*CONF.glob("advantage/*.yaml"), *CONF.glob("policy_loss/*.yaml")]
     found = [f"; or stage=ppo {x.parent.name}={name}" for x in presets if x.stem == name]
-    meant = "".join(found)
     if name in typing.get_args(sections.LossType):
-        meant = f"; or stage=dpo dpo.loss_type={name}"
+        found.append(f"; or stage=dpo dpo.loss_type={name}")
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
-    require(name in names, "stage", name, ", ".join(names) + meant + added)
+    require(name in names, "stage", name, "".join([", ".join(names), *found, added]))
     node, key = tree.get(name), f"{name}.{DEFINITION}"
     source = node.get(DEFINITION) if isinstance(node, Mapping) else None
     if name in STAGES:
