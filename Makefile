@@ -34,8 +34,10 @@ malformed: $(BIN)/.installed  ## give commands input that is malformed at random
 parity: $(PEERS)/bin/.installed-peers  ## our mathematics against TRL and torchrl, in an environment of its own
 	$(PEERS)/bin/python -m pytest -n 0 -W ignore tests/parity $(ARGS)
 
-engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process: docs/scaling.md; a quarter of an hour
+engines-check: $(BIN)/.installed-dev  ## every stage with a base that two processes share, beside one process (docs/scaling.md), and the further cases of other tests; 20 minutes
 	$(BIN)/python -m pytest -n 0 tests/engines $(ARGS)
+	$(BIN)/python -m pytest -m matrix $(ARGS)
+	$(BIN)/python -m pytest -n 0 -m matrix tests/standin
 
 vllm-check: $(BIN)/.installed-dev $(VLLM)/bin/.installed  ## the real vLLM as a sampler, on a CPU in an environment of its own, and its table: docs/vllm.md; half an hour
 	LIGHTNING_RLHF_VLLM=$(CURDIR)/$(VLLM)/bin/vllm $(BIN)/python -m pytest -n 0 tests/engines/test_vllm.py $(ARGS)

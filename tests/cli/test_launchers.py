@@ -113,6 +113,7 @@ def test_a_signal_to_the_command_ends_the_job_of_a_launcher_s_process(
         assert (tmp_path / "saved").exists()
 
 
+@pytest.mark.matrix
 def test_a_job_in_a_process_of_a_launcher_fails(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ from lightning_rlhf.runs.console import HOME
 from .conftest import PRESETS, Workplace
 
 FILE = HOME / "examples" / "ppo_in_one_file.py"
-ITERATIONS = 5
+ITERATIONS = 3
 ALLOWED = {"torch", "transformers", "peft", "numpy"} | sys.stdlib_module_names
 
 

@@ -114,7 +114,7 @@ def test_a_reward_is_scaled_on_samples_of_the_model_before_its_training(
     ("stage", "cuts"),
     [
         ("ppo", [("step", 1), ("evaluation", 2), ("step", 3), ("hand_over", 0)]),
-        ("rm", [("step", 5), ("hand_over", 0)]),
+        pytest.param("rm", [("step", 5), ("hand_over", 0)], marks=pytest.mark.matrix),
     ],
 )
 def test_a_run_that_was_cut_off_ends_as_the_unbroken_one(

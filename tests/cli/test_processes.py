@@ -27,6 +27,7 @@ from lightning_rlhf.runs import console
 from lightning_rlhf.runs.accelerator import check_processes
 from lightning_rlhf.stages import fit
 
+from ..matrix import matrix
 from ..processes import SRUN, forked
 from .conftest import MINI, TRAIN_PY, Outcome, Workplace, given, rows, tree, weights
 from .test_pipeline import start, wait_for
@@ -119,7 +120,7 @@ def test_the_processes_of_a_machine_divide_its_cores(monkeypatch: pytest.MonkeyP
     assert asked == [3, 2]
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), matrix([(2, 2), (1, 2)], (1, 2)))
 def test_a_run_goes_on_in_another_number_of_processes(
     place: Workplace, tmp_path: Path, before: int, after: int
 ) -> None:
@@ -289,7 +290,7 @@ LONG = ("stage=ppo", "ppo.iterations=200", "ppo.val_every=200", "ppo.checkpoint_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", matrix([signal.SIGKILL, signal.SIGTERM], signal.SIGKILL))
 def test_the_launcher_ends_all_processes(place: Workplace, how: signal.Signals) -> None:
     run, parents = f"ends_{how.name}", given(place)
     words = [*MINI, *LONG, f"run={run}", "trainer.devices=2", *parents]

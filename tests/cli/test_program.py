@@ -86,6 +86,7 @@ def test_a_claim_that_fails_fails_the_command(workplace: Workplace, recipes: Pat
     assert out.count(" broken ") == 1
 
 
+@pytest.mark.matrix
 def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None:
     out = workplace.call("recipe=bandit").succeeded.out
     folder = workplace.outputs / "default" / "bandit"

@@ -24,6 +24,7 @@ from lightning_rlhf.models.roles import Roles, probe_tokens
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.stages.preflight import ratio, sample
 
+from ..matrix import matrix
 from .conftest import PRESETS, Outcome, given, make_workplace, rows, weights
 
 TOKENIZER = Path(__file__).parents[2] / "recipes" / "quickstart" / "tokenizer"
@@ -82,7 +83,7 @@ class Stages:
         return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
-@pytest.fixture(scope="module", params=["int8", "nf4"])
+@pytest.fixture(scope="module", params=matrix(["int8", "nf4"], "nf4"))
 def stages(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Stages:
     return Stages(tmp_path_factory.mktemp(request.param), request.param)
 

@@ -115,7 +115,7 @@ def test_one_process_at_a_time(workplace: Workplace, running: subprocess.Popen[s
     assert not list(workplace.outputs.rglob("*.lock"))
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 @pytest.mark.parametrize("running", [nullcontext], indirect=True)
 def test_a_signal_saves_the_running_step(
     workplace: Workplace, running: subprocess.Popen[str]

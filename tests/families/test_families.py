@@ -22,6 +22,7 @@ from lightning_rlhf.models.checkpoint import Final, find
 from lightning_rlhf.models.config import REFERENCE, REWARD, ModelConfig
 from lightning_rlhf.models.roles import Roles
 
+from ..matrix import matrix
 from ..models.conftest import build_config
 
 FAMILIES = {"qwen3.5-multimodal": "lora", "qwen3": "lora", "llama": "full"}
@@ -40,7 +41,7 @@ STEPS = {
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module", params=FAMILIES.items(), ids="-".join)
+@pytest.fixture(scope="module", params=matrix(FAMILIES, "qwen3.5-multimodal"))
 def run(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -49,7 +50,7 @@ def run(
     rows: list[str],
 ) -> Any:
     """The finals of the three stages."""
-    family, finetune = request.param
+    family, finetune = request.param, FAMILIES[request.param]
     base, folder = checkpoint(family), tmp_path_factory.mktemp("run")
     for stage in STAGES:
         tuning = [f"sft.finetune={finetune}"] if stage == "sft" else []

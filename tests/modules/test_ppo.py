@@ -12,7 +12,9 @@ from lightning_rlhf.core.records import DecodedResponses, UpdateStats
 from lightning_rlhf.models.config import VALUE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
+from ..matrix import matrix
 from .conftest import (
+    ARCHITECTURES,
     VOCABULARY,
     Outputs,
     changed,
@@ -32,6 +34,7 @@ def two_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:
     return parameters(module)
 
 
+@pytest.mark.parametrize("architecture", matrix(ARCHITECTURES, "qwen3_5"))
 def test_the_seed_and_nothing_else_decides_the_run(make_ppo: Make, architecture: str) -> None:
     first = two_iterations(make_ppo(architecture, seed=0), global_seed=0)
     again = two_iterations(make_ppo(architecture, seed=0), global_seed=123)
@@ -191,6 +194,7 @@ LEARNING: dict[str, Any] = {
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("architecture", matrix(ARCHITECTURES, "qwen3_5"))
 def test_it_learns_what_is_rewarded(make_ppo: Make, architecture: str) -> None:
     scores, kl = train(make_ppo(architecture, iterations=14, kl_coef=0.0, **LEARNING))
     assert scores[:2].mean() < 0.45  # chance, with many responses ended by a rewarded token

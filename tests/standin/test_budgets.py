@@ -11,6 +11,7 @@ from lightning_rlhf.core.records import row_lengths
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 from lightning_rlhf.rollout.native import ASKED
 
+from ..matrix import matrix
 from ..modules.conftest import prompts, within_fit
 from ..modules.experiences import learn, on_policy
 from ..modules.test_supervised import STAGES
@@ -49,7 +50,12 @@ def sampled(module: PPOModule, device: Device, longest: int) -> Counts:
     return found
 
 
-@pytest.mark.parametrize(("architecture", "kernels", "autocast"), BY_TOKEN)
+@pytest.mark.parametrize(
+    ("architecture", "kernels", "autocast"),
+    matrix(
+        BY_TOKEN, ("qwen3", "plain", False), ("qwen3_5", "fast", False), ("qwen3", "fast", True)
+    ),
+)
 def test_a_decoded_token(
     make_ppo: Make, device: Device, architecture: str, kernels: str, *, autocast: bool
 ) -> None:
@@ -62,7 +68,10 @@ def test_a_decoded_token(
     assert operations / ASKED <= BY_TOKEN[architecture, kernels, autocast]
 
 
-@pytest.mark.parametrize(("architecture", "kernels"), [*BY_MICROBATCH, ("llama", "plain")])
+@pytest.mark.parametrize(
+    ("architecture", "kernels"),
+    matrix([*BY_MICROBATCH, ("llama", "plain")], ("qwen3", "fast"), ("qwen3_5", "plain")),
+)
 def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernels: str) -> None:
     """One more of them: nothing is read, but for what a trunk of transformers reads itself."""
     module = ppo(make_ppo, architecture, kernels, rollout_batch_size=2, minibatch_size=2)
@@ -85,7 +94,7 @@ def test_a_micro_batch(make_ppo: Make, device: Device, architecture: str, kernel
     assert operations <= BY_MICROBATCH.get((architecture, kernels), operations)
 
 
-@pytest.mark.parametrize("critic", ["head", "model"])
+@pytest.mark.parametrize("critic", matrix(["head", "model"], "model"))
 def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str) -> None:
     """The lengths are read once; then, once an update, loss, gradient and what limits compare."""
     sizes = {"rollout_batch_size": 4, "minibatch_size": 2, "ppo_epochs": 1}
@@ -101,7 +110,7 @@ def test_the_updates_of_an_iteration(make_ppo: Make, device: Device, critic: str
     assert found.synchronisations == {"copy to the host": 1 + 2}
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", matrix(STAGES, "dpo"))
 def test_the_gradient_of_a_supervised_batch(device: Device, stage: str) -> None:
     """Nothing is read: the masks stay on the CPU."""
     make, data, _ = STAGES[stage]

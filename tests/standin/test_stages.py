@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.records import Record
 
+from ..matrix import matrix
 from ..modules.conftest import Outputs, fit, parameters, prompts
 from ..modules.test_supervised import STAGES
 from .conftest import Make, on_device
@@ -68,7 +69,7 @@ def trained(module: L.LightningModule, batch: Record, **where: Any) -> Any:
     return outputs.steps[0]
 
 
-@pytest.mark.parametrize("kind", PPO)
+@pytest.mark.parametrize("kind", matrix(PPO, "adapter", "model", "hf"))
 def test_ppo(make_ppo: Make, kind: str) -> None:
     changes = SHORT | PPO[kind]
     rows = 4 // changes.get("samples_per_prompt", 1)

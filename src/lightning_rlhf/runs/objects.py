@@ -43,7 +43,7 @@ REFUSED: Mapping[tuple[type, ...], str] = {
 TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
 STRATEGIES = ("ddp", FSDP)
 """Strategies of several processes; in one process, and for Lightning, they are auto."""
-ALONE = "auto, ddp, fsdp, single_device: the processes of a run sum their gradients themselves"
+ALONE = "auto, ddp, fsdp, single_device: no strategy of Lightning's, as gradients are summed here"
 """Allowed values of an argument of the Trainer, and of its strategy."""
 
 
