@@ -28,14 +28,15 @@ def test_each_component_is_a_column() -> None:
         (term("length"), term("constant")),
         (lambda found: [len(text) for text in found.responses], lambda found: torch.ones(3)),
     )
-    found = reward(decoded(["a", "bc", ""]))
+    found, _ = reward(decoded(["a", "bc", ""]))
     assert found.tolist() == [[1.0, 1.0], [2.0, 1.0], [0.0, 1.0]]
     assert found.dtype == torch.float32
 
 
 def test_numbers_come_in_many_forms() -> None:
     for numbers in ((1, 2.5, -3), torch.tensor([1, 2.5, -3]).double(), np.array([1, 2.5, -3])):
-        found = Reward.of(lambda _, numbers=numbers: numbers)(decoded())
+        found, parts = Reward.of(lambda _, numbers=numbers: numbers)(decoded())
+        assert not parts.any()
         assert found.tolist() == [[1.0], [2.5], [-3.0]]
         assert found.dtype == torch.float32
 

@@ -48,7 +48,7 @@ def decoded(rollout: Rollout) -> DecodedResponses:
     """With text that nobody reads."""
     row = {"prompt": "", "messages": []}
     return DecodedResponses(
-        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout)
+        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout), decode=str
     )
 
 
