@@ -181,14 +181,13 @@ def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path:
 def over_the_group(decoded: DecodedResponses) -> list[list[tuple[int, float]]]:
     """The length less the mean of those to the same prompt, half of it paid at the first token."""
     lengths, index = decoded.rollout.response_mask.sum(1).double(), decoded.rollout.index
-    over = [
-        (n - lengths[index == i].mean()).item() / 2 for n, i in zip(lengths, index, strict=True)
-    ]
-    return [[(1, x), (len(text), x)] for x, text in zip(over, decoded.responses, strict=True)]
+    over = lengths - torch.stack([lengths[index == i].mean() for i in index])
+    halves = zip((over / 2).tolist(), decoded.responses, strict=True)
+    return [[(1, x), (len(text), x)] for x, text in halves]
 
 
 def test_groups_are_compared_in_several_processes(make_ppo: Make, tmp_path: Path) -> None:
-    """Three groups in two processes: one scores two of them whole, which is not half of the rows."""
+    """Three groups in two processes, one of which scores two of them, not half of the rows."""
     module = make_ppo(reward=over_the_group, advantage="grpo", rollout_batch_size=12,
                       minibatch_size=12, samples_per_prompt=4, max_response_tokens=6)  # fmt: skip
 

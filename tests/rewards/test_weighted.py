@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -61,13 +62,14 @@ PIECES = {1: b"hi", 2: b"\n", 3: b"\xc3", 4: b"\xa9", 5: b"!", 9: b""}
 
 
 def in_pieces() -> DecodedResponses:
-    """Two responses, "hi\\né!" in six tokens, two of them halves of a character, and "hi" in one."""
+    """A response in six tokens, two of them halves of a character, and another in one."""
     found = make_replies(("q", "hi\né!"), ("q", "hi"))
     tokens = torch.tensor([[0, 1, 2, 3, 4, 5, 9], [0, 1, 0, 0, 0, 0, 0]])
-    rollout = replace(
-        found.rollout, tokens=tokens, mask=tokens > -1, response_mask=tokens[:, 1:] > 0
-    )
-    decode = lambda given: b"".join(PIECES[one] for one in given).decode(errors="replace")  # noqa: E731
+    rollout = replace(found.rollout, tokens=tokens, response_mask=tokens[:, 1:] > 0)
+
+    def decode(given: Sequence[int]) -> str:
+        return b"".join(PIECES[one] for one in given).decode(errors="replace")
+
     return replace(found, rollout=rollout, decode=decode)
 
 
