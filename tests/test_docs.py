@@ -269,6 +269,13 @@ def test_the_function_in_the_docs_is_one() -> None:
     assert found == pytest.approx([1 - 0.1, -0.2])
 
 
+def test_the_steps_in_the_docs_end_where_their_lines_do() -> None:
+    names: dict[str, Any] = {}
+    exec(example("steps"), names)
+    found = names["right_lines"]([""] * 2, ["1 + 1 = 2\nso\nx = 2", ""])
+    assert found == [[(10, 1.0), (13, -1.0), (18, 1.0)], []]
+
+
 def test_the_server_in_the_docs_answers() -> None:
     code = example("server")
     assert len([line for line in code.splitlines() if line.strip()]) <= 12

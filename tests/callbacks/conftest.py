@@ -113,7 +113,7 @@ class FakePPO(LightningModule):
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
         rows, texts = self.collector.prompts["val"], ["t1 t2 t3", "t4"]
-        decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts)
+        decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts, decode=str)
         scores = Scores(component_scores=self.parts(), score=score, ref_logprobs=ref)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 

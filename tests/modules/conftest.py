@@ -172,9 +172,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     return Critic(owner, role)
 
 
-CHAT = SimpleNamespace(
-    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens)
-)
+CHAT = SimpleNamespace(end_token_ids=END, tokenizer=None, decode_response=str)
 """All that PPO asks of a chat format where no text ends a response."""
 
 

@@ -17,7 +17,7 @@ from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
 from lightning_rlhf.core.errors import LogitsError, ProcessEndedError
-from lightning_rlhf.core.records import Experience, Rollout
+from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel import replicas as collectives
@@ -176,6 +176,30 @@ def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path:
         size, lambda: build(**changes), [batch, short, batch], [batch, short], tmp_path
     )
     assert_all_same(found, expected)
+
+
+def over_the_group(decoded: DecodedResponses) -> list[list[tuple[int, float]]]:
+    """The length less the mean of those to the same prompt, half of it paid at the first token."""
+    lengths, index = decoded.rollout.response_mask.sum(1).double(), decoded.rollout.index
+    over = lengths - torch.stack([lengths[index == i].mean() for i in index])
+    halves = zip((over / 2).tolist(), decoded.responses, strict=True)
+    return [[(1, x), (len(text), x)] for x, text in halves]
+
+
+def test_groups_are_compared_in_several_processes(make_ppo: Make, tmp_path: Path) -> None:
+    """Three groups in two processes, one of which scores two of them, not half of the rows."""
+    module = make_ppo(reward=over_the_group, advantage="grpo", rollout_batch_size=12,
+                      minibatch_size=12, samples_per_prompt=4, max_response_tokens=6)  # fmt: skip
+
+    def work(replicas: Replicas) -> Any:
+        module.replicas = module.collector.replicas = replicas
+        return module.make_experience(module.roll_out(prompts(3), module.generator(0, 0)))
+
+    expected = work(ONE)
+    assert len(expected.score.unique()) > 2
+    assert torch.equal(expected.rewards[:, 0] == 0, expected.score == 0)
+    for found in replicated(2, work, tmp_path):
+        assert_same(found, expected)
 
 
 def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scores
-from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rewards.weighted import LearnedReward, Reward
 from lightning_rlhf.rollout.collector import Collector, as_responses, decode_responses
 from lightning_rlhf.rollout.score import (
     annotate,
@@ -48,7 +50,7 @@ def decoded(rollout: Rollout) -> DecodedResponses:
     """With text that nobody reads."""
     row = {"prompt": "", "messages": []}
     return DecodedResponses(
-        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout)
+        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout), decode=str
     )
 
 
@@ -90,6 +92,38 @@ def test_the_whole_vocabulary_is_read_for_a_kl_over_it_in_the_reward_alone(
         critic=None, chat=chat, prompts={}, microbatch=rows(), sampler=object(),
     )  # fmt: skip
     assert (collector.score(decoded(few)).vocabulary_kl is not None) == read
+
+
+def test_a_step_has_the_reward_of_the_response_that_it_would_end(
+    roles: Roles, rollout: Rollout
+) -> None:
+    """A token is a character; the separator is the first token that the policy drew."""
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
+    roles.assign(REWARD)
+    texts = ["".join(map(chr, row)) for row in decoded(rollout).tokens]
+    read = replace(decoded(rollout), responses=texts, decode=lambda ids: "".join(map(chr, ids)))
+    steps = LearnedReward(roles.rewards, 0.5, 2.0, 0.0, rows(), step_separator=texts[0][0])
+    for i, parts in enumerate(steps(read)):
+        stops = [n for n, sign in enumerate(texts[i], 1) if sign == texts[0][0]]
+        assert [end for end, _ in parts] == sorted({*stops, len(texts[i])})
+        row = rollout.tokens[i][rollout.mask[i]]
+        for end, found in parts:
+            cut = row[None, : len(row) - len(texts[i]) + end]
+            alone = roles.reward(cut, torch.ones_like(cut, dtype=torch.bool)).item()
+            assert found == pytest.approx((alone - 0.5) / 2.0, abs=1e-5)
+
+
+def test_parts_are_not_clipped(roles: Roles, prompts: Prompts) -> None:
+    with roles.use_role(POLICY):
+        few = Rollout(**vars(sample(roles, prompts, max_response_tokens=2)))
+    chat: Any = SimpleNamespace(end_token_ids=(1,), tokenizer=None)
+    collector = Collector(
+        roles=roles, reward=Reward.of(lambda read: [[(0, 1.0)]] * len(read)), critic=None,
+        config=ppo_config(score_clip=3.0), chat=chat, prompts={}, microbatch=rows(),
+        sampler=object(),
+    )  # fmt: skip
+    with pytest.raises(RewardError, match=r"clipped at 3, .* for clip .* and for ppo\.score_clip"):
+        collector.score(decoded(few))
 
 
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:

@@ -212,8 +212,9 @@ def judged_samples(
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
-    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge), and verdicts
-    (what components say in words, by name) where one does.
+    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge), and where
+    there are any: verdicts (what components say in words, by name) and token_scores (numbers of
+    single tokens that components gave, by name).
     """
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask, ref_logprobs = rollout.response_mask, scores.ref_logprobs
@@ -234,6 +235,10 @@ def judged_samples(
         sample["parts"] = dict(zip(components, sample["parts"], strict=True))
         sample["judge"] = {} if judge is None else dict(judge(row, response, sample["ended"]))
         sample |= {"verdicts": verdicts[place]} if verdicts[place] else {}
+        if scores.token_scores is not None and scores.token_scores[place].any():
+            rows = scores.token_scores[place, :, : sample["tokens"]].tolist()
+            found = {name: row for name, row in zip(components, rows, strict=True) if any(row)}
+            sample["token_scores"] = found
         samples.append(sample)
     return samples
 

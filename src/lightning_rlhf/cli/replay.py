@@ -29,7 +29,7 @@ OPTIONS: Options = {
 COLUMNS = {
     "advantages": ("advantage", "above 0 the update makes the token likelier, below 0 less likely"),
     "kl": ("KL", "log-probability of the policy less the reference's, nats; of a response the sum"),
-    "rewards": ("reward", "KL penalty, and at the last token the score"),
+    "rewards": ("reward", "KL penalty, and the score at the last token or where its parts end"),
     "returns": ("return", "target of the critic"),
     "values": ("value", "what the critic expected from there on"),
 }

@@ -145,7 +145,9 @@ def token_rewards(
     moments: shaping.ScoreMoments,
     terms: Sequence[Term] = shaping.AS_IT_IS,
 ) -> Float[Tensor, "B T"]:
-    """Return the reward of each response token: `shape_rewards` of the shaped score; 0 on padding.
+    """Return the reward of each response token: `shape_rewards` of the shaped score and its parts.
+
+    It is 0 on padding.
 
     kl_coef: KL coefficient of the iteration.
     moments: moments of all scores so far, this batch included.
@@ -154,10 +156,12 @@ def token_rewards(
     mask = rollout.response_mask
     paid = shaping.paid_sum(scores.component_scores, terms, moments.components)
     score = shaping.shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
-    if config.kl_in == "loss":
-        return shaping.shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
-    priced = kl.priced(config, rollout.logprobs, scores.ref_logprobs, scores.vocabulary_kl)
-    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef)
+    parts, priced = None, torch.zeros_like(rollout.logprobs)
+    if scores.token_scores is not None:
+        parts = shaping.paid_parts(scores.token_scores, rollout.ended, terms, config, moments)
+    if config.kl_in == "reward":
+        priced = kl.priced(config, rollout.logprobs, scores.ref_logprobs, scores.vocabulary_kl)
+    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef, parts=parts)
 
 
 def estimate(

@@ -8,8 +8,10 @@ Masks are boolean, True = real token. The value on padding is stated per field.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.masking import upload
+from lightning_rlhf.core.masking import real_tokens, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,6 +207,8 @@ class DecodedResponses:
     {"role", "content"}; the other columns are unchanged from the data."""
     responses: Sequence[str]
     """B texts, without end token or stop string."""
+    decode: Callable[[Sequence[int]], str]
+    """Function that returns the text of the first tokens of a response."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -216,7 +220,31 @@ class DecodedResponses:
             rollout=self.rollout.select(rows),
             rows=[self.rows[i] for i in numbers],
             responses=[self.responses[i] for i in numbers],
+            decode=self.decode,
         )
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Return the tokens of each response, its end token included."""
+        return real_tokens(self.rollout.responses, self.rollout.response_mask)
+
+    def token_at(self, row: int, end: int) -> int:
+        """Return the number of the token of response `row` that ends its first `end` characters.
+
+        It is the first token with which they are whole, and the last of the response, its end token
+        included, where `end` is the length of the text.
+        """
+        tokens, text = self.tokens[row], self.responses[row]
+        if end == len(text):
+            return len(tokens) - 1
+
+        def whole(count: int) -> int:
+            shown = self.decode(tokens[:count])
+            while not text.startswith(shown):  # a character of which some bytes are missing
+                shown = shown[:-1]
+            return len(shown)
+
+        return bisect_left(range(1, len(tokens)), end, key=whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,6 +257,9 @@ class Scores(Record):
     """Weighted sum of the components."""
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
+    token_scores: Float[Tensor, "B K T"] | None = None
+    """Part of each component's number that belongs to a response token, 0 where none does; what
+    they leave of the number belongs to the last token. None counts as 0."""
     vocabulary_kl: Float[Tensor, "B T"] | None = None
     """KL of policy to reference over the whole vocabulary, nats a token; None unless
     ppo.kl_estimator=full."""
@@ -250,7 +281,8 @@ class Experience(Responses):
     """KL of the policy at sampling to the reference, always by estimator k1, nats a token; 0 on
     padding."""
     rewards: Float[Tensor, "B T"]
-    """Reward of each token: shaped score at the last token minus the KL penalty; 0 on padding."""
+    """Reward of each token: its part of the shaped score, of which the last token has what the
+    others leave, minus the KL penalty; 0 on padding."""
     advantages: Float[Tensor, "B T"]
     """Advantage of each response token, whitened over the batch where ppo.whiten_advantages=batch;
     0 on padding."""

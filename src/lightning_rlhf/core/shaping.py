@@ -96,6 +96,29 @@ def paid_sum(
     return weighted_sum(torch.stack(columns, dim=1), terms)
 
 
+def paid_parts(
+    token_scores: Float[Tensor, "B K T"],
+    ended: Bool[Tensor, " B"],
+    terms: Sequence[Term],
+    config: PPOConfig,
+    moments: ScoreMoments,
+) -> Float[Tensor, "B T"]:
+    """Return the part of the score for PPO that each token has: sum_k weight_k * part_kt / std_k.
+
+    The deviation std_k is as in `paid_sum`, and the sum is divided as `shape_score` divides the
+    score; neither mean is subtracted. 0 where missing_eos=replace replaces the score.
+    """
+    stds = [
+        seen.std if term.normalization == "running" else 1.0
+        for term, seen in zip(terms, moments.components, strict=True)
+    ]
+    factors = [term.weight / std for term, std in zip(terms, stds, strict=True)]
+    parts = (token_scores * token_scores.new_tensor(factors)[:, None]).sum(dim=1)
+    if config.score_normalization != "none":
+        parts = parts / moments.whole.std
+    return torch.where(ended[:, None], parts, 0) if config.missing_eos == "replace" else parts
+
+
 def apply_missing_eos(
     score: Float[Tensor, " B"], ended: Bool[Tensor, " B"], rule: MissingEOS, penalty: float
 ) -> Float[Tensor, " B"]:
@@ -146,17 +169,23 @@ def shape_rewards(
     mask: Bool[Tensor, "B T"],
     *,
     kl_coef: float,
+    parts: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Return rewards per token: a penalty for leaving the reference, and the score at the last.
+    """Return rewards per token: a penalty for leaving the reference, and the score in its parts.
 
-        r_t = -kl_coef * kl_t + [t is the last real token] * score
+        r_t = -kl_coef * kl_t + part_t + [t is the last real token] * (score - sum_u part_u)
 
-    kl_coef 0 means no penalty. Returns 0 on padding.
+    Without KL they sum to the score, whatever the parts are. kl_coef 0 means no penalty.
+
+    parts: parts of the score, 0 on padding; None leaves the whole score to the last token.
+    Returns 0 on padding.
     Source: Ziegler et al. 2019, eq. 2, https://arxiv.org/abs/1909.08593
     """
+    parts = torch.zeros_like(kl) if parts is None else parts
+    score = score - parts.sum(dim=1)
     position = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, position, -1).amax(dim=1, keepdim=True)
-    rewards = -kl_coef * kl + torch.where(position == last, score[:, None], 0)
+    rewards = -kl_coef * kl + (parts + torch.where(position == last, score[:, None], 0))
     return torch.where(mask, rewards, 0)
 
 

@@ -103,7 +103,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
 
     The latter comes with its adapter on the base, or with whole weights of its own.
     """
-    final, moments, coef = run.parents.get(role), (0.0, 1.0), 0.0
+    final, moments, coef, ends = run.parents.get(role), (0.0, 1.0), 0.0, None
     if final is not None and isinstance(config, kinds.HeadConfig):
         if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
             raise CheckpointError(
@@ -111,7 +111,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
                 "read other text than it was trained on. Train it again from this SFT model, or "
                 f"let it read text: reward=model reward.name_or_path={final.path}"
             )
-        coef = config.uncertainty_coef
+        coef, ends = config.uncertainty_coef, config.step_separator
         if config.normalization == "stored":
             moments = final.reward_moments()
 
@@ -128,7 +128,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
         if owner is not roles:
             owner.to(run.device)
         rewards = partial(owner.rewards, role=role)
-        return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role)
+        return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role, ends)
 
     return load
 

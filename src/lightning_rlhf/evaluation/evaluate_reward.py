@@ -72,8 +72,8 @@ def divided(
     reward: Reward, decoded: records.DecodedResponses, replicas: Replicas
 ) -> Float[Tensor, "B K"]:
     """Return the components of all responses, of which each process scores a share."""
-    mine = replicas.share(masking.by_length(decoded.rollout.mask))
-    parts = reward(decoded.select(mine)).tolist() if len(mine) else []
+    mine = collector.whole_groups(decoded.rollout, replicas)
+    parts = reward(decoded.select(mine))[0].tolist() if len(mine) else []
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
@@ -240,7 +240,10 @@ def check_formats(run: Run, reward: Reward) -> None:
             continue
         assert isinstance(source, LearnedReward | TextReward)
         with Working(f"checking the format of reward {name}"):
-            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+            source = replace(source, uncertainty_coef=0.0)
+            if isinstance(source, LearnedReward):
+                source = replace(source, step_separator=None)
+            result = check_format(run, name, source)
         if isinstance(result, str):
             print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
             continue

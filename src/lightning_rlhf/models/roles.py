@@ -422,17 +422,25 @@ class Roles(nn.Module):
             self._merged = before
 
     def rewards(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
-    ) -> Float[Tensor, "B H"]:
-        """Return the output of each of the H heads of a reward role at each row's last real token.
+        self,
+        tokens: Int[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        role: str = REWARD,
+        wanted: Bool[Tensor, "B S"] | None = None,
+    ) -> Float[Tensor, "N H"]:
+        """Return the output of each of the H heads of a reward role at some tokens, row by row.
 
         Where `mask` is on the CPU, the device of the tokens is not waited for.
+        wanted: mask of the real tokens at which it is read; None is the last of each row.
         """
         with self.use_role(role):
-            tokens, mask = from_first_real(tokens, mask)
-            lengths = mask.sum(dim=1)
-            last = torch.arange(mask.shape[1], device=mask.device) == lengths[:, None] - 1
-            return self.heads[role](self.hidden_at(tokens, last))
+            moved, real = from_first_real(tokens, mask)
+            if wanted is None:
+                lengths = real.sum(dim=1)
+                there = torch.arange(real.shape[1], device=real.device) == lengths[:, None] - 1
+            else:
+                there = from_first_real(wanted, mask)[0] & real
+            return self.heads[role](self.hidden_at(moved, there))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """Return the raw reward of each sequence: the mean over the heads of the reward role."""

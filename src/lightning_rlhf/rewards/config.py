@@ -118,6 +118,8 @@ class HeadConfig(LearnedConfig):
 
     checkpoint: Checkpoint | None
     """final/ folder or hub id; None is that of the same run."""
+    step_separator: Annotated[str, Field(min_length=1)] | None
+    """Text that ends a step of a response, whose last token is scored; None scores the whole."""
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

@@ -1,8 +1,9 @@
 """Reward that a Python function computes from the texts, and functions for it.
 
 reward.path=lightning_rlhf.rewards.functions:NAME takes prompts and responses, B texts each, and
-returns B numbers. A parameter after the `*` is an argument (reward.arguments), one before it a
-column of the data. Words are separated by white space; a character is a Unicode code point.
+returns B numbers, or parts of them (`weighted.Parts`). A parameter after the `*` is an argument
+(reward.arguments), one before it a column of the data. Words are separated by white space; a
+character is a Unicode code point.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Reward of `function(prompts, responses, **columns, **arguments)`, one number per response.
+    """Reward of `function(prompts, responses, **columns, **arguments)`, a number per response.
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
     included, is a list of B values, None where a row lacks it; the function receives the columns
@@ -158,7 +159,8 @@ class FunctionReward:
     """
 
     function: Callable[..., Any]
-    """Function that returns B numbers: a list, a tuple, a tensor or an array."""
+    """Function that returns B numbers, as a list, a tuple, a tensor or an array, or for a response
+    its `Parts`. It is given all responses to a prompt in one call, as neighbours."""
     arguments: Mapping[str, Any]
     """Arguments of every call; an argument takes precedence over a column of the same name."""
     name: str

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_rlhf.core import masking, memory, records
 from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError, RLHFError, require
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
@@ -95,7 +95,9 @@ def decode_responses(
     asked = [rows[index] for index in rollout.index.tolist()]
     tokens = masking.real_tokens(rollout.responses, rollout.response_mask)
     texts = [chat.decode_response(response) for response in tokens]
-    return records.DecodedResponses(rollout=rollout, rows=asked, responses=texts)
+    return records.DecodedResponses(
+        rollout=rollout, rows=asked, responses=texts, decode=chat.decode_response
+    )
 
 
 def encode_responses(
@@ -105,7 +107,9 @@ def encode_responses(
     prompts = [chat.prompt_tokens(tuple(map(Message.of, row["messages"]))) for row in rows]
     encoded = [chat.response_tokens(text) for text in responses]
     rollout = as_responses(prompts, encoded, chat.pad_token_id)
-    return records.DecodedResponses(rollout=rollout, rows=rows, responses=responses)
+    return records.DecodedResponses(
+        rollout=rollout, rows=rows, responses=responses, decode=chat.decode_response
+    )
 
 
 def as_responses(
@@ -140,7 +144,7 @@ def score_texts(
         some = slice(start, start + AT_ONCE)
         decoded = encode_responses(rows[some], responses[some], chat)
         decoded = replace(decoded, rollout=decoded.rollout.to(device))
-        parts.append(checked(source(decoded), decoded, name).cpu())
+        parts.append(checked(source(decoded), decoded, name)[0].cpu())
     return torch.cat(parts)
 
 
@@ -214,6 +218,18 @@ def sample_reference(
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
     firsts = torch.tensor([first for first, _ in local])
     return replicas.merged(firsts, [part for _, part in local])
+
+
+def whole_groups(batch: records.Responses, replicas: Replicas) -> Int[Tensor, " M"]:
+    """Return the numbers of the responses that this process scores, ascending.
+
+    Neighbours that respond to one prompt are scored in one process, as a reward may compare them.
+    The groups are dealt out from the one of the fewest tokens to the longest.
+    """
+    _, group, counts = batch.index.unique_consecutive(return_inverse=True, return_counts=True)
+    tokens = torch.zeros_like(counts).index_add(0, group, batch.mask.sum(dim=1))
+    mine = replicas.share(tokens.argsort(stable=True))
+    return torch.isin(group, mine).nonzero().squeeze(1)
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
@@ -333,7 +349,8 @@ class Collector:
     def score(self, decoded: records.DecodedResponses) -> records.Scores:
         """Return the scores of the reward and of the reference; each process scores its share.
 
-        Raises: RewardError where the reward gives no number for a response.
+        Raises: RewardError where the reward gives no number for a response, or one in parts that a
+            clip would have to bound.
         """
         config = self.config
         is_full = config.kl_estimator == "full" and config.kl_in == "reward"
@@ -343,5 +360,14 @@ class Collector:
             given = self.roles, decoded.select(some), self.reward
             return self.microbatch.fitting(lambda rows: read(*given, batch_size=rows))
 
-        shortest_first = masking.by_length(decoded.rollout.mask)
-        return self.replicas.joined(self.replicas.share(shortest_first), scored)
+        found = self.replicas.joined(whole_groups(decoded.rollout, self.replicas), scored)
+        assert found.token_scores is not None
+        for term, parts in zip(self.reward.terms, found.token_scores.unbind(dim=1), strict=True):
+            clip = config.score_clip if term.clip is None else term.clip
+            if clip is not None and parts.any():
+                given = (
+                    f"reward {term.name!r} gave parts of a score, and the score is to be clipped"
+                )
+                allowed = f"null for clip of the reward and for {self.stage}.score_clip"
+                raise RewardError(f"{given} at {clip:g}, which bounds no part; allowed: {allowed}")
+        return found

@@ -70,7 +70,7 @@ def score(
 
     over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more pass.
     """
-    components, rollout, reference = reward(decoded), decoded.rollout, roles.reference
+    (components, parts), rollout, reference = reward(decoded), decoded.rollout, roles.reference
 
     def read(rows: records.SampledResponses) -> tuple[Tensor, ...]:
         with reference.use_role(REFERENCE):
@@ -86,6 +86,7 @@ def score(
         component_scores=components,
         score=shaping.weighted_sum(components, reward.terms),
         ref_logprobs=ref_logprobs,
+        token_scores=parts,
         vocabulary_kl=kl[0] if kl else None,
     )
 
