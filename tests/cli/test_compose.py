@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -143,8 +143,8 @@ def test_a_local_file_is_not_validated_on_a_data_set_of_the_hub(data: str) -> No
 def test_every_form_of_data_composes_and_names_what_it_holds(data: str) -> None:
     settings = read_settings(composed("stage=sft", f"data={data}"))
     assert settings.data.format == data
-    for kind in get_args(Kind):
-        split = getattr(settings.data, kind)
+    for field in dataclasses.fields(DataConfig)[:3]:
+        split, kind = getattr(settings.data, field.name), cast(Kind, field.name)
         assert split.train is None or formats_of(settings.data.format, kind), kind
 
 

@@ -39,7 +39,8 @@ def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
     assert not [other for other in others if other in shown]
     recipes = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
     assert f"recipe: {', '.join(recipes)}" in shown
-    assert "reward: composite, function, head, http, model, random, sum" in shown
+    rewards = sorted(path.stem for path in (HOME / "conf" / "reward").glob("*.yaml"))
+    assert f"reward: {', '.join(rewards)}" in shown
     for command in (*COMMANDS, *WITHOUT_RUN):
         assert f"\n  {command} " in shown
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.errors import ConfigError, quoted, require
 
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
@@ -125,7 +125,8 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
     others -= {*getattr(module, "__all__", ())}
     there = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
-    raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
+    has = f"{where} has no {what} {name!r}, it has {quoted(there)}{shown}"
+    raise ConfigError(f"{key} is {source!r}; {has}")
 
 
 def _of_file(path: str) -> ModuleType:
