@@ -17,7 +17,7 @@ from lightning_rlhf.core.policy_losses import (
     POLICY_LOSSES,
     PolicyBatch,
     PolicyLosses,
-    fault_of,
+    fault_of_loss,
     made_up_batch,
 )
 from lightning_rlhf.core.validation import allowed
@@ -140,7 +140,7 @@ def test_the_names_in_the_configuration_are_those_of_the_table() -> None:
     *((loss, None) for loss in POLICY_LOSSES.values()),
 ])  # fmt: skip
 def test_a_loss_of_the_user_s_is_tried(loss: Any, fault: str | None) -> None:
-    found = fault_of(loss, ppo_config(clip_range=1e-6))
+    found = fault_of_loss(loss, ppo_config(clip_range=1e-6))
     assert found is fault is None or fault in found
 
 

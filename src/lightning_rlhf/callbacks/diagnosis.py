@@ -203,7 +203,7 @@ def critic_worse(history: History) -> str | None:
 
 def value_loss_rising(history: History) -> str | None:
     found = history.last("update/value_loss", 2 * RISE_FOR)
-    if not found or history.config.advantage != "gae":
+    if not found or not history.config.has_critic:
         return None
     before, now = median(found[:RISE_FOR]), median(found[RISE_FOR:])
     is_up = now > RISE * before and min(found[RISE_FOR:]) > before

@@ -24,8 +24,6 @@ REFERENCE_FREE = ("orpo", "simpo", "cpo")
 """Losses that read the policy alone."""
 
 MissingEOS = Literal["none", "subtract", "replace"]
-KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
-Advantage = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++"]
 Reduction = Literal["token_mean", "sequence_mean", "constant"]
 CriticKind = Literal["head", "adapter", "model"]
 
@@ -37,8 +35,11 @@ PolicyNames = Annotated[
     Field(strict=False, min_length=1),
     validation.described("a list of final/ folders, checkpoint files and hub ids, null"),
 ]
-GROUPED = ("rloo", "grpo", "dr_grpo")
+GROUPED = ("rloo", "grpo", "dr_grpo", "gdpo")
 """Estimators that compare the responses to one prompt."""
+UNSHAPED: dict[str, object] = {"kl_in": "loss", "missing_eos": "none", "length_penalty": 0}
+UNSHAPED |= {"score_normalization": "none", "score_clip": None}
+"""Keys with which the return of a response is made of the components of its reward alone."""
 
 SamplerName = Annotated[str, validation.name_or_path("native", "hf", "vllm", kind="Class")]
 """Name of a sampler, or path of a class that implements one."""
@@ -46,6 +47,20 @@ PolicyLossName = Annotated[
     str, validation.name_or_path("ppo", "gspo", "gspo_token", "cispo", "sapo", kind="function")
 ]
 """Name of a loss of the policy, or path of a function that returns one."""
+KLEstimator = Annotated[
+    str,
+    validation.name_or_path(
+        "k1", "k2", "k3", "k3+", "k3_weighted", "abs", "mse", "full", kind="function"
+    ),
+]
+"""Name of an estimator of the KL, or path of a function that returns one."""
+Advantage = Annotated[
+    str,
+    validation.name_or_path(
+        *("gae", *GROUPED, "reinforce++", "reinforce", "remax"), kind="function"
+    ),
+]
+"""Name of an estimator of advantages, or path of a function that returns them."""
 AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
@@ -352,6 +367,9 @@ class PPOConfig(StageConfig):
     advantage: Advantage
     gamma: validation.Fraction
     gae_lambda: validation.Fraction
+    gae_lambda_critic: validation.Fraction | None
+    gae_lambda_alpha: validation.PositiveFloat | None
+    baseline_decay: Annotated[float, Field(ge=0, lt=1)]
     whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
     policy_loss: PolicyLossName
@@ -387,8 +405,9 @@ class PPOConfig(StageConfig):
 
     @property
     def has_critic(self) -> bool:
-        """Return whether advantages are computed with a learned critic."""
-        return self.advantage == "gae"
+        """Return whether advantages are computed with a learned critic; those of the user's are
+        where vf_coef is above 0."""
+        return self.advantage == "gae" or (":" in self.advantage and self.vf_coef > 0)
 
     @property
     def prompts_per_iteration(self) -> int:
@@ -398,7 +417,8 @@ class PPOConfig(StageConfig):
     @property
     def group_size(self) -> int:
         """Return the number of responses to one prompt that the advantage compares, 1 if none."""
-        return self.samples_per_prompt if self.advantage in GROUPED else 1
+        compares = self.advantage in GROUPED or ":" in self.advantage
+        return self.samples_per_prompt if compares else 1
 
     def __post_init__(self) -> None:
         validation.check_divides(self, "samples_per_prompt", "rollout_batch_size")
@@ -414,9 +434,15 @@ class PPOConfig(StageConfig):
              "training"),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
+            (self.advantage != "remax" or self.rollout in ("native", "hf"), "rollout",
+             "native, hf where ppo.advantage=remax, which also samples greedily"),
+            *((self.advantage != "gdpo" or getattr(self, key) == plain, key,
+               f"{'null' if plain is None else plain} where ppo.advantage=gdpo, which reads the "
+               "components of the reward alone")
+              for key, plain in UNSHAPED.items()),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",
-             "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on average, so "
-             "it would hold nothing back"),
+             "k2, k3, k3+, k3_weighted, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is "
+             "0 on average, so it would hold nothing back"),
             (not is_adaptive or self.kl_coef > 0, "kl_coef",
              "a number > 0 to start from where ppo.kl_control=adaptive"),
             (not is_adaptive or self.kl_horizon > fifth, "kl_horizon",

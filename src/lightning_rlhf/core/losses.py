@@ -330,8 +330,13 @@ def ppo_terms(
     else:
         old_logprobs = pick(batch.old_logprobs)
         if config.kl_in == "loss":
-            ref_logprobs = pick(batch.ref_logprobs)
-            kl_losses = kl.priced(config, policy.logprobs, ref_logprobs, policy.vocabulary_kl)
+            tokens_read = kl.TokenLogprobs(
+                logprobs=policy.logprobs,
+                old_logprobs=old_logprobs,
+                ref_logprobs=pick(batch.ref_logprobs),
+                vocabulary_kl=policy.vocabulary_kl,
+            )
+            kl_losses = kl.ESTIMATORS[config.kl_estimator](tokens_read)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
         if config.ent_coef > 0:

@@ -1,17 +1,18 @@
-"""Losses of the policy that ppo.policy_loss names: functions of a `PolicyBatch`, and their check.
+"""Losses of the policy that ppo.policy_loss names, and trials of all formulas of the user's.
 
-They are given rows of a minibatch and return a loss for each token; ppo.loss_reduction weighs the
+Losses are given rows of a minibatch and return a loss for each token; ppo.loss_reduction weighs the
 tokens. Ratios are bounded as in `probability_ratio`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rlhf.core import losses
+from lightning_rlhf.core import experience, kl, losses
 from lightning_rlhf.core.config import PPOConfig
 
 
@@ -177,19 +178,18 @@ def made_up_batch(config: PPOConfig) -> PolicyBatch:
     )
 
 
-def fault_of(loss: PolicyLoss, config: PPOConfig) -> str | None:
+def fault_of_loss(loss: PolicyLoss, config: PPOConfig) -> str | None:
     """Return what is wrong with the losses of a made-up batch, as the end of "LOSS, ...", or None.
 
     They must have the batch's shape, be finite, have a finite gradient that is not 0 everywhere
     where the policy is the one that sampled, and be those of each row alone.
     """
     batch = made_up_batch(config)
-    found, shape = loss(batch), list(batch.mask.shape)
+    found = loss(batch)
     if not isinstance(found, PolicyLosses):
         return f"which returned {type(found).__name__}"
-    for name, tensor in vars(found).items():
-        if tensor is not None and list(tensor.shape) != shape:
-            return f"whose {name} have shape {list(tensor.shape)} for a batch of {shape}"
+    if fault := misshapen(vars(found), batch.mask):
+        return fault
     total = torch.where(batch.mask, found.losses, 0).sum()
     slope: Tensor | None = None
     if total.requires_grad:
@@ -202,3 +202,84 @@ def fault_of(loss: PolicyLoss, config: PPOConfig) -> str | None:
     if not torch.allclose(loss(replace(batch, **parts)).losses, found.losses[:1]):
         return "whose losses of a row change with the other rows"
     return None
+
+
+def misshapen(found: Mapping[str, Any], mask: Tensor) -> str | None:
+    """Return which of the tensors, or None, has not the shape of the mask; None if all have it."""
+    for name, tensor in found.items():
+        if tensor is not None and list(tensor.shape) != list(mask.shape):
+            return f"whose {name} have shape {list(tensor.shape)} for a batch of {[*mask.shape]}"
+    return None
+
+
+def fault_of_advantage(estimator: experience.Estimator, config: PPOConfig) -> str | None:
+    """Return what is wrong with the advantages of a made-up batch, as `fault_of_loss`.
+
+    They must have the batch's shape and be finite on its tokens; so the returns, if there is a
+    critic. It has two groups of config.samples_per_prompt responses of 4, 2, 1, 4, ... tokens.
+    """
+    rows = 2 * config.samples_per_prompt
+    mask = made_up_batch(config).mask.repeat(rows, 1)[:rows]
+    numbers = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(0)) * mask
+    found = estimator(
+        experience.AdvantageBatch(
+            rewards=numbers[0],
+            values=numbers[1] * config.has_critic,
+            mask=mask,
+            component_scores=numbers[0].sum(dim=1, keepdim=True),
+            weights=torch.ones(1),
+            baseline=torch.zeros(rows),
+            config=config,
+        )
+    )
+    if not isinstance(found, experience.Advantages):
+        return f"which returned {type(found).__name__}"
+    if config.has_critic and found.returns is None:
+        return "which returned no returns for the critic (ppo.vf_coef=0 has none)"
+    if fault := misshapen(vars(found), mask):
+        return fault
+    for name, tensor in vars(found).items():
+        if tensor is not None and not tensor[mask].isfinite().all():
+            return f"whose {name} sum to {tensor[mask].sum():g}"
+    return None
+
+
+def fault_of_kl(estimator: kl.Estimator, config: PPOConfig) -> str | None:
+    """Return what is wrong with the estimates for a made-up batch, as `fault_of_loss`.
+
+    They must have the batch's shape and be finite, and, where ppo.kl_in=loss, have a finite
+    gradient that is not 0 everywhere.
+    """
+    batch = made_up_batch(config)
+    found = estimator(
+        kl.TokenLogprobs(
+            logprobs=batch.logprobs,
+            old_logprobs=batch.old_logprobs,
+            ref_logprobs=batch.ref_logprobs,
+        )
+    )
+    if not isinstance(found, Tensor):
+        return f"which returned {type(found).__name__}"
+    if fault := misshapen({"estimates": found}, batch.mask):
+        return fault
+    total, slope = found[batch.mask].sum(), None
+    if total.requires_grad:
+        (slope,) = torch.autograd.grad(total, batch.logprobs, allow_unused=True)
+    if config.kl_in == "loss" and (slope is None or not slope.any()):
+        return "whose estimates have no gradient in logprobs, which ppo.kl_in=loss needs"
+    if not (total.isfinite() and (slope is None or slope[batch.mask].isfinite().all())):
+        return f"whose estimates or their gradient are not finite, with the sum {total:g}"
+    return None
+
+
+DOORS: Mapping[str, tuple[dict[str, Any], Callable[..., str | None], str]] = {
+    "policy_loss": (POLICY_LOSSES, fault_of_loss, f"PolicyLosses of a PolicyBatch, see {__name__}"),
+    "advantage": (
+        experience.ADVANTAGES,
+        fault_of_advantage,
+        f"Advantages of an AdvantageBatch, see {experience.__name__}",
+    ),
+    "kl_estimator": (kl.ESTIMATORS, fault_of_kl, f"a tensor of TokenLogprobs, see {kl.__name__}"),
+}
+"""Key of PPOConfig that a function of the user's may stand in -> table that it is entered in, its
+trial, and what passes the trial."""

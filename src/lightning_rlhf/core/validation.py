@@ -45,7 +45,8 @@ def name_or_path(*names: str, kind: str) -> FieldInfo:
     """
     paths = f"'path/to/file.py:{kind}' or 'package.module:{kind}'"
     words = f"{', '.join(names)}, {paths}"
-    return Field(pattern=rf"^({'|'.join(names)})$|:", description=words)  # type: ignore[no-any-return]
+    pattern = rf"^({'|'.join(map(re.escape, names))})$|:"
+    return Field(pattern=pattern, description=words)  # type: ignore[no-any-return]
 
 
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]

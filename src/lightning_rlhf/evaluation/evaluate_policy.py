@@ -27,12 +27,11 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
+from lightning_rlhf.rollout.sampler import GREEDY
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 
 CUT = "cut at max_response_tokens"
-GREEDY = 1e-6
-"""Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
 
 
 class EvalPolicy(stage.Stage):

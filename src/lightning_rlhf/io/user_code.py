@@ -68,6 +68,27 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     return function
 
 
+def load_tried(
+    source: str, key: str, fault_of: Callable[[Callable[..., Any]], str | None], allowed: str
+) -> Callable[..., Any]:
+    """Return the function that `source` names, after a trial.
+
+    fault_of: function that calls it and returns what is wrong, as the end of "FUNCTION, ...", or
+        None.
+    allowed: description of the functions that pass.
+
+    Raises ConfigError where there is no such function, or where it fails or has a fault.
+    """
+    function = load_function(source, key)
+    try:
+        fault = fault_of(function)
+    except FAULTS as error:
+        fault = f"which fails on a made-up batch: {error!r}"
+    if fault is not None:
+        raise ConfigError(f"{key} is {source!r}, {fault}; allowed: {allowed}")
+    return function
+
+
 def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
     """Return the object that `source` names: `path/to/file.py:name` or `package.module:name`.
 

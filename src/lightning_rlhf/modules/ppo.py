@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lightning_rlhf.core import policy_losses as formulas
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.io.user_code import FAULTS, code_digest, load_function
+from lightning_rlhf.io.user_code import code_digest, load_tried
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim
@@ -27,7 +27,7 @@ from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.sampler import Sampler
 from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
-TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
+TRAINING, EVALUATION, GREEDY = 0, 1, 2  # numbers of the random-number streams
 
 
 class PPOModule(optim.StageModule):
@@ -61,7 +61,7 @@ class PPOModule(optim.StageModule):
         """Build the module before its first iteration.
 
         Args:
-            critic: one for advantage=gae, None for the others.
+            critic: one where `config.has_critic`, else None.
             prompts: split ("train", "val") -> rows of the data.
             microbatch, stage, replicas: as for `StageModule`; the reward's model shares the former.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
@@ -81,15 +81,18 @@ class PPOModule(optim.StageModule):
             microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
-        own = config.policy_loss
-        self.loss_digest = code_digest(own) if ":" in own else None
-        """Hash of the code of a policy loss of the user's; None for one of the package."""
+        own = {key: getattr(config, key) for key in formulas.DOORS}
+        self.digests = {key: code_digest(name) for key, name in own.items() if ":" in name}
+        """Key of a formula of the user's -> hash of its code."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
+        self.mean_return = 0.0
+        """With advantage=reinforce, the decayed sum of the mean returns of all iterations so far,
+        each times 1 - baseline_decay."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()
@@ -148,7 +151,33 @@ class PPOModule(optim.StageModule):
             scores = self.collector.score(self.collector.decode(rollout, "train"))
         except errors.RewardError as error:
             raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
-        return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
+        rewards, terms = self.shape_rewards(rollout, scores), self.collector.reward.terms
+        baseline = self.baseline(rollout, scores)
+        return make_experience(
+            rollout, scores, self.config, rewards, terms=terms, baseline=baseline
+        )
+
+    def baseline(
+        self, rollout: records.Rollout, scores: records.Scores
+    ) -> Float[Tensor, " B"] | float:
+        """Return the baseline of each response, or of all, by ppo.advantage.
+
+            remax       score of the greedy response to the prompt, as PPO is paid, without the KL
+            reinforce   sum_j d^j M_(k-j) / sum_j d^j,   d = baseline_decay, j = 1 .. k
+
+        M_k: mean return of iteration k, counted from 0; the sum is 0 in the first iteration.
+        """
+        config = self.config
+        if config.advantage == "reinforce" and self.iteration > 0:
+            return self.mean_return / (1 - config.baseline_decay**self.iteration)
+        if config.advantage != "remax":
+            return 0.0
+        generator = self.generator(GREEDY, self.iteration)
+        greedy = self.collector.greedy(rollout, generator, self.weights_version)
+        found = self.collector.score(self.collector.decode(greedy, "train"))
+        moments, terms = self.moments.including(scores), self.collector.reward.terms
+        paid = token_rewards(greedy, found, config, kl_coef=0.0, moments=moments, terms=terms)
+        return paid.sum(dim=1).repeat_interleave(config.samples_per_prompt)
 
     def shape_rewards(
         self, rollout: records.Rollout, scores: records.Scores
@@ -177,6 +206,9 @@ class PPOModule(optim.StageModule):
         """Advance, after the updates, all that changes from one iteration to the next."""
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.moments = self.moments.including(experience)
+        if self.config.advantage == "reinforce":
+            decay, mean = self.config.baseline_decay, experience.returns[:, 0].mean().item()
+            self.mean_return = decay * self.mean_return + (1 - decay) * mean
         self.kl_coef = kl.next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
@@ -320,7 +352,7 @@ class PPOModule(optim.StageModule):
         """
         mask = records.known_mask(batch)
         pick = masking.picker(mask)
-        found = self.policy_loss(
+        found = formulas.POLICY_LOSSES[self.config.policy_loss](
             formulas.PolicyBatch(
                 logprobs=masking.placed(policy.logprobs, mask),
                 old_logprobs=batch.old_logprobs,
@@ -332,11 +364,6 @@ class PPOModule(optim.StageModule):
         )
         clipped = None if found.clipped is None else pick(found.clipped)
         return formulas.PolicyLosses(losses=pick(found.losses), clipped=clipped)
-
-    @cached_property
-    def policy_loss(self) -> formulas.PolicyLoss:
-        """Return the function that ppo.policy_loss names, which an export does not load."""
-        return find_policy_loss(self.config, f"{self.stage}.policy_loss")
 
     def backpropagate(self, terms: records.PPOTerms) -> records.PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
@@ -363,6 +390,10 @@ class PPOModule(optim.StageModule):
         scores = self.collector.score(decoded)
         return results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
+    def setup(self, stage: str) -> None:
+        """Find the formulas of the user's, which an export does not load."""
+        find_formulas(self.config, self.stage)
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
         self.lap()
@@ -383,7 +414,8 @@ class PPOModule(optim.StageModule):
         checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
-        checkpoint["policy_loss"] = self.loss_digest
+        checkpoint["formulas"] = self.digests
+        checkpoint["mean_return"] = self.mean_return
         if self.ptx is not None:
             checkpoint["ptx"] = self.ptx.digest
 
@@ -391,9 +423,11 @@ class PPOModule(optim.StageModule):
         super().on_load_checkpoint(checkpoint)
         if self.ptx is not None:
             self.ptx.check(checkpoint)
-        if checkpoint.get("policy_loss") != self.loss_digest:
-            own = f"{self.stage}.policy_loss={self.config.policy_loss}"
-            raise errors.CheckpointError(f"the code of {own} is not the one that it began with")
+        for key, digest in self.digests.items():
+            if checkpoint["formulas"].get(key) != digest:
+                own = f"{self.stage}.{key}={getattr(self.config, key)}"
+                raise errors.CheckpointError(f"the code of {own} is not the one that it began with")
+        self.mean_return = checkpoint["mean_return"]
         self.kl_coef = checkpoint["kl_coef"]
         stored = checkpoint["moments"]
         self.moments = shaping.ScoreMoments(
@@ -404,20 +438,13 @@ class PPOModule(optim.StageModule):
         self.collector.generation_rows.rows = checkpoint["generation_rows"]
 
 
-def find_policy_loss(config: PPOConfig, key: str) -> formulas.PolicyLoss:
-    """Return the loss of the policy that `config` names; a user's has been tried.
+def find_formulas(config: PPOConfig, stage: str) -> None:
+    """Enter the functions of the user's that `config` names in their tables, after a trial.
 
     Raises: ConfigError where there is no such function, or one that cannot be trained with.
     """
-    name = config.policy_loss
-    if name in formulas.POLICY_LOSSES:
-        return formulas.POLICY_LOSSES[name]
-    function = load_function(name, key)
-    try:
-        fault = formulas.fault_of(function, config)
-    except FAULTS as error:
-        fault = f"which fails on a made-up batch: {error!r}"
-    if fault is not None:
-        allowed = "PolicyLosses of a PolicyBatch, see lightning_rlhf.core.policy_losses"
-        raise errors.ConfigError(f"{key} is {name!r}, {fault}; allowed: {allowed}")
-    return function
+    for key, (table, fault_of, allowed) in formulas.DOORS.items():
+        name = getattr(config, key)
+        if ":" in name:
+            trial = partial(fault_of, config=config)
+            table[name] = load_tried(name, f"{stage}.{key}", trial, allowed)

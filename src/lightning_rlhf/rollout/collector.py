@@ -308,6 +308,24 @@ class Collector:
             self.sampler.check_gap(found)
         return found
 
+    def greedy(
+        self, rollout: records.Rollout, generator: torch.Generator, version: int
+    ) -> records.Rollout:
+        """Return the greedy response to each prompt of a rollout, for a sampler of the package.
+
+        version: as for `roll_out`. The log-probabilities are those at the lowest temperature.
+        """
+        one = slice(None, None, self.config.samples_per_prompt)
+        width = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
+        prompts = records.Prompts(
+            tokens=rollout.tokens[one, :width],
+            mask=rollout.mask[one, :width],
+            index=rollout.index[one],
+        )
+        params = replace(self.sampler.params, temperature=samplers.GREEDY)
+        cold = replace(self, sampler=replace(self.sampler, params=params))
+        return cold.roll_out(prompts, generator, version=version)
+
     def sample(
         self,
         prompts: records.Prompts,
