@@ -47,6 +47,11 @@ PolicyLossName = Annotated[
 ]
 """Name of a loss of the policy, or path of a function that returns one."""
 AboveOne = Annotated[float, Field(gt=1)]
+RatioBounds = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]],
+    Field(strict=False),
+    validation.described("[LOW, HIGH] with 0 <= LOW <= 1 <= HIGH, null"),
+]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
 
@@ -340,6 +345,8 @@ class PPOConfig(StageConfig):
     missing_eos: MissingEOS
     missing_eos_penalty: validation.NonNegativeFloat
     whiten_rewards: bool
+    overlong_after: validation.PositiveInt | None
+    overlong_ramp: validation.PositiveInt
     # the penalty for leaving the reference
     kl_estimator: KLEstimator
     kl_in: Literal["reward", "loss"]
@@ -361,9 +368,12 @@ class PPOConfig(StageConfig):
     sapo_tau_pos: validation.PositiveFloat
     sapo_tau_neg: validation.PositiveFloat
     importance_cap: validation.PositiveFloat | None
-    """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
+    """Largest weight of a token's loss, as `importance_factors`; None weighs all tokens by 1."""
+    importance_mask: RatioBounds | None
+    """Mean ratios of a response between which it counts, likewise; None counts all responses."""
     loss_reduction: Reduction
     ent_coef: validation.NonNegativeFloat
+    ent_coef_end: validation.NonNegativeFloat | None
     ptx_coef: validation.NonNegativeFloat
     ptx_batch_size: validation.Count
     # the critic
@@ -409,9 +419,9 @@ class PPOConfig(StageConfig):
         for holds, key, allowed in (
             (self.finetune == "lora" or self.rollout != "vllm", "rollout",
              "native, hf where ppo.finetune=full: servers are sent adapters, not whole weights"),
-            (self.importance_cap is None or self.rollout not in ("native", "hf"), "importance_cap",
-             f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
-             "training"),
+            *((getattr(self, key) is None or self.rollout not in ("native", "hf"), key,
+               f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
+               "training") for key in ("importance_cap", "importance_mask")),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",

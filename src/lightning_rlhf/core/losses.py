@@ -219,19 +219,43 @@ def policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
-def importance_weights(
-    logprobs: Float[Tensor, "*n"], sampler_logprobs: Float[Tensor, "*n"], cap: float
-) -> Float[Tensor, "*n"]:
-    """Return the weight of each token's policy loss where another program sampled it.
+def importance_factors(batch: records.Experience, config: PPOConfig) -> Float[Tensor, "B T"]:
+    """Return the factors of the tokens' policy losses where another program sampled them.
 
-        w = min(p_trainer / p_sampler, cap)         both of the policy at sampling
+        w_t = min(p_trainer / p_sampler, importance_cap)     both of the policy at sampling
+        w_t = 0 in a response that `kept_responses` leaves out
 
     1 where both agree. A cap of 1 only makes tokens count less that the sampler likes too much; a
     large one is importance sampling, without bias and with a large variance; towards 0 nothing is
-    learned. It has no gradient.
+    learned; None weighs all by 1. They have no gradient, and are finite on padding.
     Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
     """
-    return torch.exp(logprobs - sampler_logprobs).clamp(max=cap)
+    assert batch.sampler_logprobs is not None
+    factors = torch.ones_like(batch.old_logprobs)
+    if config.importance_cap is not None:
+        log_ratio = batch.old_logprobs - batch.sampler_logprobs
+        factors = torch.exp(log_ratio).clamp(max=config.importance_cap)
+    if config.importance_mask is not None:
+        factors = torch.where(kept_responses(batch, config.importance_mask)[:, None], factors, 0)
+    return factors
+
+
+def kept_responses(batch: records.Experience, bounds: tuple[float, float]) -> Bool[Tensor, " B"]:
+    """Return which responses count: those that trainer and sampler find about as likely a token.
+
+        low <= exp(mean_t (log p_trainer - log p_sampler)) <= high      geometric mean of the ratios
+
+    bounds: (low, high) of ppo.importance_mask. (0, large) keeps all responses; (1, 1) those alone
+    that both find exactly as likely. The others stay in the denominators of the loss.
+    Source: Liu et al. 2025, https://yingru.notion.site/271211a558b7808d8b12d403fd15edda
+    Departs: the ratio there is the product over the tokens, which grows with their number; the mean
+    is that of NeMo-RL and OpenRLHF.
+    """
+    assert batch.sampler_logprobs is not None
+    mask = batch.response_mask
+    log_ratio = torch.where(mask, batch.old_logprobs - batch.sampler_logprobs, 0).sum(dim=1)
+    ratio = torch.exp(log_ratio / mask.sum(dim=1).clamp(min=1))
+    return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
 def value_loss(
@@ -298,6 +322,7 @@ def ppo_terms(
     config: PPOConfig,
     *,
     kl_coef: float,
+    ent_coef: float,
     policy: PolicyOutputs | None,
     policy_losses: Float[Tensor, " N"] | None,
     values: Float[Tensor, " N"] | None,
@@ -315,6 +340,7 @@ def ppo_terms(
         weights: the same slice of `token_weights` of the minibatch.
         tokens: real response tokens of the whole minibatch.
         kl_coef: price of the KL to the reference in this iteration, used where ppo.kl_in=loss.
+        ent_coef: weight of the entropy bonus in this iteration.
         policy: predictions of the policy; None where the critic is updated by itself.
         policy_losses: `policy_loss` of each real response token, or another loss; None likewise.
         values: V(s_t) of the critic at each of them; None where the policy learns by itself.
@@ -334,8 +360,8 @@ def ppo_terms(
             kl_losses = kl.priced(config, policy.logprobs, ref_logprobs, policy.vocabulary_kl)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
-        if config.ent_coef > 0:
-            loss = loss - config.ent_coef * entropy
+        if ent_coef > 0:
+            loss = loss - ent_coef * entropy
         with torch.no_grad():
             approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)

@@ -29,6 +29,8 @@ class IterationResult:
     """Statistics of each minibatch, in their order."""
     kl_coef: float
     """KL coefficient of the iteration."""
+    ent_coef: float
+    """Entropy coefficient of the iteration."""
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: Mapping[str, float]

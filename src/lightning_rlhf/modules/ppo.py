@@ -111,10 +111,19 @@ class PPOModule(optim.StageModule):
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
         padding = padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
-        result = results.IterationResult(experience, updates, self.kl_coef, padding, seconds)
+        coefs = self.kl_coef, self.ent_coef
+        result = results.IterationResult(experience, updates, *coefs, padding, seconds)
         self.end_iteration(experience)
         self.log_headline(result.headline)
         return {results.RESULT: result}
+
+    @property
+    def ent_coef(self) -> float:
+        """Return the entropy coefficient of the current iteration."""
+        start, end = self.config.ent_coef, self.config.ent_coef_end
+        if end is None:
+            return start
+        return kl.linear_coef(start, end, self.iteration, self.config.iterations)
 
     def lap(self) -> float:
         """Return the seconds since the last call."""
@@ -286,9 +295,9 @@ class PPOModule(optim.StageModule):
     ) -> records.PPOTerms:
         """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
 
-        With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
-        adds terms of its own to the loss here. With a critic apart it is called twice a
-        micro-batch: with `policy` alone, then with `values` alone.
+        `importance_factors` are factors of the policy's losses where ppo.importance_cap or _mask
+        asks for them. A subclass adds terms of its own to the loss here. With a critic apart it is
+        called twice a micro-batch: with `policy` alone, then with `values` alone.
         """
         policy_losses = clipped = None
         if policy is not None:
@@ -296,19 +305,20 @@ class PPOModule(optim.StageModule):
             if isinstance(found, Tensor):  # of a subclass
                 found = formulas.PolicyLosses(losses=found)
             policy_losses, clipped = found.losses, found.clipped
-        cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
-        if policy_losses is not None and cap is not None:
-            if told is None:
-                allowed = "null for a sampler that is exact, or tells no log-probabilities"
-                raise errors.ConfigError(
-                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
-                )
+        keys = "importance_cap", "importance_mask"
+        given = {key: value for key in keys if (value := getattr(self.config, key)) is not None}
+        if policy_losses is not None and given:
+            key, value = next(iter(given.items()))
+            allowed = "null for a sampler that is exact, or tells no log-probabilities"
+            is_told = micro_batch.sampler_logprobs is not None
+            errors.require(is_told, f"{self.stage}.{key}", value, allowed)
             pick = masking.picker(records.known_mask(micro_batch))
-            known = pick(micro_batch.old_logprobs), pick(told)
-            policy_losses = policy_losses * losses.importance_weights(*known, cap)
+            policy_losses = policy_losses * pick(
+                losses.importance_factors(micro_batch, self.config)
+            )
         return losses.ppo_terms(
-            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
-            policy_losses=policy_losses, values=values, clipped=clipped,
+            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, ent_coef=self.ent_coef,
+            policy=policy, policy_losses=policy_losses, values=values, clipped=clipped,
         )  # fmt: skip
 
     def policy_losses(
