@@ -359,6 +359,8 @@ class PPOConfig(StageConfig):
     advantage: Advantage
     gamma: validation.Fraction
     gae_lambda: validation.Fraction
+    resample_groups: validation.NonNegativeInt
+    """Largest number of rounds in which groups all alike are replaced by further prompts'."""
     whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
     policy_loss: PolicyLossName
@@ -424,6 +426,8 @@ class PPOConfig(StageConfig):
                "training") for key in ("importance_cap", "importance_mask")),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
+            (self.resample_groups == 0 or self.advantage in GROUPED, "resample_groups",
+             f"0 where ppo.advantage={self.advantage}, which compares no groups"),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",
              "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on average, so "
              "it would hold nothing back"),

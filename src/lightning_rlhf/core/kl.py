@@ -95,6 +95,12 @@ def linear_coef(start: float, end: float, iteration: int, iterations: int) -> fl
     return start + (end - start) * done
 
 
+def ent_coef(config: PPOConfig, iteration: int) -> float:
+    """Return the entropy coefficient of an iteration: from ent_coef on a line to ent_coef_end."""
+    start, end = config.ent_coef, config.ent_coef_end
+    return start if end is None else linear_coef(start, end, iteration, config.iterations)
+
+
 def next_kl_coef(
     kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
 ) -> float:

@@ -36,6 +36,8 @@ class IterationResult:
     seconds: Mapping[str, float]
     """Seconds of each phase: `rollout` samples and annotates, `score` reads reward and reference,
     `update` makes all optimizer steps, and `other` is what came since the previous iteration."""
+    replaced: tuple[records.Rollout, ...] = ()
+    """Responses that ppo.resample_groups replaced, round by round."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

@@ -1,7 +1,7 @@
 """Proximal policy optimization from a reward model."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.sampler import Sampler
 from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
-TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
+TRAINING, EVALUATION, RESAMPLING = 0, 1, 2  # numbers of the random-number streams
 
 
 class PPOModule(optim.StageModule):
@@ -86,6 +86,11 @@ class PPOModule(optim.StageModule):
         """Hash of the code of a policy loss of the user's; None for one of the package."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
+        self.further: Callable[[int, int], records.Prompts] | None = None
+        """Function that returns prompts for ppo.resample_groups, as `StageData.further`; a run sets
+        it."""
+        self.replaced: tuple[records.Rollout, ...] = ()
+        """Responses that ppo.resample_groups replaced in this iteration, round by round."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
@@ -111,19 +116,11 @@ class PPOModule(optim.StageModule):
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
         padding = padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
-        coefs = self.kl_coef, self.ent_coef
-        result = results.IterationResult(experience, updates, *coefs, padding, seconds)
+        coefs, replaced = (self.kl_coef, kl.ent_coef(self.config, self.iteration)), self.replaced
+        result = results.IterationResult(experience, updates, *coefs, padding, seconds, replaced)
         self.end_iteration(experience)
         self.log_headline(result.headline)
         return {results.RESULT: result}
-
-    @property
-    def ent_coef(self) -> float:
-        """Return the entropy coefficient of the current iteration."""
-        start, end = self.config.ent_coef, self.config.ent_coef_end
-        if end is None:
-            return start
-        return kl.linear_coef(start, end, self.iteration, self.config.iterations)
 
     def lap(self) -> float:
         """Return the seconds since the last call."""
@@ -149,15 +146,34 @@ class PPOModule(optim.StageModule):
 
     def make_experience(self, rollout: records.Rollout) -> records.Experience:
         """Return what an iteration learns from: responses with scores, rewards per token,
-        advantages and returns.
+        advantages and returns; ppo.resample_groups replaces some of the responses.
 
         Raises: RewardError where the reward gives no numbers, which names the iteration.
         """
+        config = self.config
+        sizes = config.samples_per_prompt, config.resample_groups
+        rollout, scores, self.replaced = records.resample_alike(
+            rollout, self.score(rollout), *sizes, self.sample_further
+        )
+        return make_experience(rollout, scores, config, self.shape_rewards(rollout, scores))
+
+    def score(self, rollout: records.Rollout) -> records.Scores:
+        """Return the scores of responses to training prompts; raises as `make_experience`."""
         try:
-            scores = self.collector.score(self.collector.decode(rollout, "train"))
+            return self.collector.score(self.collector.decode(rollout, "train"))
         except errors.RewardError as error:
             raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
-        return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
+
+    def sample_further(self, count: int, number: int) -> tuple[records.Rollout, records.Scores]:
+        """Return responses to further prompts, and their scores, as `resample_alike` draws them.
+
+        Prompts and random numbers are a function of the seed, the iteration and the round `number`.
+        """
+        assert self.further is not None
+        place = self.iteration * self.config.resample_groups + number
+        prompts = self.further(place, count).to(self.device)
+        rollout = self.roll_out(prompts, self.generator(RESAMPLING, place))
+        return rollout, self.score(rollout)
 
     def shape_rewards(
         self, rollout: records.Rollout, scores: records.Scores
@@ -305,20 +321,13 @@ class PPOModule(optim.StageModule):
             if isinstance(found, Tensor):  # of a subclass
                 found = formulas.PolicyLosses(losses=found)
             policy_losses, clipped = found.losses, found.clipped
-        keys = "importance_cap", "importance_mask"
-        given = {key: value for key in keys if (value := getattr(self.config, key)) is not None}
-        if policy_losses is not None and given:
-            key, value = next(iter(given.items()))
-            allowed = "null for a sampler that is exact, or tells no log-probabilities"
-            is_told = micro_batch.sampler_logprobs is not None
-            errors.require(is_told, f"{self.stage}.{key}", value, allowed)
-            pick = masking.picker(records.known_mask(micro_batch))
-            policy_losses = policy_losses * pick(
-                losses.importance_factors(micro_batch, self.config)
-            )
+        factors = losses.importance_factors(micro_batch, self.config, self.stage)
+        if policy_losses is not None and factors is not None:
+            policy_losses = policy_losses * masking.picker(records.known_mask(micro_batch))(factors)
         return losses.ppo_terms(
-            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, ent_coef=self.ent_coef,
-            policy=policy, policy_losses=policy_losses, values=values, clipped=clipped,
+            micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
+            ent_coef=kl.ent_coef(self.config, self.iteration),
+            policy_losses=policy_losses, values=values, clipped=clipped,
         )  # fmt: skip
 
     def policy_losses(
@@ -375,6 +384,9 @@ class PPOModule(optim.StageModule):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        rounds, has_more = self.config.resample_groups, self.further is not None
+        allowed = "0 for a module whose `further` is None, which gives it prompts"
+        errors.require(rounds == 0 or has_more, f"{self.stage}.resample_groups", rounds, allowed)
         self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:
