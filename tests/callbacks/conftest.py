@@ -71,7 +71,7 @@ class FakePPO(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.iteration = 0
         self.chat = Chat()
-        self.config = SimpleNamespace(group_size=2)
+        self.config = SimpleNamespace(group_size=2, importance_mask=None, resample_groups=0)
         terms = tuple(replace(AS_IT_IS[0], name=name) for name in components)
         prompts = {
             split: [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
@@ -93,13 +93,15 @@ class FakePPO(LightningModule):
         for _ in range(UPDATES):
             self.optimizers().step()
         self.iteration += 1
-        return {RESULT: self.result()}
+        result = self.result()
+        self.experience = result.experience
+        return {RESULT: result}
 
     def result(self) -> IterationResult:
         score = torch.tensor([2.0, -1.0]) + self.iteration
         return IterationResult(
             experience=make_experience(score=score, component_scores=self.parts()),
-            updates=make_updates(), kl_coef=0.05, padding=torch.tensor(0.25),
+            updates=make_updates(), kl_coef=0.05, ent_coef=0.01, padding=torch.tensor(0.25),
             seconds={"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5},
         )  # fmt: skip
 

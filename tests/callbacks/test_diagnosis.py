@@ -41,6 +41,7 @@ class Scored(FakePPO):
         kl[:, 0] = self.kl[self.iteration]
         experience = make_experience(score=score, component_scores=score[:, None], kl=kl)
         result = super().training_step(batch, batch_idx)[RESULT]
+        self.experience = experience
         return {RESULT: replace(result, experience=experience)}
 
 
@@ -96,6 +97,20 @@ def test_each_finding_is_told_once_and_the_file_holds_its_numbers(fit: Fit, caps
     ]
     assert "(9.5 nats a response, ppo.kl_warning=9)" in first["symptom"]
     assert first["remedy"] == NAMED["kl_exploding"].remedy
+
+
+def test_a_constant_reward_is_shown_with_what_the_checker_said(fit: Fit, capsys: Any) -> None:
+    module = Scored([SAME] * 3)
+    reward = module.collector.reward
+    checker = SimpleNamespace(explain=lambda decoded: ["no number", None])
+    module.collector.reward = replace(reward, sources=(checker,))
+    train(fit, module)
+    [finding] = findings()
+    first, second = finding["samples"]
+    assert (first["verdicts"], "verdicts" in second) == ({"head": "no number"}, False)
+    assert [one["score"] for one in (first, second)] == pytest.approx(SAME)
+    assert first["prompt"] == "train question 1 [b]?"
+    assert capsys.readouterr().out.count("no number") == 1
 
 
 def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path) -> None:

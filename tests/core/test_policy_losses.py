@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_type_hints
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import group_normalised
+from lightning_rlhf.core.losses import importance_factors
 from lightning_rlhf.core.policy_losses import (
     POLICY_LOSSES,
     PolicyBatch,
@@ -20,6 +22,7 @@ from lightning_rlhf.core.policy_losses import (
     fault_of_loss,
     made_up_batch,
 )
+from lightning_rlhf.core.shaping import NO_SCORES, shape_score
 from lightning_rlhf.core.validation import allowed
 
 from .configs import ppo_config
@@ -76,6 +79,34 @@ def test_other_codebases_have_the_same_advantages_of_groups() -> None:
     case = GOLDEN["grpo_advantage"]
     found = group_normalised(double(case["rewards"]), 2)
     close(found, double(case["row_advantages"]), rtol=1e-8)
+
+
+@pytest.mark.parametrize("case", GOLDEN["importance_mask"], ids=lambda case: case["case"])
+def test_other_codebases_leave_out_the_same_responses(case: dict[str, Any]) -> None:
+    given = GOLDEN["inputs"][case["case"]]
+    changes = {"clip_range": 0.2, "rollout": "vllm", "importance_cap": 1e30,
+               "importance_mask": case["bounds"]}  # fmt: skip
+    names = "logprobs", "old_logprobs", "advantages_tok", "mask"
+    batch = batch_of(*(given[name] for name in names), changes)
+    told: Any = SimpleNamespace(
+        old_logprobs=batch.old_logprobs, sampler_logprobs=double(case["rollout_logprobs"]),
+        response_mask=batch.mask,
+    )  # fmt: skip
+    factors = importance_factors(told, batch.config, "ppo")
+    assert factors is not None
+    found = reduced(POLICY_LOSSES["ppo"](batch).losses * factors, batch.mask, "token_mean")
+    found.backward()
+    close(found.detach(), double(case["loss"]), rtol=1e-8, atol=1e-8)
+    close(batch.logprobs.grad, double(case["grad_logprobs"]), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("case", GOLDEN["overlong_penalty"], ids=lambda case: str(case["longest"]))
+def test_other_codebases_price_long_responses_alike(case: dict[str, Any]) -> None:
+    tokens, after = torch.tensor(case["tokens"]), case["longest"] - case["ramp"]
+    config = ppo_config(overlong_after=after, overlong_ramp=case["ramp"])
+    score = torch.full((5,), 0.5, dtype=torch.float64)
+    found = shape_score(score, tokens > 0, tokens, config, NO_SCORES)
+    close(found, 0.5 + double(case["penalty"]), rtol=1e-6)  # the division is in fp32
 
 
 # Two tokens of ratios 2 and 1/2, whose geometric mean is 1: log pi = log 2 - 3 and log 1/2 - 3, of

@@ -71,7 +71,8 @@ WEIGHTS = torch.tensor([[0.25, 0.25], [0.5, 0.0]]).double()
 
 def terms(config: Any, *, policy: PolicyOutputs | None = OUTPUTS, values: Tensor | None = VALUES,
           kl_coef: float = 2.0) -> PPOTerms:  # fmt: skip
-    return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef, policy=policy,
+    return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef,
+                     ent_coef=config.ent_coef, policy=policy,
                      policy_losses=losses(policy, experience(), config), values=values)  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def test_what_the_loss_is_the_sum_of(reduction: Any, entropy: float, ent_coef: f
     """
     weights = token_weights(MASK, reduction, max_response_tokens=4).double()
     found = ppo_terms(
-        experience(), weights, MASK.sum(), config(ent_coef=ent_coef), kl_coef=2.0, policy=OUTPUTS,
+        experience(), weights, MASK.sum(), config(), kl_coef=2.0, ent_coef=ent_coef, policy=OUTPUTS,
         policy_losses=losses(OUTPUTS, experience(), config()), values=VALUES,
     )  # fmt: skip
     total = found.policy_loss + 2.0 * found.kl_loss + 0.5 * found.value_loss

@@ -42,6 +42,16 @@ def test_a_linear_price_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: 
     check_price(steps(make_ppo(kl_coef=0.3), last=2), [0.3, 0.3])
 
 
+def test_the_entropy_bonus_moves_on_a_line(make_ppo: Make) -> None:
+    """From 0, so that the entropy has a gradient although its first weight is 0."""
+    changes = {"ent_coef": 0.0, "ent_coef_end": 0.4, "kl_coef": 0.0, "loss_reduction": "token_mean"}
+    for step, coef in zip(steps(make_ppo(**changes)), (0.0, 0.2, 0.4), strict=True):
+        assert step.ent_coef == pytest.approx(coef)
+        for one in step.updates:
+            rest = one.policy_loss + 0.1 * one.value_loss
+            assert one.loss.item() == pytest.approx((rest - coef * one.entropy).item(), abs=1e-5)
+
+
 def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
     kl = steps(make_ppo(), last=1)[0].experience.kl.sum(1).mean().item()
     module = make_ppo(
@@ -82,11 +92,19 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
     ids=lambda changes: next(iter(changes.values())),
 )  # fmt: skip
 def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str, Any]) -> None:
-    settings = {"reward": one_number, **changes}
-    unbroken = make_ppo(**settings)
-    third = steps(unbroken)[2]
+    third, again, unbroken, found = resumed(make_ppo, None, reward=one_number, **changes)
+    assert again.kl_coef == third.kl_coef
+    assert torch.equal(again.experience.rewards, third.experience.rewards)
+    assert found.kl_coef == unbroken.kl_coef
+    assert found.moments == unbroken.moments
 
-    broken = make_ppo(**settings)
+
+def resumed(make_ppo: Make, further: Any, **settings: Any) -> tuple[Any, Any, PPOModule, PPOModule]:
+    """The third step of an unbroken run, and of one resumed after the second; both modules."""
+    unbroken, broken, again = (make_ppo(**settings) for _ in range(3))
+    for module in (unbroken, broken, again):
+        module.further = further
+    third = steps(unbroken)[2]
     steps(broken, last=2)
     checkpoint: dict[str, Any] = {"state_dict": broken.state_dict()}
     broken.on_save_checkpoint(checkpoint)
@@ -94,12 +112,6 @@ def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str,
     torch.save(checkpoint, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    resumed = make_ppo(**settings)
-    resumed.load_state_dict(loaded["state_dict"], strict=False)
-    resumed.on_load_checkpoint(loaded)
-    again = steps(resumed, first=2)[0]
-
-    assert again.kl_coef == third.kl_coef
-    assert torch.equal(again.experience.rewards, third.experience.rewards)
-    assert resumed.kl_coef == unbroken.kl_coef
-    assert resumed.moments == unbroken.moments
+    again.load_state_dict(loaded["state_dict"], strict=False)
+    again.on_load_checkpoint(loaded)
+    return third, steps(again, first=2)[0], unbroken, again

@@ -28,6 +28,7 @@ from ..processes import replicated
 from .conftest import Outputs, fit, parameters, prompts, sft_config, sft_roles
 from .experiences import Make
 from .test_ptx import with_ptx
+from .test_resampling import coarse, further
 from .test_sft import demonstrations
 from .test_supervised import STAGES
 
@@ -40,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": "model", "generation_batch_size": 2, "whiten_advantages": "minibatch",
         "critic_warmup": 1, "weight_decay": 0.1, "ptx_batch_size": 3,
     },
-    "grpo, uneven minibatches": {
-        "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
-        "minibatch_size": 10, "microbatch_size": 5,
+    "grpo, uneven minibatches, groups resampled": {
+        "advantage": "grpo", "samples_per_prompt": 2, "rollout_batch_size": 20, "reward": coarse,
+        "minibatch_size": 10, "microbatch_size": 5, "resample_groups": 3,
     },
     "target_kl, KL in the loss, fewer rows than processes": {
         "lr": 1e-3, "target_kl": 0.002, "kl_in": "loss", "kl_estimator": "full",
@@ -71,6 +72,7 @@ def trained(
     """The results of all steps and evaluations, and the weights after the last step."""
     module.replicas = replicas
     if isinstance(module, PPOModule):
+        module.further = further
         module.collector.replicas = replicas
     outputs, evaluations = Outputs(), Evaluations()
     fit(module, batches, [*callbacks, outputs, evaluations], held_out, every=len(batches))
@@ -163,6 +165,8 @@ def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path
     assert lengths.max() == 6
     if case == "head":
         assert lengths.min() == 1
+    if config.get("resample_groups"):
+        assert all(step.replaced for step in expected["steps"])
     if config.get("target_kl"):
         assert any(len(step.updates) < 8 for step in expected["steps"])
 

@@ -83,8 +83,8 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
     )  # fmt: skip
     weights = token_weights(mask, config.loss_reduction, max_response_tokens=room)
     terms = ppo_terms(
-        experience, weights, mask.sum(), config, kl_coef=config.kl_coef, policy=policy,
-        policy_losses=losses, values=values[index][mask],
+        experience, weights, mask.sum(), config, kl_coef=config.kl_coef, ent_coef=config.ent_coef,
+        policy=policy, policy_losses=losses, values=values[index][mask],
     )  # fmt: skip
     return vars(terms)
 

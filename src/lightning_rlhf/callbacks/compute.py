@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.core.records import Labels, Preferences
+from lightning_rlhf.core.records import Labels, Preferences, row_lengths
 from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
@@ -127,14 +127,17 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     kl_estimator=full adds a forward pass of the policy to the score, or of the reference to the
     update. The policy reads once more what its sampler gives no numbers for, and only forward
     during ppo.critic_warmup. Every sampler is taken to compute with a cache, and all but the native
-    one to read a prompt once for each response to it.
+    one to read a prompt once for each response to it. Responses that ppo.resample_groups replaced
+    were sampled and scored, and are not learned from.
 
     module: a PPOModule after the iteration. devices: number of processes, each on its own device.
     """
     config, critic, collector = module.config, module.critic, module.collector
-    masks = result.experience.mask, result.experience.response_mask
-    lengths, responses = (mask.sum(dim=1).cpu() for mask in masks)
-    tokens, wanted = int(lengths.sum()), int(responses.sum())
+    batches = (result.experience, *result.replaced)
+    sizes = torch.cat([row_lengths(batch).cpu() for batch in batches])
+    learned = sizes[: len(result.experience)]
+    lengths, responses = sizes.unbind(dim=1)
+    tokens, wanted = sizes.sum(dim=0).tolist()
     policy = weights_of(module.roles, POLICY)
     reference = weights_of(module.roles.reference, REFERENCE)
     each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
@@ -143,7 +146,8 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     for model, role in collector.reward.models.values():
         score += weights_of(model, role).forward(lengths)  # type: ignore[arg-type]
     policy_learns = module.iteration > config.critic_warmup
-    update = (policy.update if policy_learns else policy.forward)(lengths, wanted)
+    trained, predicted = learned.sum(dim=0).tolist()
+    update = (policy.update if policy_learns else policy.forward)(learned[:, 0], predicted)
     readings = 1 + len(collector.reward.models) + collector.annotated
     if collector.annotated:
         rollout += policy.forward(lengths, wanted)
@@ -151,14 +155,14 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
         readings += 1
         apart = weights_of(critic.roles, critic.role)
         rollout += apart.forward(lengths)
-        update += apart.update(lengths)
+        update += apart.update(learned[:, 0])
     if config.kl_estimator == "full" and config.kl_in == "reward":
         readings += 1
         score += policy.forward(lengths, wanted)
     elif config.kl_estimator == "full":
-        update += reference.forward(lengths, wanted)
-    epochs = len(result.updates) / (len(lengths) // config.minibatch_size)
-    update, trained = epochs * update, round(epochs * tokens)
+        update += reference.forward(learned[:, 0], predicted)
+    epochs = len(result.updates) / (len(learned) // config.minibatch_size)
+    update, trained = epochs * update, round(epochs * trained)
     if module.ptx is not None and policy_learns:
         for number in range(len(result.updates)):
             batch = module.ptx.batch(module.iteration - 1, number)

@@ -17,18 +17,21 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_rlhf.callbacks.evaluation import training_samples
 from lightning_rlhf.callbacks.files import judged
 from lightning_rlhf.callbacks.loggers import RunWandb
 from lightning_rlhf.callbacks.progress import is_evaluation, latest
 from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
-from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_object
 
 DIAGNOSIS = "diagnosis.json"
 """Name of the file of findings in the folder of a run."""
+SHOWN, COUNT = ("groups_alike", "reward_constant"), 3
+"""Rules whose finding shows responses of the iteration, and how many of them."""
 KEPT = 100
 """Number of iterations, and of evaluations, whose metrics are kept for the rules."""
 TOKENS, CLIP = "rollout/response_tokens", "update/clip_fraction"
@@ -342,7 +345,7 @@ class Diagnosis(Callback):
     rules: Sequence[Rule] = RULES
     """Rules in their order of precedence."""
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """Entries of the file: rule, iteration, symptom, cause, remedy."""
+    """Entries of the file: rule, iteration, symptom, cause, remedy; samples for SHOWN."""
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"rows": self.history.rows, "evaluations": self.history.evaluations}
@@ -388,13 +391,24 @@ class Diagnosis(Callback):
             symptom = f"{each.when} ({numbers})"
             found = {"symptom": symptom, "cause": each.cause, "remedy": each.remedy}
             found = {n: own_keys(x, self.stage, vars(history.config)) for n, x in found.items()}
-            self.findings.append({"rule": each.name, "iteration": iteration, **found})
+            samples = self.samples(trainer) if each.name in SHOWN else []
+            shown = {"samples": samples} if samples else {}
+            self.findings.append({"rule": each.name, "iteration": iteration, **found, **shown})
             self.write()
             text = "{symptom}: {cause}. {remedy}".format(**found)
             print_line(f"warning: {text}", "yellow")
+            for sample in samples:
+                print_line(f"  {visible_line(str(sample))}", "yellow")
             for logger in trainer.loggers:
                 if isinstance(logger, RunWandb):
                     logger.alert(each.name, text)
+
+    def samples(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Return the first responses of the iteration, with what the reward says of them."""
+        module: Any = trainer.lightning_module
+        some = training_samples(module, module.experience.select(slice(0, COUNT)))
+        keys = "prompt", "response", "score", "verdicts"
+        return [{key: sample[key] for key in keys if key in sample} for sample in some]
 
     def write(self) -> None:
         """Write all findings to the file."""

@@ -19,9 +19,9 @@ from torch import Tensor
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
-from lightning_rlhf.core import logprobs, results, shaping
+from lightning_rlhf.core import logprobs, losses, results, shaping
 from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
-from lightning_rlhf.core.records import Experience, UpdateStats
+from lightning_rlhf.core.records import Experience, UpdateStats, groups_alike
 from lightning_rlhf.parallel.replicas import Replicas
 
 NGRAM = 4
@@ -41,7 +41,8 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
     The quantile q of B sorted scores is taken at place q (B - 1), counted from 0, linearly between
     its two neighbours: numpy's method 'linear'.
-    groups_alike is the share of groups whose responses, `group_size` in a row, have the same score.
+    A group is `group_size` responses in a row. Of the scores' variance, reward_std^2, the part
+    within groups is the mean of their variances and the part between them that of their means.
     """
     mask = experience.response_mask
     values, returns = experience.old_values, experience.returns
@@ -73,8 +74,11 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/explained_variance": explained,
     }
     if group_size > 1:
-        groups = score.view(-1, group_size)
-        metrics["rollout/groups_alike"] = (groups == groups[:, :1]).all(dim=1).double().mean()
+        groups, is_alike = score.view(-1, group_size), groups_alike(score, group_size).double()
+        metrics["rollout/groups_alike"] = is_alike.mean()
+        metrics["rollout/prompts_effective"] = (1 - is_alike).sum()
+        metrics["rollout/score_std_within"] = groups.var(dim=1, correction=0).mean().sqrt()
+        metrics["rollout/score_std_between"] = groups.mean(dim=1).std(correction=0)
     found = {name: value.item() for name, value in metrics.items()}
     if (told := experience.sampler_logprobs) is not None:
         gap = logprobs.logprob_gap(experience.old_logprobs, told, mask)
@@ -260,10 +264,22 @@ class PPOMetrics(StepRows):
             **update_metrics(result.updates),
             "update/lr": self._lr,
             "update/kl_coef": result.kl_coef,
+            "update/ent_coef": result.ent_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, tokens, len(experience)),
             **self.count(computed | reward.spent(), compute.peak_memory(pl_module.device)),
         }
+        config, told = pl_module.config, experience.sampler_logprobs
+        if config.resample_groups:
+            replaced, size = [len(one) for one in result.replaced], config.group_size
+            before = replaced[0] / len(experience) if replaced else 0.0
+            metrics["rollout/groups_alike_first"] = before
+            metrics["rollout/resample_rounds"] = float(len(replaced))
+            metrics["rollout/prompts_drawn"] = (len(experience) + sum(replaced)) / size
+        if config.importance_mask is not None and told is not None:
+            log_ratio, mask = experience.old_logprobs - told, experience.response_mask
+            kept = losses.kept_responses(log_ratio, mask, config.importance_mask)
+            metrics["rollout/importance_masked"] = 1 - kept.double().mean().item()
         terms = reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):

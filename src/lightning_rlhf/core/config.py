@@ -62,6 +62,11 @@ Advantage = Annotated[
 ]
 """Name of an estimator of advantages, or path of a function that returns them."""
 AboveOne = Annotated[float, Field(gt=1)]
+RatioBounds = Annotated[
+    tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]],
+    Field(strict=False),
+    validation.described("[LOW, HIGH] with 0 <= LOW <= 1 <= HIGH, null"),
+]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
 
@@ -355,6 +360,8 @@ class PPOConfig(StageConfig):
     missing_eos: MissingEOS
     missing_eos_penalty: validation.NonNegativeFloat
     whiten_rewards: bool
+    overlong_after: validation.PositiveInt | None
+    overlong_ramp: validation.PositiveInt
     # the penalty for leaving the reference
     kl_estimator: KLEstimator
     kl_in: Literal["reward", "loss"]
@@ -370,6 +377,8 @@ class PPOConfig(StageConfig):
     gae_lambda_critic: validation.Fraction | None
     gae_lambda_alpha: validation.PositiveFloat | None
     baseline_decay: Annotated[float, Field(ge=0, lt=1)]
+    resample_groups: validation.NonNegativeInt
+    """Largest number of rounds in which groups all alike are replaced by further prompts'."""
     whiten_advantages: Literal["none", "batch", "minibatch"]
     # the policy's loss
     policy_loss: PolicyLossName
@@ -379,9 +388,12 @@ class PPOConfig(StageConfig):
     sapo_tau_pos: validation.PositiveFloat
     sapo_tau_neg: validation.PositiveFloat
     importance_cap: validation.PositiveFloat | None
-    """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
+    """Largest weight of a token's loss, as `importance_factors`; None weighs all tokens by 1."""
+    importance_mask: RatioBounds | None
+    """Mean ratios of a response between which it counts, likewise; None counts all responses."""
     loss_reduction: Reduction
     ent_coef: validation.NonNegativeFloat
+    ent_coef_end: validation.NonNegativeFloat | None
     ptx_coef: validation.NonNegativeFloat
     ptx_batch_size: validation.Count
     # the critic
@@ -429,9 +441,9 @@ class PPOConfig(StageConfig):
         for holds, key, allowed in (
             (self.finetune == "lora" or self.rollout != "vllm", "rollout",
              "native, hf where ppo.finetune=full: servers are sent adapters, not whole weights"),
-            (self.importance_cap is None or self.rollout not in ("native", "hf"), "importance_cap",
-             f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
-             "training"),
+            *((getattr(self, key) is None or self.rollout not in ("native", "hf"), key,
+               f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
+               "training") for key in ("importance_cap", "importance_mask")),
             (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
              f"at least 2, which advantage={self.advantage} compares"),
             (self.advantage != "remax" or self.rollout in ("native", "hf"), "rollout",
@@ -440,6 +452,8 @@ class PPOConfig(StageConfig):
                f"{'null' if plain is None else plain} where ppo.advantage=gdpo, which reads the "
                "components of the reward alone")
               for key, plain in UNSHAPED.items()),
+            (self.resample_groups == 0 or self.advantage in GROUPED, "resample_groups",
+             f"0 where ppo.advantage={self.advantage}, which compares no groups"),
             (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",
              "k2, k3, k3+, k3_weighted, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is "
              "0 on average, so it would hold nothing back"),

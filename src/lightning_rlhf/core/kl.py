@@ -136,6 +136,23 @@ def adapted_coef(
     return kl_coef * (1 + error * episodes / horizon)
 
 
+def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
+    """Return the coefficient of an iteration, on a line from the first iteration to the last.
+
+        start + (end - start) * min(1, iteration / (iterations - 1))
+
+    iteration: number of the iteration, from 0; a run of one has `start`.
+    """
+    done = min(1.0, iteration / max(1, iterations - 1))
+    return start + (end - start) * done
+
+
+def ent_coef(config: PPOConfig, iteration: int) -> float:
+    """Return the entropy coefficient of an iteration: from ent_coef on a line to ent_coef_end."""
+    start, end = config.ent_coef, config.ent_coef_end
+    return start if end is None else linear_coef(start, end, iteration, config.iterations)
+
+
 def next_kl_coef(
     kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
 ) -> float:
@@ -152,8 +169,8 @@ def next_kl_coef(
         case "fixed":
             return kl_coef
         case "linear":
-            start, done = config.kl_coef, min(1.0, (iteration + 1) / max(1, config.iterations - 1))
-            return start + (config.kl_coef_end - start) * done
+            ends = config.kl_coef, config.kl_coef_end
+            return linear_coef(*ends, iteration + 1, config.iterations)
         case "adaptive":
             mean, target, horizon = kl.sum(dim=1).mean().item(), config.kl_target, config.kl_horizon
             return adapted_coef(kl_coef, mean, target=target, horizon=horizon, episodes=len(kl))

@@ -9,7 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core import kl, masking, records
+from lightning_rlhf.core import errors, kl, masking, records
 from lightning_rlhf.core.config import DPOConfig, LossType, PPOConfig, Reduction
 
 
@@ -219,19 +219,58 @@ def policy_loss(
     return torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
 
 
-def importance_weights(
-    logprobs: Float[Tensor, "*n"], sampler_logprobs: Float[Tensor, "*n"], cap: float
-) -> Float[Tensor, "*n"]:
-    """Return the weight of each token's policy loss where another program sampled it.
+def importance_factors(
+    batch: records.Experience, config: PPOConfig, stage: str
+) -> Float[Tensor, "B T"] | None:
+    """Return the factors of the tokens' policy losses where another program sampled them.
 
-        w = min(p_trainer / p_sampler, cap)         both of the policy at sampling
+        w_t = min(p_trainer / p_sampler, importance_cap)     both of the policy at sampling
+        w_t = 0 in a response that `kept_responses` leaves out
 
     1 where both agree. A cap of 1 only makes tokens count less that the sampler likes too much; a
     large one is importance sampling, without bias and with a large variance; towards 0 nothing is
-    learned. It has no gradient.
+    learned; None weighs all by 1. They have no gradient, and are 1 on padding.
+
+    Returns: None where neither key asks for factors.
+    Raises: ConfigError where the sampler told no log-probabilities; stage: section that it names.
     Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
     """
-    return torch.exp(logprobs - sampler_logprobs).clamp(max=cap)
+    keys = {"importance_cap": config.importance_cap, "importance_mask": config.importance_mask}
+    if all(value is None for value in keys.values()):
+        return None
+    if (told := batch.sampler_logprobs) is None:
+        allowed = "null for a sampler that is exact, or tells no log-probabilities"
+        key = next(key for key, value in keys.items() if value is not None)
+        raise errors.ConfigError(errors.refusal(f"{stage}.{key}", keys[key], allowed))
+    factors = torch.ones_like(told)
+    if config.importance_cap is not None:
+        log_ratio = torch.where(batch.response_mask, batch.old_logprobs - told, 0)
+        factors = torch.exp(log_ratio).clamp(max=config.importance_cap)
+    if config.importance_mask is not None:
+        is_kept = kept_responses(
+            batch.old_logprobs - told, batch.response_mask, config.importance_mask
+        )
+        factors = torch.where(is_kept[:, None], factors, 0)
+    return factors
+
+
+def kept_responses(
+    log_ratio: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"], bounds: tuple[float, float]
+) -> Bool[Tensor, " B"]:
+    """Return which responses count: those that trainer and sampler find about as likely a token.
+
+        low <= exp(mean_t (log p_trainer - log p_sampler)) <= high      geometric mean of the ratios
+
+    log_ratio: the difference of each token, nats.
+    bounds: (low, high) of ppo.importance_mask. (0, large) keeps all responses; (1, 1) those alone
+    that both find exactly as likely. The others stay in the denominators of the loss.
+    Source: Liu et al. 2025, https://yingru.notion.site/271211a558b7808d8b12d403fd15edda
+    Departs: the ratio there is the product over the tokens, which grows with their number; the mean
+    is that of NeMo-RL and OpenRLHF.
+    """
+    tokens = mask.sum(dim=1).clamp(min=1)
+    ratio = torch.exp(torch.where(mask, log_ratio, 0).sum(dim=1) / tokens)
+    return (ratio >= bounds[0]) & (ratio <= bounds[1])
 
 
 def value_loss(
@@ -298,6 +337,7 @@ def ppo_terms(
     config: PPOConfig,
     *,
     kl_coef: float,
+    ent_coef: float,
     policy: PolicyOutputs | None,
     policy_losses: Float[Tensor, " N"] | None,
     values: Float[Tensor, " N"] | None,
@@ -315,6 +355,7 @@ def ppo_terms(
         weights: the same slice of `token_weights` of the minibatch.
         tokens: real response tokens of the whole minibatch.
         kl_coef: price of the KL to the reference in this iteration, used where ppo.kl_in=loss.
+        ent_coef: weight of the entropy bonus in this iteration.
         policy: predictions of the policy; None where the critic is updated by itself.
         policy_losses: `policy_loss` of each real response token, or another loss; None likewise.
         values: V(s_t) of the critic at each of them; None where the policy learns by itself.
@@ -339,8 +380,8 @@ def ppo_terms(
             kl_losses = kl.ESTIMATORS[config.kl_estimator](tokens_read)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
-        if config.ent_coef > 0:
-            loss = loss - config.ent_coef * entropy
+        if ent_coef > 0:
+            loss = loss - ent_coef * entropy
         with torch.no_grad():
             approx_kl = kl.k3(old_logprobs, policy.logprobs)
             ratio = torch.exp(policy.logprobs - old_logprobs)

@@ -119,6 +119,23 @@ rollout/score_p95 | ppo | score: 95% quantile of the score over responses -> far
 rollout/groups_alike | ppo | share: share of prompts whose responses all have the same score, from
     which rloo, grpo and dr_grpo learn nothing but the KL -> below 0.5; near 1 nothing is learned:
     harder or easier prompts, more samples_per_prompt
+rollout/groups_alike_first | ppo | share: the same before ppo.resample_groups replaced any; only
+    with it -> what rollout/groups_alike would be
+rollout/resample_rounds | ppo | 1: rounds in which groups were replaced; only with
+    ppo.resample_groups -> below it; at it groups that are alike are left
+rollout/prompts_drawn | ppo | prompts: prompts of the batch and of those rounds together; likewise
+    -> near the batch; twice as many cost twice the sampling
+rollout/prompts_effective | ppo | prompts: prompts whose responses do not all have the same score;
+    where groups are compared, as the next two -> near the prompts of the batch
+rollout/score_std_within | ppo | score: root of the mean over prompts of the variance of the score
+    over a prompt's responses, denominator samples_per_prompt -> above 0; what the estimator learns
+    from
+rollout/score_std_between | ppo | score: standard deviation over prompts of the mean score of their
+    responses; its square and that of score_std_within sum to that of reward_std -> of any size; far
+    above score_std_within, prompts differ in difficulty more than responses in quality
+rollout/importance_masked | ppo | share: share of responses that ppo.importance_mask leaves out of
+    the policy's loss; only with it -> below 0.05; near 1 nothing is learned, and the sampler has
+    other weights
 rollout/reward/<component> | ppo | the component's: mean over responses of one of several components
     of the reward, before its weight -> no component rises at the cost of all others
 rollout/reward_paid | ppo | score: mean over responses of the score that PPO is paid, before its own
@@ -180,6 +197,7 @@ update/stopped | ppo | 1: 1 if approx_kl above target_kl ended the epochs, else 
 update/nonfinite | sft rm ppo dpo | 1: updates since the last row that were not made because loss or
     gradient is not finite -> 0
 update/kl_coef | ppo | 1: weight of the KL in this iteration's rewards or loss
+update/ent_coef | ppo | 1: weight of the entropy bonus in this iteration's loss
 update/lr | sft rm ppo dpo | 1: learning rate of the first parameter group when the batch started ->
     follows its schedule
 update/loss | sft | nats a token: negative log-likelihood, mean over target tokens of the latest

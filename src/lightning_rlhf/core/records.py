@@ -172,6 +172,16 @@ class Responses(Record):
         """Response tokens; any id on padding."""
         return self.tokens[:, -self.response_mask.shape[1] :]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the records of all parts as one; shorter prompts are padded on the left too."""
+        widths = [one.mask.shape[1] - one.response_mask.shape[1] for one in parts]
+        found = []
+        for one, width in zip(parts, widths, strict=True):
+            left = (max(widths) - width, 0)
+            found.append(replace(one, tokens=F.pad(one.tokens, left), mask=F.pad(one.mask, left)))
+        return super().joined(found)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledResponses(Responses):
@@ -310,6 +320,45 @@ def known_mask(batch: Responses) -> Bool[Tensor, "B T"]:
     if not isinstance(batch, Experience) or batch.counts is None:
         return batch.response_mask
     return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
+
+
+def groups_alike(score: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " G"]:
+    """Return which groups, `group_size` responses in a row, have the same score throughout."""
+    groups = score.view(-1, group_size)
+    return (groups == groups[:, :1]).all(dim=1)
+
+
+def resample_alike(
+    rollout: Rollout,
+    scores: Scores,
+    group_size: int,
+    rounds: int,
+    draw: Callable[[int, int], tuple[Rollout, Scores]],
+) -> tuple[Rollout, Scores, tuple[Rollout, ...]]:
+    """Replace groups whose responses all have the same score by groups of further prompts.
+
+    A group that is alike has advantage 0 and no gradient, so that without it more of the batch is
+    learned from. Each round replaces all such groups, at their places, until there is none. Groups
+    that are alike after the last round stay. 0 rounds replace none.
+
+    draw: function from the number of prompts and that of the round, from 0, to responses and their
+        scores; none of its groups needs to differ.
+    Returns: the batch and its scores, and the responses that were replaced in each round.
+    Source: Yu et al. 2025, section 3.2, https://arxiv.org/abs/2503.14476
+    Departs: there all groups of a further batch are sampled, and as many rounds as are needed.
+    """
+    replaced = []
+    for number in range(rounds):
+        is_alike = groups_alike(scores.score, group_size).cpu()
+        if not is_alike.any():
+            break
+        more, more_scores = draw(int(is_alike.sum()), number)
+        rows, places = torch.arange(len(rollout)), is_alike.repeat_interleave(group_size)
+        replaced.append(rollout.select(rows[places]))
+        rows[places] = len(rollout) + torch.arange(len(more))
+        rollout = Rollout.joined([rollout, more]).select(rows)
+        scores = Scores.joined([scores, more_scores]).select(rows)
+    return rollout, scores, tuple(replaced)
 
 
 @dataclass(frozen=True, kw_only=True)

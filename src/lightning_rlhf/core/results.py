@@ -29,11 +29,15 @@ class IterationResult:
     """Statistics of each minibatch, in their order."""
     kl_coef: float
     """KL coefficient of the iteration."""
+    ent_coef: float
+    """Entropy coefficient of the iteration."""
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: Mapping[str, float]
     """Seconds of each phase: `rollout` samples and annotates, `score` reads reward and reference,
     `update` makes all optimizer steps, and `other` is what came since the previous iteration."""
+    replaced: tuple[records.Rollout, ...] = ()
+    """Responses that ppo.resample_groups replaced, round by round."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:

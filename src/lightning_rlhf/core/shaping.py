@@ -149,9 +149,11 @@ def shape_score(
         s = (score - mean) / std         score_normalization=running; running_scale: score / std
         s = clip(s, -score_clip, score_clip)
         s = s - length_penalty * tokens
+        s = s - clip((tokens - overlong_after) / overlong_ramp, 0, 1)          unless it is null
 
     tokens: number of tokens of each response.
-    Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729
+    Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729;
+    of the soft overlong penalty: Yu et al. 2025, eq. 13, https://arxiv.org/abs/2503.14476
     """
     if config.score_normalization == "running":
         score = (score - moments.mean) / moments.std
@@ -160,6 +162,8 @@ def shape_score(
     if config.score_clip is not None:
         score = score.clamp(-config.score_clip, config.score_clip)
     score = score - config.length_penalty * tokens
+    if config.overlong_after is not None:
+        score = score - ((tokens - config.overlong_after) / config.overlong_ramp).clamp(0, 1)
     return apply_missing_eos(score, ended, config.missing_eos, config.missing_eos_penalty)
 
 

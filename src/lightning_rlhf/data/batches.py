@@ -137,6 +137,14 @@ class StageData(LightningDataModule):
         own = torch.Generator()
         return DataLoader(examples, collate_fn=self.collate, generator=own, **options)
 
+    def further(self, number: int, count: int) -> Any:
+        """Return the first `count` examples of batch `number` of those behind the run's last one.
+
+        Like the others they are a function of (seed, number), which a resumed run draws again.
+        """
+        positions = self.schedule.batch(self.schedule.batches + number)[:count]
+        return self.collate([self.train[i] for i in positions])
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches trained on and everything that their order depends on."""
         # `processed` counts a batch as soon as training_step returns; `completed` is still one

@@ -1,7 +1,7 @@
 """Proximal policy optimization from a reward model."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from lightning_rlhf.rollout.collector import Collector
 from lightning_rlhf.rollout.sampler import Sampler
 from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
-TRAINING, EVALUATION, GREEDY = 0, 1, 2  # numbers of the random-number streams
+TRAINING, EVALUATION, GREEDY, RESAMPLING = 0, 1, 2, 3  # numbers of the random-number streams
 
 
 class PPOModule(optim.StageModule):
@@ -86,6 +86,11 @@ class PPOModule(optim.StageModule):
         """Key of a formula of the user's -> hash of its code."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
+        self.further: Callable[[int, int], records.Prompts] | None = None
+        """Function that returns prompts for ppo.resample_groups, as `StageData.further`; a run sets
+        it."""
+        self.replaced: tuple[records.Rollout, ...] = ()
+        """Responses that ppo.resample_groups replaced in this iteration, round by round."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
@@ -114,7 +119,8 @@ class PPOModule(optim.StageModule):
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
         padding = padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
-        result = results.IterationResult(experience, updates, self.kl_coef, padding, seconds)
+        coefs, replaced = (self.kl_coef, kl.ent_coef(self.config, self.iteration)), self.replaced
+        result = results.IterationResult(experience, updates, *coefs, padding, seconds, replaced)
         self.end_iteration(experience)
         self.log_headline(result.headline)
         return {results.RESULT: result}
@@ -143,19 +149,36 @@ class PPOModule(optim.StageModule):
 
     def make_experience(self, rollout: records.Rollout) -> records.Experience:
         """Return what an iteration learns from: responses with scores, rewards per token,
-        advantages and returns.
+        advantages and returns; ppo.resample_groups replaces some of the responses.
 
         Raises: RewardError where the reward gives no numbers, which names the iteration.
         """
-        try:
-            scores = self.collector.score(self.collector.decode(rollout, "train"))
-        except errors.RewardError as error:
-            raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
+        config = self.config
+        sizes = config.samples_per_prompt, config.resample_groups
+        rollout, scores, self.replaced = records.resample_alike(
+            rollout, self.score(rollout), *sizes, self.sample_further
+        )
         rewards, terms = self.shape_rewards(rollout, scores), self.collector.reward.terms
         baseline = self.baseline(rollout, scores)
-        return make_experience(
-            rollout, scores, self.config, rewards, terms=terms, baseline=baseline
-        )
+        return make_experience(rollout, scores, config, rewards, terms=terms, baseline=baseline)
+
+    def score(self, rollout: records.Rollout) -> records.Scores:
+        """Return the scores of responses to training prompts; raises as `make_experience`."""
+        try:
+            return self.collector.score(self.collector.decode(rollout, "train"))
+        except errors.RewardError as error:
+            raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
+
+    def sample_further(self, count: int, number: int) -> tuple[records.Rollout, records.Scores]:
+        """Return responses to further prompts, and their scores, as `resample_alike` draws them.
+
+        Prompts and random numbers are a function of the seed, the iteration and the round `number`.
+        """
+        assert self.further is not None
+        place = self.iteration * self.config.resample_groups + number
+        prompts = self.further(place, count).to(self.device)
+        rollout = self.roll_out(prompts, self.generator(RESAMPLING, place))
+        return rollout, self.score(rollout)
 
     def baseline(
         self, rollout: records.Rollout, scores: records.Scores
@@ -174,7 +197,7 @@ class PPOModule(optim.StageModule):
             return 0.0
         generator = self.generator(GREEDY, self.iteration)
         greedy = self.collector.greedy(rollout, generator, self.weights_version)
-        found = self.collector.score(self.collector.decode(greedy, "train"))
+        found = self.score(greedy)
         moments, terms = self.moments.including(scores), self.collector.reward.terms
         paid = token_rewards(greedy, found, config, kl_coef=0.0, moments=moments, terms=terms)
         return paid.sum(dim=1).repeat_interleave(config.samples_per_prompt)
@@ -318,9 +341,9 @@ class PPOModule(optim.StageModule):
     ) -> records.PPOTerms:
         """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
 
-        With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
-        adds terms of its own to the loss here. With a critic apart it is called twice a
-        micro-batch: with `policy` alone, then with `values` alone.
+        `importance_factors` are factors of the policy's losses where ppo.importance_cap or _mask
+        asks for them. A subclass adds terms of its own to the loss here. With a critic apart it is
+        called twice a micro-batch: with `policy` alone, then with `values` alone.
         """
         policy_losses = clipped = None
         if policy is not None:
@@ -328,18 +351,12 @@ class PPOModule(optim.StageModule):
             if isinstance(found, Tensor):  # of a subclass
                 found = formulas.PolicyLosses(losses=found)
             policy_losses, clipped = found.losses, found.clipped
-        cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
-        if policy_losses is not None and cap is not None:
-            if told is None:
-                allowed = "null for a sampler that is exact, or tells no log-probabilities"
-                raise errors.ConfigError(
-                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
-                )
-            pick = masking.picker(records.known_mask(micro_batch))
-            known = pick(micro_batch.old_logprobs), pick(told)
-            policy_losses = policy_losses * losses.importance_weights(*known, cap)
+        factors = losses.importance_factors(micro_batch, self.config, self.stage)
+        if policy_losses is not None and factors is not None:
+            policy_losses = policy_losses * masking.picker(records.known_mask(micro_batch))(factors)
         return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
+            ent_coef=kl.ent_coef(self.config, self.iteration),
             policy_losses=policy_losses, values=values, clipped=clipped,
         )  # fmt: skip
 
@@ -396,6 +413,9 @@ class PPOModule(optim.StageModule):
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        rounds, has_more = self.config.resample_groups, self.further is not None
+        allowed = "0 for a module whose `further` is None, which gives it prompts"
+        errors.require(rounds == 0 or has_more, f"{self.stage}.resample_groups", rounds, allowed)
         self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:

@@ -218,8 +218,9 @@ def policy_outputs(
     hidden: hidden states of the role, as `response_hidden` returns them.
     """
     kl = None
+    learn_entropy = config.ent_coef > 0 or bool(config.ent_coef_end)
     logprobs, entropy = response_logprobs(
-        roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
+        roles, hidden, micro_batch, config.temperature, learn_entropy=learn_entropy
     )
     if config.kl_in == "loss" and config.kl_estimator == "full":
         with torch.no_grad(), roles.reference.use_role(REFERENCE):

@@ -99,6 +99,7 @@ class PPO(stage.Stage):
             evaluation.Recorder(run.folder, replace(rows.train, rows=()), every=settings.record),
         ]
         module = self.make_module(run, roles, reward, prompts, microbatch, ptx, longest + response)
+        module.further = data.further
         return module, data, callbacks
 
     def restore(self, run: Run) -> ppo.PPOModule:
