@@ -35,9 +35,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_rlhf.core import records, results
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.core.records import Labels, Preferences, row_lengths
-from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles, linear_layers
@@ -115,7 +114,9 @@ def weights_of(model: PreTrainedModel | Roles, role: str = "") -> Weights:
     )
 
 
-def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> dict[str, float]:
+def iteration_totals(
+    module: Any, result: results.IterationResult, devices: int = 1
+) -> dict[str, float]:
     """Return what an iteration of PPO computed, by the name of its metric without the prefix.
 
         rollout    sampling [+ forward of the policy][+ forward of a critic apart]
@@ -134,7 +135,7 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     """
     config, critic, collector = module.config, module.critic, module.collector
     batches = (result.experience, *result.replaced)
-    sizes = torch.cat([row_lengths(batch).cpu() for batch in batches])
+    sizes = torch.cat([records.row_lengths(batch).cpu() for batch in batches])
     learned = sizes[: len(result.experience)]
     lengths, responses = sizes.unbind(dim=1)
     tokens, wanted = sizes.sum(dim=0).tolist()
@@ -188,7 +189,7 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
     A reward model's output is taken at the last token of each row; DPO's reference adds a forward
     pass, and the KL of kto one of both.
     """
-    is_pair = isinstance(batch, Preferences)
+    is_pair = isinstance(batch, records.Preferences)
     masks = (batch.chosen_mask, batch.rejected_mask) if is_pair else (batch.mask,)
     lengths = torch.cat([mask.sum(dim=1) for mask in masks]).cpu()
     tokens = int(lengths.sum())
@@ -201,7 +202,7 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
     if isinstance(module.config, DPOConfig) and module.config.has_reference:
         reference = weights_of(module.roles.reference, REFERENCE)
         flops += reference.forward(lengths, predicted)
-        if isinstance(batch, Labels):
+        if isinstance(batch, records.Labels):
             others = batch.other_target_mask.sum(dim=1)
             read = lengths - batch.target_mask.sum(dim=1) + others
             flops += sum(one.forward(read, int(others.sum())) for one in (policy, reference))

@@ -17,10 +17,8 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.callbacks.evaluation import training_samples
-from lightning_rlhf.callbacks.files import judged
+from lightning_rlhf.callbacks import evaluation, files, progress
 from lightning_rlhf.callbacks.loggers import RunWandb
-from lightning_rlhf.callbacks.progress import is_evaluation, latest
 from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
@@ -235,7 +233,7 @@ def reward_against_gold(history: History) -> str | None:
     opposite = reward[-3] < reward[-2] < reward[-1] and gold[-3] > gold[-2] > gold[-1]
     if not opposite or gold[-3] - gold[-1] <= FALL * (max(gold) - min(gold)):
         return None
-    before, now = (judged(history.run_dir, int(row["step"]), "gold") for row in rows[-3::2])
+    before, now = (files.judged(history.run_dir, int(row["step"]), "gold") for row in rows[-3::2])
     falls = [before[index] - now[index] for index in before if index in now]
     if len(falls) < 2 or fmean(falls) <= FALL_ERRORS * stdev(falls) / math.sqrt(len(falls)):
         return None
@@ -360,14 +358,14 @@ class Diagnosis(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         unread = ("eval/", "time/", "compute/")
-        row = {n: x for n, x in latest(trainer).items() if not n.startswith(unread)}
+        row = {n: x for n, x in progress.latest(trainer).items() if not n.startswith(unread)}
         self.history.rows = [*self.history.rows, row | {"step": pl_module.iteration}][-KEPT:]
         self.diagnose(trainer, pl_module.iteration)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not is_evaluation(trainer):
+        if not progress.is_evaluation(trainer):
             return
-        found = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
+        found = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         step = pl_module.iteration
         before = [row for row in self.history.evaluations if row["step"] != step]
         self.history.evaluations = [*before, found | {"step": step}][-KEPT:]
@@ -406,7 +404,7 @@ class Diagnosis(Callback):
     def samples(self, trainer: Trainer) -> list[dict[str, Any]]:
         """Return the first responses of the iteration, with what the reward says of them."""
         module: Any = trainer.lightning_module
-        some = training_samples(module, module.experience.select(slice(0, COUNT)))
+        some = evaluation.training_samples(module, module.experience.select(slice(0, COUNT)))
         keys = "prompt", "response", "score", "verdicts"
         return [{key: sample[key] for key in keys if key in sample} for sample in some]
 

@@ -1,8 +1,6 @@
 """Evaluation of PPO on held-out prompts, and what is kept of training in files: samples, recorded
 iterations, and the batch that ends a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,20 +16,17 @@ from rich import get_console
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks import files, progress
 from lightning_rlhf.callbacks.metrics import perplexity, publish
-from lightning_rlhf.callbacks.progress import Stateful, is_evaluation
 from lightning_rlhf.core import masking, records, results
 from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
 from lightning_rlhf.core.metrics import EVAL_PART, HELD_OUT, JUDGE
 from lightning_rlhf.data import batches, lengths, rollouts
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.io import storage
+from lightning_rlhf.io import storage, user_code
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
-from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
-from lightning_rlhf.rewards.format_check import accuracy
-from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rewards import format_check, weighted
 
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
@@ -156,7 +151,7 @@ Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 
 
 @dataclass(eq=False)
-class Evaluation(Stateful):
+class Evaluation(progress.Stateful):
     """Judges each validation response, logs the means and writes the samples.
 
     Samples go to `<run_dir>/samples/eval_<iteration>.jsonl`. `first` and `last` hold the metrics
@@ -186,7 +181,7 @@ class Evaluation(Stateful):
         self._samples += judged_samples(outputs, pl_module.collector.reward, self.judge)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not is_evaluation(trainer):
+        if not progress.is_evaluation(trainer):
             return
         samples, iteration = self._samples, pl_module.iteration
         metrics = evaluation_metrics(samples)
@@ -198,7 +193,7 @@ class Evaluation(Stateful):
         indices = [sample["index"] for sample in samples]
         if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
             ours, theirs = ([s["score"] for s in some] for some in (samples, self._sft))
-            metrics["eval/win_rate"] = accuracy(ours, theirs)
+            metrics["eval/win_rate"] = format_check.accuracy(ours, theirs)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -206,7 +201,7 @@ class Evaluation(Stateful):
 
 
 def judged_samples(
-    result: results.EvaluationResult, reward: Reward, judge: Judge | None
+    result: results.EvaluationResult, reward: weighted.Reward, judge: Judge | None
 ) -> list[files.Sample]:
     """Return one sample a response.
 
@@ -285,14 +280,14 @@ def load_judge(source: str) -> Judge:
 
     Raises ConfigError where `source` does not lead to a function.
     """
-    judge = load_function(source, "data.judge")
+    judge = user_code.load_function(source, "data.judge")
 
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
             parts = {visible_line(str(part)): x for part, x in verdict.items()}
-            return {part: x if x is None else user_number(x) for part, x in parts.items()}
-        except FAULTS as error:
+            return {part: x if x is None else user_code.user_number(x) for part, x in parts.items()}
+        except user_code.FAULTS as error:
             raise ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"

@@ -1,7 +1,5 @@
 """Recipes: lists of stages, each run as a process, a summary of their results, and promises."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os
@@ -28,9 +26,8 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.report.estimates import interval_text
+from lightning_rlhf.report import estimates, tables
 from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
-from lightning_rlhf.report.tables import Table, side_by_side
 from lightning_rlhf.runs import console, folders, resume
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
@@ -74,7 +71,7 @@ class Promise:
         measured = "not measured"
         verdict: Kept = "broken"
         if value is not None:
-            measured = f"{value:.3f}{interval_text(interval)}"
+            measured = f"{value:.3f}{estimates.interval_text(interval)}"
             holds = operator.ge if self.at_most is None else operator.le
             if holds(value, bound):
                 verdict = "kept"
@@ -244,7 +241,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     }
     if "ppo" in stages:
         if stages["ppo"].samples and (samples := measured.evaluation_files(places["ppo"])):
-            get_console().print(side_by_side(*samples, n=5))
+            get_console().print(tables.side_by_side(*samples, n=5))
         diminishing.repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:
         print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
@@ -320,7 +317,7 @@ def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, writt
     """
     cells = [[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows]
     columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
-    table = Table(title=f"{title}: what it promises", columns=columns, rows=cells)
+    table = tables.Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
     changed = dict[str, None]()
     for step, found in stages.items():

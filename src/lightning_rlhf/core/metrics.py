@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import require
+from lightning_rlhf.core import config, errors
 
 Phase = Literal["rollout", "update", "eval", "time", "compute", "rank"]
 """Part of an iteration in which a metric is measured, or what is measured of the whole."""
@@ -66,7 +65,7 @@ class Metric:
     """Healthy range or course of the metric; "-" where there is none."""
     label: str | None
     """Name of the metric in a sentence."""
-    better: Mode | None
+    better: config.Mode | None
     """Direction of a metric of an evaluation: whether the lowest or the highest value is the best;
     None where neither is."""
     band: tuple[float | None, float | None] | None
@@ -333,7 +332,7 @@ compute/peak_memory | sft rm ppo dpo | bytes: largest memory so far: of tensors 
 """)
 """Name -> definition of every metric, in the order of docs/metrics.md."""
 
-Goal = Sequence[tuple[str, Mode]]
+Goal = Sequence[tuple[str, config.Mode]]
 """Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
 
 A later metric decides where the ones before it are equal; among evaluations that are equal in all
@@ -341,7 +340,7 @@ of them, the earliest is the best.
 """
 
 
-def signed(value: float, mode: Mode) -> float:
+def signed(value: float, mode: config.Mode) -> float:
     """Return the value with the sign by which the larger one is better; NaN is the worst."""
     return -math.inf if math.isnan(value) else SIGNS[mode] * value
 
@@ -350,7 +349,7 @@ def require_metrics(key: str, goal: Goal, metrics: Mapping[str, float]) -> None:
     """Raise ConfigError naming `key` where an evaluation lacks a metric of `goal`."""
     measured = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
     for name, _ in goal:
-        require(name in metrics, key, name, measured or "none, as no metric was logged")
+        errors.require(name in metrics, key, name, measured or "none, as no metric was logged")
 
 
 def check_names(names: Iterable[str]) -> None:

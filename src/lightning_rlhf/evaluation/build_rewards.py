@@ -29,9 +29,8 @@ from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
 from lightning_rlhf.models.config import REWARD, SFT, ModelConfig
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards import config as kinds
-from lightning_rlhf.rewards import weighted
+from lightning_rlhf.rewards import http, weighted
 from lightning_rlhf.rewards.functions import FunctionReward
-from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import CONF
@@ -89,7 +88,7 @@ def prepare_source(
                 scorer.call(scorer.function, [], [])  # which checks the arguments
             return lambda *_: scorer
         case kinds.HTTPConfig():
-            server = HTTPReward(config, key, partial(print_line, style="yellow"))
+            server = http.HTTPReward(config, key, partial(print_line, style="yellow"))
             server.greet()
             return lambda *_: server
         case kinds.TextModelConfig():

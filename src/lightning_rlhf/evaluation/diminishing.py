@@ -20,9 +20,7 @@ from scipy.signal import lfilter
 from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import FLOPS, GOLD, HELD_OUT, KL, REWARD
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import json_lines, written_whole
-from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.io import console, storage, user_code
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Series, frontier_plots
 from lightning_rlhf.report.estimates import Interval, mean_interval, single
 from lightning_rlhf.report.figures import draw_plots
@@ -365,7 +363,7 @@ def paired_stop(folder: Path) -> GoldStop | None:
     reward: dict[int, ndarray] = {}
     prompts: list[int] = []
     for path in sorted((folder / SAMPLES).glob("eval_*.jsonl"), reverse=True):
-        samples = [sample for _, sample in json_lines(path)]
+        samples = [sample for _, sample in storage.json_lines(path)]
         with measured.damage_named(path):
             found = [sample["index"] for sample in samples]
             prompts = prompts or found
@@ -390,7 +388,7 @@ def print_diminishing(folder: Path, title: str) -> int:
         return iterations
     found = measure_returns(curves)
     conclusion = conclude(found, paired_stop(folder))
-    with written_whole(folder / NUMBERS) as beside:
+    with storage.written_whole(folder / NUMBERS) as beside:
         text = json.dumps(conclusion, indent=1, allow_nan=False)
         beside.write_text(f"{text}\n", encoding="utf-8")
     *others, by_compute = frontier_plots(curves, conclusion)
@@ -414,7 +412,7 @@ def repeat_conclusion(folder: Path) -> None:
     """
     with measured.damage_named(folder / NUMBERS) as file:
         if (found := measured.optional_json(file)) is not None:
-            print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
+            console.print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:
@@ -422,7 +420,7 @@ def again(folder: Path) -> None:
     allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
     if not folder.is_dir():
         found = "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {found}{nearest_path(str(folder))}; {allowed}")
+        raise CheckpointError(f"{folder} {found}{user_code.nearest_path(str(folder))}; {allowed}")
     count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
         found = f"{folder / folders.METRICS} has {counted(count, 'iteration')} of stage=ppo"

@@ -15,10 +15,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from lightning_rlhf.core import errors
+from lightning_rlhf.core import errors, memory
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
-from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import layer_matrices
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
@@ -150,7 +149,7 @@ class StageModule(L.LightningModule):
         stage: str,
         config: StageConfig,
         replicas: Replicas,
-        microbatch: MicrobatchSize | None = None,
+        microbatch: memory.MicrobatchSize | None = None,
     ) -> None:
         """Make the module before its first step.
 
@@ -166,7 +165,7 @@ class StageModule(L.LightningModule):
         self.config = config
         self.replicas = replicas
         key = f"{stage}.microbatch_size"
-        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_rows)
+        self.microbatch = microbatch or memory.MicrobatchSize(key, config.microbatch_rows)
         self.optimizer_class: partial[Any] = partial(AdamW)
         """Class of the optimizer with arguments; a run sets it to the section `optimizer`."""
         self.iteration = 0

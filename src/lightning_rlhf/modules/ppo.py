@@ -18,14 +18,12 @@ from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.io.user_code import code_digest, load_tried
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.supervised import PTX
+from lightning_rlhf.modules import optim, supervised
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.parallel.sharding import clear
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import Collector
+from lightning_rlhf.rollout import collector, score
 from lightning_rlhf.rollout.sampler import Sampler
-from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
 TRAINING, EVALUATION, GREEDY, RESAMPLING = 0, 1, 2, 3  # numbers of the random-number streams
 
@@ -48,7 +46,7 @@ class PPOModule(optim.StageModule):
         reward: Reward,
         config: PPOConfig,
         *,
-        critic: Critic | None,
+        critic: score.Critic | None,
         chat: ChatFormat,
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         seed: int,
@@ -56,7 +54,7 @@ class PPOModule(optim.StageModule):
         sampler: Sampler | None = None,
         stage: str = "ppo",
         replicas: Replicas = ONE,
-        ptx: PTX | None = None,
+        ptx: supervised.PTX | None = None,
     ) -> None:
         """Build the module before its first iteration.
 
@@ -76,7 +74,7 @@ class PPOModule(optim.StageModule):
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
         self.chat = chat
-        self.collector = Collector(
+        self.collector = collector.Collector(
             roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
@@ -117,7 +115,7 @@ class PPOModule(optim.StageModule):
         experience = self.experience = self.make_experience(rollout)
         score_s = self.lap()
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
-        padding = padding_share(experience.mask, self.microbatch.rows)
+        padding = score.padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
         coefs, replaced = (self.kl_coef, kl.ent_coef(self.config, self.iteration)), self.replaced
         result = results.IterationResult(experience, updates, *coefs, padding, seconds, replaced)
@@ -304,8 +302,8 @@ class PPOModule(optim.StageModule):
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
             loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, self.kl_coef)
             with torch.set_grad_enabled(policy_learns):
-                hidden = response_hidden(self.roles, micro_batch)
-                policy: losses.PolicyOutputs | None = policy_outputs(
+                hidden = score.response_hidden(self.roles, micro_batch)
+                policy: losses.PolicyOutputs | None = score.policy_outputs(
                     self.roles, hidden, micro_batch, config
                 )
             parts, values = [], None

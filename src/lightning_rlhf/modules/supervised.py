@@ -9,9 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core import masking, records, results
+from lightning_rlhf.core import errors, masking, records, results
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig
-from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, kto_loss, preference_loss
 from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
@@ -400,7 +399,7 @@ class PTX:
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise CheckpointError where a checkpoint was trained on other demonstrations."""
         if "ptx" in checkpoint and checkpoint["ptx"] != self.digest:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 "the demonstrations of ppo.ptx_coef are others now, or in another order (digest "
                 f"{self.digest}, was {checkpoint['ptx']})"
             )

@@ -13,9 +13,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core import errors, metrics
 from lightning_rlhf.core.kl import best_of_kl
-from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report import estimates
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
@@ -151,7 +150,7 @@ def passes(
             rows = [(row.compressed() == 1).tolist() for row in one]
             for k in ks:
                 if usable := [pass_at_k(row, k) for row in rows if len(row) >= k]:
-                    found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
+                    found[policy.name][f"{metrics.PASS}{k}/{name}"] = fmean(usable)
     return found
 
 
@@ -206,8 +205,8 @@ def write_evaluation(
     (folder / SAMPLES).write_text(lines, encoding="utf-8")
     sections = [
         f"# {plain(title, CHARACTERS)}",
-        f"Measured on {counted(content['prompts'], 'held-out prompt')}, with "
-        f"{counted(content['samples_per_prompt'], 'sampled response')} and one greedy "
+        f"Measured on {errors.counted(content['prompts'], 'held-out prompt')}, with "
+        f"{errors.counted(content['samples_per_prompt'], 'sampled response')} and one greedy "
         f"response to each; temperature {content['temperature']:g}.",
         *(plain(f"Reward {n}: {v.words}", CHARACTERS) for n, v in content["verdicts"].items()),
     ]
@@ -249,10 +248,14 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         columns = [found.get(decoding, {}) for found in policies.values()]
         rows: list[list[str]] = []
         for name in dict.fromkeys(name for column in columns for name in column):
-            label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
+            label = (
+                name
+                if name.startswith(metrics.JUDGE)
+                else metrics.label_of(name).removeprefix("the ")
+            )
             label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
             row = [label, *(number(column.get(name)) for column in columns)]
-            if not name.startswith(PASS):
+            if not name.startswith(metrics.PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
                 passed.append(row)

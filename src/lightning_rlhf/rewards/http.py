@@ -1,7 +1,5 @@
 """Reward computed by a server: any program that answers one POST request."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -21,9 +21,8 @@ from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
+from lightning_rlhf.rollout import native, server
 from lightning_rlhf.rollout import sampler as samplers
-from lightning_rlhf.rollout import server
-from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
 OURS = ("native", "hf", "vllm")
@@ -47,7 +46,7 @@ def build_sampler(
         kind = roles.causal_lm.config.model_type
         require(roles.caches, key, name, f"hf, for {kind}, which takes no cache")
         on_trunk = critic is not None and critic.shares_trunk
-        return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
+        return native.NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
         return samplers.HFSampler(roles, params)
     require(name != "vllm", key, name, "the argument `sampler` too, a ServerSampler")
@@ -182,7 +181,7 @@ def shard(
 
 
 def sample_local(
-    sampler: NativeSampler | samplers.HFSampler | server.ServerSampler,
+    sampler: native.NativeSampler | samplers.HFSampler | server.ServerSampler,
     batches: Iterable[ShardedBatch],
     generator: torch.Generator,
 ) -> Iterator[tuple[Int[Tensor, " R"], records.SampledResponses]]:
@@ -212,7 +211,7 @@ def sample_reference(
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
-    sampler = (NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
+    sampler = (native.NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
     with roles.use_role(role):
         drawn = sample_local(sampler, batches, generator)
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
@@ -281,7 +280,7 @@ class Collector:
         is_served = isinstance(self.sampler, server.ServerSampler)  # all of whose rows are read
         self.annotation_rows = self.microbatch if is_served else all_rows
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
-        self.annotated = not isinstance(self.sampler, NativeSampler)
+        self.annotated = not isinstance(self.sampler, native.NativeSampler)
         """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(

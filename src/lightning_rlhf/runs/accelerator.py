@@ -1,7 +1,5 @@
 """The device that a run computes on, its settings, libraries, and strategy of several processes."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

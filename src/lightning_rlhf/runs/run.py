@@ -22,8 +22,7 @@ from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Demonstration, Label, Preference, Prompt, Rows
-from lightning_rlhf.io.console import Working
-from lightning_rlhf.io.storage import delete, make_folder, written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.models import build_roles, config, loading
 from lightning_rlhf.models.checkpoint import Final, digest
 from lightning_rlhf.models.roles import Roles
@@ -114,15 +113,15 @@ class Run:
         for name, tree in ((folders.PARENTS, digests), (folders.CONFIG, settings.tree)):
             texts[name] = json.dumps(tree, indent=2) + "\n"
         try:
-            make_folder(folder)
-            delete(folder / folders.DELETED)  # may be left over from a killed process
+            storage.make_folder(folder)
+            storage.delete(folder / folders.DELETED)  # may be left over from a killed process
             is_new = settings.overwrite or (folders.is_unbegun(folder) and not settings.resume)
             if is_new and folders.is_marked(folder):
                 folders.clear(folder)
             folders.delete_unfinished(folder)
             (folder / folders.ENDING).unlink(missing_ok=True)
             for name, text in texts.items():
-                with written_whole(folder / name) as beside:
+                with storage.written_whole(folder / name) as beside:
                     beside.write_text(text)
         except OSError as error:
             raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
@@ -142,7 +141,7 @@ class Run:
 
     def rows(self, kind: formats.Kind) -> readers.TrainVal[Any]:
         """Return the rows of one kind of data, to train and to validate on."""
-        with Working("reading the data"):
+        with console.Working("reading the data"):
             return readers.load(kind, self.settings.data, self.settings.seed)
 
     def tokenised(
@@ -154,7 +153,7 @@ class Run:
         rows: the data that the stage reads.
         """
         data, what = self.settings.data, NOUNS[type(rows.train.rows[0])]
-        with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
+        with console.Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
             train = lengths.tokenise(rows.train, self.chat, data)
             val = lengths.tokenise(rows.val, self.chat, data)
         held_out = rows.val
@@ -177,7 +176,7 @@ class Run:
         settings, sft = self.settings, self.parents.get(config.SFT)
         is_full = getattr(settings.config, "finetune", None) == "full"
         load = partial(build_roles.start_from, settings.model, sft, seed=settings.seed)
-        with Working("loading the model"):
+        with console.Working("loading the model"):
             roles = self.placed(partial(load, trainable=is_full))
             if is_full and isinstance(settings.config, PPOConfig | DPOConfig):
                 roles.frozen = self.placed(partial(load, trainable=False))

@@ -22,8 +22,7 @@ from lightning_rlhf.core import config as sections
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.user_code import load_object
+from lightning_rlhf.io import console, user_code
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
 from lightning_rlhf.runs.console import CONF
@@ -119,7 +118,7 @@ class Stage:
     def summarise(self, run: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print how a training ended; return its metrics with those that the stage adds."""
         numbers = (f"{name.removeprefix('eval/')} {x:z.3f}" for name, x in metrics.items())
-        print_line(f"held out: {', '.join(numbers)}")
+        console.print_line(f"held out: {', '.join(numbers)}")
         return metrics
 
     def models(self, settings: Settings) -> Mapping[str, Final]:
@@ -192,7 +191,7 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
         allowed = f"no key of {name}, a stage of the package; a stage of your own has another name"
         require(source is None, key, source, allowed)
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
-    own: type[Stage] = load_object(
+    own: type[Stage] = user_code.load_object(
         str(source), key, "stage", lambda x: isinstance(x, type) and Stage in x.__mro__[1:]
     )
     missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]

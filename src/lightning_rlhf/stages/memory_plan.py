@@ -16,20 +16,17 @@ from rich.text import Text
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightning_rlhf.core import logprobs, memory
+from lightning_rlhf.core import errors, logprobs, memory
 from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import readable
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
-from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.modules import ppo, supervised
 from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
@@ -205,7 +202,7 @@ def plan_of(
     loaded = sum(role.weights for role in found.values())
     free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     number = computing_dtype(model).itemsize
-    if isinstance(module, PPOModule):
+    if isinstance(module, ppo.PPOModule):
         demonstrations = () if module.ptx is None else module.ptx.examples
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
         # Gathered to sample; weights that are trained take the place of their gradient then.
@@ -224,7 +221,7 @@ def plan_built(ready: run.Run, module: Any, data: StageData) -> MemoryPlan | Non
 
     There is none of a module or a section of another kind than those of the package.
     """
-    is_known = isinstance(module, SupervisedModule | PPOModule)
+    is_known = isinstance(module, supervised.SupervisedModule | ppo.PPOModule)
     if not (is_known and isinstance(module.config, PLANNED)):
         return None
     device, trainer = ready.device, ready.settings.trainer
@@ -247,8 +244,10 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
         is_rough = ready.device.type == "cpu" or ready.settings.shards  # layers that are gathered
         size = plan.largest(2 if is_rough else 1) or 1
         module.microbatch.rows = rows = -ready.replicas.largest(-size)
-        told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
-        print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
+        told = (
+            f"{rows} of {plan.batch} rows, the most that fit into {storage.readable(plan.device)}"
+        )
+        console.print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -262,7 +261,7 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
         match = re.search(r"^(?:frozen\.)?heads\.([^.]+)|\.lora_\w+\.([^.]+)", name)
         role = (match[1] or match[2]) if match else base
         found[CRITIC if role == VALUE else role].append(parameter)
-    if isinstance(module, PPOModule):
+    if isinstance(module, ppo.PPOModule):
         shared = (module.roles, module.roles.reference)
         if module.critic is not None and module.critic.roles not in shared:
             found[CRITIC] = list(module.critic.roles.parameters())
@@ -309,7 +308,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     """
     config, data, own = settings.config, settings.data, settings.model
     if not isinstance(config, PLANNED):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"stage={settings.stage} has no memory plan; allowed: sft, rm, ppo, dpo, or a stage of "
             "your own with one of their configurations"
         )
@@ -414,18 +413,22 @@ def print_plan(settings: stage.Settings) -> None:
     plan = plan_run(settings)
     get_console().print(plan_shown(plan))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
-    print_line(
+    console.print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
         f"{settings.trainer.accelerator.upper()}, with prompts of {data.max_prompt_tokens} and "
         f"responses of {response} tokens, without what libraries take; models of earlier stages "
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
     if settings.config.microbatch_size == "auto":
-        one, told = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
-        print_line(f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}")
+        one, told = storage.readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
+        console.print_line(
+            f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}"
+        )
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
-            print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")
+            console.print_line(
+                f"not counted: the model of {stage.reward_key(settings, name)}", "yellow"
+            )
 
 
 def plan_shown(plan: MemoryPlan) -> Table:
@@ -437,11 +440,13 @@ def plan_shown(plan: MemoryPlan) -> Table:
     larger = "the larger of rollout and update" if phases else "update"
     table = Table(
         title="memory plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
-        caption=f"peak: {readable(plan.peak(plan.rows))} = all roles + {larger}",
+        caption=f"peak: {storage.readable(plan.peak(plan.rows))} = all roles + {larger}",
         padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     for column in ("", *vars(plan.rollout)):
         table.add_column(column, justify="right" if column else "left")
     for name, row in {**plan.roles, **phases, "update": plan.update(plan.rows)}.items():
-        table.add_row(Text(name), *(readable(size) if size else "" for size in vars(row).values()))
+        table.add_row(
+            Text(name), *(storage.readable(size) if size else "" for size in vars(row).values())
+        )
     return table

@@ -19,9 +19,8 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.core import masking, records
+from lightning_rlhf.core import errors, masking, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.errors import DataError, require
 from lightning_rlhf.data import batches, formats, lengths, problems, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Preference, prompt_row
@@ -34,8 +33,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.supervised import DPOModule, KTOModule, RewardModule, SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report import curves, fitness_page, tables
-from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
-from lightning_rlhf.rewards.weighted import LearnedReward
+from lightning_rlhf.rewards import format_check, weighted
 from lightning_rlhf.rollout import collector, sampler
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
@@ -90,7 +88,7 @@ class Supervised(stage.Stage):
         val_rows = config.batch_size if kind is lengths.LabelTokens else config.microbatch_rows
         steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
         allowed = f"a number >= {1 / count:.6g}, which is 1 of the {count} examples"
-        require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
+        errors.require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
         self.batches = data = batches.StageData(
             train=train.examples,
             val=val.examples,
@@ -207,7 +205,7 @@ class RM(Supervised):
         rows = run.rows(self.data)
         without = [i for i, row in enumerate(rows.train.rows, start=1) if row.margin is None]
         if config.margin_coef > 0 and without:
-            raise DataError(
+            raise errors.DataError(
                 f"rm.margin_coef is above 0, but {len(without)} of {len(rows.train)} pairs of "
                 f"{rows.train.source} have no field 'margin' (the first is pair {without[0]}); "
                 "allowed: a number >= 0 in each"
@@ -248,9 +246,9 @@ class RM(Supervised):
             return
         roles.to(run.device)
         with Working("scoring pairs for the format check"):
-            write_pairs(folder, known_pairs(roles, pairs, run.chat))
+            format_check.write_pairs(folder, known_pairs(roles, pairs, run.chat))
         report = evaluate_reward.measure_reward(
-            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
+            run, weighted.LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
             title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
@@ -276,17 +274,21 @@ class RM(Supervised):
         )  # fmt: skip
 
 
-def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
+def known_pairs(
+    roles: Roles, pairs: Sequence[Preference], chat: ChatFormat
+) -> list[format_check.KnownPair]:
     """Return some pairs with the reward model's scores in its training format: right-padded."""
     known = []
-    for pair in pairs[:COUNT]:
+    for pair in pairs[: format_check.COUNT]:
         prompt, row = chat.prompt_tokens(pair.prompt), prompt_row(pair.prompt)
         sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
         tokens, mask = batches.pad(sides, chat.pad_token_id, "right")
         with torch.no_grad():
             chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
         shown = chat.show(sides[0])
-        known.append(KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown))
+        known.append(
+            format_check.KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown)
+        )
     return known
 
 

@@ -15,10 +15,8 @@ from typing import Annotated, Any
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core import validation
-from lightning_rlhf.core.errors import quoted, require
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import full_disk_told, make_folder
+from lightning_rlhf.core import errors, validation
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.rewards.config import ALLOWED, DAY_S, parsed, redacted
 from lightning_rlhf.rewards.http import Client, start_of
 
@@ -66,8 +64,8 @@ class Verdicts:
     def add(self, verdict: Mapping[str, Any]) -> None:
         """Append a verdict, by one write, on a line of its own also after one that is torn."""
         line = f"\n{json.dumps(verdict)}\n".encode()
-        make_folder(self.path.parent)
-        with full_disk_told(self.path), self.path.open("ab", buffering=0) as file:
+        storage.make_folder(self.path.parent)
+        with storage.full_disk_told(self.path), self.path.open("ab", buffering=0) as file:
             file.write(line)
 
 
@@ -110,9 +108,11 @@ class Judge:
         validation.rule(self.highest > self.lowest, "highest", self.highest, allowed)
         parts, token = parsed(self.url, "url"), "token_env names the variable with a token"
         is_open = parts.auth is None and parts.query is None
-        require(is_open, "url", redacted(self.url), f"{ALLOWED}, without user and query; {token}")
+        errors.require(
+            is_open, "url", redacted(self.url), f"{ALLOWED}, without user and query; {token}"
+        )
         address = f"{self.url.rstrip('/')}/chat/completions"
-        warn = partial(print_line, style="yellow")
+        warn = partial(console.print_line, style="yellow")
         self.client = Client(address, self.token_env, "", "the judge", warn)
         self.verdicts = Verdicts(Path(self.cache).expanduser())
 
@@ -185,6 +185,6 @@ class Judge:
         if numbers and self.lowest <= numbers[-1] <= self.highest:
             return (numbers[-1] - self.lowest) / (self.highest - self.lowest)
         if self.unreadable is None:
-            said = f"gave no score from {self.lowest} to {self.highest}: {quoted(verdict)}"
+            said = f"gave no score from {self.lowest} to {self.highest}: {errors.quoted(verdict)}"
             raise self.client.error(f"{said}; unreadable=0.0 goes on with 0")
         return self.unreadable
