@@ -6,6 +6,8 @@ necessary; then it drops the start of that turn's text, so that the template aro
 end where it did not.
 """
 
+from __future__ import annotations
+
 import re
 from array import array
 from bisect import bisect_right
