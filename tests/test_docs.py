@@ -267,10 +267,6 @@ def test_the_function_in_the_docs_is_one() -> None:
     # One word, right; two words, wrong.
     found = reward(decoded("4", "is five", answer=[4, 4]))
     assert found == pytest.approx([1 - 0.1, -0.2])
-
-
-def test_the_steps_in_the_docs_end_where_their_lines_do() -> None:
-    names: dict[str, Any] = {}
     exec(example("steps"), names)
     found = names["right_lines"]([""] * 2, ["1 + 1 = 2\nso\nx = 2", ""])
     assert found == [[(10, 1.0), (13, -1.0), (18, 1.0)], []]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lightning_rlhf.core.config import PPOConfig, Term
 from lightning_rlhf.core.records import Experience
-from lightning_rlhf.core.shaping import AS_IT_IS, ScoreMoments, weighted_sum
+from lightning_rlhf.core.shaping import ScoreMoments, weighted_sum
 
 from .configs import ppo_config
 from .conftest import NAN, F, Ragged, T, close, drawn, pad, ragged
@@ -188,35 +188,31 @@ def test_whitened_rewards_by_hand() -> None:
     close(found.advantages, doubles([low + high - 0.5, high - 1], [low - 2, 0]), rtol=1e-7)
 
 
-RUNNING = Term(name="steps", weight=2.0, normalization="running", clip=None)
-
-
 @pytest.mark.parametrize(
-    ("changes", "terms", "expected"),
+    ("weight", "changes", "expected"),
     [
-        # Of the scores 3 and 1 the first tokens have 2 and 1/2.
-        ({}, AS_IT_IS, [[2, 1], [1, 0]]),
-        # Two tokens and one cost a quarter each; an end that is missing 4 more.
-        ({"length_penalty": 0.25, "missing_eos": "subtract", "missing_eos_penalty": 4.0}, AS_IT_IS,
-         [[2, 1 - 0.5 - 4], [1 - 0.25, 0]]),
-        # It takes the place of the whole score.
-        ({"missing_eos": "replace", "missing_eos_penalty": 4.0}, AS_IT_IS, [[0, -4], [1, 0]]),
+        # Of the scores 3 and 1 the first tokens have 2 and 1/2. Two tokens and one cost a quarter
+        # each; an end that is missing 4 more, or in place of the whole score.
+        (1, {"length_penalty": 0.25, "missing_eos": "subtract"}, [[2, 1 - 0.5 - 4], [0.75, 0]]),
+        (1, {"missing_eos": "replace"}, [[0, -4], [1, 0]]),
         # Halves; the mean 1 is subtracted from the whole alone.
-        ({"score_normalization": "running_scale"}, AS_IT_IS, [[1, 0.5], [0.5, 0]]),
-        ({"score_normalization": "running"}, AS_IT_IS, [[1, 0.5 - 0.5], [0, 0]]),
+        (1, {"score_normalization": "running_scale"}, [[1, 0.5], [0.5, 0]]),
+        (1, {"score_normalization": "running"}, [[1, 0.5 - 0.5], [0, 0]]),
         # 2 * (3 - 1) / 2 and 2 * (1 - 1) / 2, of which 2 * 2 / 2 is the first token's.
-        ({}, (RUNNING,), [[2, 0], [0, 0]]),
+        (2, {}, [[2, 0], [0, 0]]),
     ],
-)  # fmt: skip
+)
 def test_tokens_have_their_parts_of_the_score(
-    changes: dict[str, Any], terms: tuple[Term, ...], expected: list[list[float]]
+    weight: float, changes: dict[str, Any], expected: list[list[float]]
 ) -> None:
+    rule: Any = "running" if weight == 2 else "none"
+    terms = (Term(name="a", weight=weight, normalization=rule, clip=None),)
     rollout, scores = by_hand()
     rollout = replace(rollout, ended=torch.tensor([F, T]))
     scores = replace(scores, token_scores=doubles([2.0, 0.0], [0.5, 0.0])[:, None])
     rules = {"kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": "none", "gamma": 0.5}
-    neutral = {"missing_eos": "none", "gae_lambda": 0.5, "advantage": "gae"}
-    found = make(rollout, scores, ppo_config(**rules | neutral | changes), terms=terms)
+    rules |= {"missing_eos": "none", "missing_eos_penalty": 4.0, "gae_lambda": 0.5}
+    found = make(rollout, scores, ppo_config(**rules | changes), terms=terms)
     assert found.rewards.tolist() == expected
     # Values (1/2, 1) and 2: delta = (r_1 + 1/2 * 1 - 1/2, r_2 - 1), and a quarter of the next.
     (first, second), (only, _) = expected

@@ -1,7 +1,7 @@
 """Replicas: several processes make the samples, metrics and weights of one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
-from lightning_rlhf.core.errors import LogitsError, ProcessEndedError
+from lightning_rlhf.core.errors import LogitsError, ProcessEndedError, RewardError
 from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
@@ -204,6 +204,9 @@ def test_groups_are_compared_in_several_processes(make_ppo: Make, tmp_path: Path
     assert torch.equal(expected.rewards[:, 0] == 0, expected.score == 0)
     for found in replicated(2, work, tmp_path):
         assert_same(found, expected)
+    module.collector.config = replace(module.config, score_clip=3.0)
+    with pytest.raises(RewardError, match=r"clipped at 3, .* for clip .* and for ppo\.score_clip"):
+        work(ONE)
 
 
 def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path) -> None:

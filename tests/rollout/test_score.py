@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scores
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
@@ -111,19 +110,6 @@ def test_a_step_has_the_reward_of_the_response_that_it_would_end(
             cut = row[None, : len(row) - len(texts[i]) + end]
             alone = roles.reward(cut, torch.ones_like(cut, dtype=torch.bool)).item()
             assert found == pytest.approx((alone - 0.5) / 2.0, abs=1e-5)
-
-
-def test_parts_are_not_clipped(roles: Roles, prompts: Prompts) -> None:
-    with roles.use_role(POLICY):
-        few = Rollout(**vars(sample(roles, prompts, max_response_tokens=2)))
-    chat: Any = SimpleNamespace(end_token_ids=(1,), tokenizer=None)
-    collector = Collector(
-        roles=roles, reward=Reward.of(lambda read: [[(0, 1.0)]] * len(read)), critic=None,
-        config=ppo_config(score_clip=3.0), chat=chat, prompts={}, microbatch=rows(),
-        sampler=object(),
-    )  # fmt: skip
-    with pytest.raises(RewardError, match=r"clipped at 3, .* for clip .* and for ppo\.score_clip"):
-        collector.score(decoded(few))
 
 
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:
