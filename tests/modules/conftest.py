@@ -173,7 +173,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
 
 
 CHAT = SimpleNamespace(
-    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens)
+    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens), show=str
 )
 """All that PPO asks of a chat format where no text ends a response."""
 
@@ -202,7 +202,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             if critic is not None:
                 shake(critic.roles, f"heads.{VALUE}.", seed=4)
                 shake(critic.roles, f".{CRITIC}.", seed=5)
-        return PPOModule(
+        module = PPOModule(
             roles,
             Reward.of(reward or learned),
             config,
@@ -212,6 +212,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             seed=seed,
             microbatch=batch_size,
         )
+        module.further = further
+        return module
 
     return make
 
@@ -225,6 +227,11 @@ def prompts(rows: int = 8, width: int = 5, seed: int = 0) -> Prompts:
         mask=torch.arange(width) >= width - lengths[:, None],
         index=torch.arange(rows),
     )
+
+
+def further(number: int, count: int) -> Prompts:
+    """Wider prompts than those of a batch, for ppo.resample_groups."""
+    return prompts(8, width=7, seed=100 + number).select(slice(0, count))
 
 
 def fit(
