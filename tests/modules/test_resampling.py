@@ -41,6 +41,8 @@ def test_groups_alike_are_replaced_at_their_places(make_ppo: Make) -> None:
     asked = real_tokens(drawn.tokens, drawn.mask)
     got = [replaced[place][0][0] for place in alike]
     assert [one[: len(prompt)] for one, prompt in zip(got, asked, strict=True)] == asked
+    gone = real_tokens(once.replaced[0].tokens, once.replaced[0].mask)
+    assert gone == [response for place in alike for response in plain[place][0]]
     assert all(score[0] != score[1] for _, score in best)
     # The row says what it started from, and counts what was thrown away.
     thrown = sum(len(one) for one in many.replaced)
