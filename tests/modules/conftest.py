@@ -172,7 +172,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     return Critic(owner, role)
 
 
-CHAT = SimpleNamespace(end_token_ids=END, tokenizer=None, decode_response=str)
+CHAT = SimpleNamespace(end_token_ids=END, tokenizer=None, decode_response=str, show=str)
 """All that PPO asks of a chat format where no text ends a response."""
 
 
@@ -200,7 +200,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             if critic is not None:
                 shake(critic.roles, f"heads.{VALUE}.", seed=4)
                 shake(critic.roles, f".{CRITIC}.", seed=5)
-        return PPOModule(
+        module = PPOModule(
             roles,
             Reward.of(reward or learned),
             config,
@@ -210,6 +210,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             seed=seed,
             microbatch=batch_size,
         )
+        module.further = further
+        return module
 
     return make
 
@@ -223,6 +225,11 @@ def prompts(rows: int = 8, width: int = 5, seed: int = 0) -> Prompts:
         mask=torch.arange(width) >= width - lengths[:, None],
         index=torch.arange(rows),
     )
+
+
+def further(number: int, count: int) -> Prompts:
+    """Wider prompts than those of a batch, for ppo.resample_groups."""
+    return prompts(8, width=7, seed=100 + number).select(slice(0, count))
 
 
 def fit(

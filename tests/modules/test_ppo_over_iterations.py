@@ -13,6 +13,7 @@ from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import Outputs, close, fit, prompts
 from .experiences import Make
+from .test_resampling import coarse
 
 
 def steps(module: PPOModule, first: int = 0, last: int = 3) -> list[dict[str, Any]]:
@@ -44,8 +45,8 @@ def test_a_linear_price_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: 
 
 def test_the_entropy_bonus_moves_on_a_line(make_ppo: Make) -> None:
     """From 0, so that the entropy has a gradient although its first weight is 0."""
-    changes = {"ent_coef": 0.0, "ent_coef_end": 0.4, "kl_coef": 0.0, "loss_reduction": "token_mean"}
-    for step, coef in zip(steps(make_ppo(**changes)), (0.0, 0.2, 0.4), strict=True):
+    changes = {"ent_coef": 0.0, "ent_coef_end": 0.4, "kl_coef": 0.0, "iterations": 2}
+    for step, coef in zip(steps(make_ppo(**changes), last=2), (0.0, 0.4), strict=True):
         assert step.ent_coef == pytest.approx(coef)
         for one in step.updates:
             rest = one.policy_loss + 0.1 * one.value_loss
@@ -88,23 +89,16 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
         {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0,
          "score_normalization": "running_scale"},
         {"kl_control": "linear", "kl_coef_end": 0.0, "score_normalization": "running"},
+        {"advantage": "grpo", "samples_per_prompt": 2, "resample_groups": 1, "reward": coarse},
     ],
     ids=lambda changes: next(iter(changes.values())),
 )  # fmt: skip
 def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str, Any]) -> None:
-    third, again, unbroken, found = resumed(make_ppo, None, reward=one_number, **changes)
-    assert again.kl_coef == third.kl_coef
-    assert torch.equal(again.experience.rewards, third.experience.rewards)
-    assert found.kl_coef == unbroken.kl_coef
-    assert found.moments == unbroken.moments
-
-
-def resumed(make_ppo: Make, further: Any, **settings: Any) -> tuple[Any, Any, PPOModule, PPOModule]:
-    """The third step of an unbroken run, and of one resumed after the second; both modules."""
-    unbroken, broken, again = (make_ppo(**settings) for _ in range(3))
-    for module in (unbroken, broken, again):
-        module.further = further
+    settings = {"reward": one_number, **changes}
+    unbroken = make_ppo(**settings)
     third = steps(unbroken)[2]
+
+    broken = make_ppo(**settings)
     steps(broken, last=2)
     checkpoint: dict[str, Any] = {"state_dict": broken.state_dict()}
     broken.on_save_checkpoint(checkpoint)
@@ -112,6 +106,14 @@ def resumed(make_ppo: Make, further: Any, **settings: Any) -> tuple[Any, Any, PP
     torch.save(checkpoint, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
-    again.load_state_dict(loaded["state_dict"], strict=False)
-    again.on_load_checkpoint(loaded)
-    return third, steps(again, first=2)[0], unbroken, again
+    resumed = make_ppo(**settings)
+    resumed.load_state_dict(loaded["state_dict"], strict=False)
+    resumed.on_load_checkpoint(loaded)
+    again = steps(resumed, first=2)[0]
+
+    assert again.kl_coef == third.kl_coef
+    assert torch.equal(again.experience.rewards, third.experience.rewards)
+    assert torch.equal(again.experience.tokens, third.experience.tokens)
+    assert bool(third.replaced) == ("resample_groups" in changes)
+    assert resumed.kl_coef == unbroken.kl_coef
+    assert resumed.moments == unbroken.moments

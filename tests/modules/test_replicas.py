@@ -28,7 +28,7 @@ from ..processes import replicated
 from .conftest import Outputs, fit, parameters, prompts, sft_config, sft_roles
 from .experiences import Make
 from .test_ptx import with_ptx
-from .test_resampling import coarse, further
+from .test_resampling import coarse
 from .test_sft import demonstrations
 from .test_supervised import STAGES
 
@@ -72,7 +72,6 @@ def trained(
     """The results of all steps and evaluations, and the weights after the last step."""
     module.replicas = replicas
     if isinstance(module, PPOModule):
-        module.further = further
         module.collector.replicas = replicas
     outputs, evaluations = Outputs(), Evaluations()
     fit(module, batches, [*callbacks, outputs, evaluations], held_out, every=len(batches))

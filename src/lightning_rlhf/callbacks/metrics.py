@@ -21,7 +21,7 @@ from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_hi
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
 from lightning_rlhf.core import logprobs, losses, results, shaping
 from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
-from lightning_rlhf.core.records import Experience, UpdateStats, groups_alike
+from lightning_rlhf.core.records import Experience, UpdateStats, all_alike
 from lightning_rlhf.parallel.replicas import Replicas
 
 NGRAM = 4
@@ -74,7 +74,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/explained_variance": explained,
     }
     if group_size > 1:
-        groups, is_alike = score.view(-1, group_size), groups_alike(score, group_size).double()
+        groups, is_alike = score.view(-1, group_size), all_alike(score, group_size).double()
         metrics["rollout/groups_alike"] = is_alike.mean()
         metrics["rollout/prompts_effective"] = (1 - is_alike).sum()
         metrics["rollout/score_std_within"] = groups.var(dim=1, correction=0).mean().sqrt()

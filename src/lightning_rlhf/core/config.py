@@ -65,7 +65,7 @@ AboveOne = Annotated[float, Field(gt=1)]
 RatioBounds = Annotated[
     tuple[Annotated[float, Field(ge=0, le=1)], Annotated[float, Field(ge=1)]],
     Field(strict=False),
-    validation.described("[LOW, HIGH] with 0 <= LOW <= 1 <= HIGH, null"),
+    validation.described("[LOW, HIGH] with 0 <= LOW <= 1 <= HIGH"),
 ]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""

@@ -351,11 +351,9 @@ def ppo_terms(
     tokens of the minibatch. Without policy or values their terms are 0; ptx_loss is 0 here.
 
     Args:
-        batch: the micro-batch, a slice of the minibatch.
-        weights: the same slice of `token_weights` of the minibatch.
+        batch, weights: the micro-batch, and the same slice of `token_weights` of the minibatch.
         tokens: real response tokens of the whole minibatch.
-        kl_coef: price of the KL to the reference in this iteration, used where ppo.kl_in=loss.
-        ent_coef: weight of the entropy bonus in this iteration.
+        kl_coef, ent_coef: coefficients of the iteration; kl_coef is used where ppo.kl_in=loss.
         policy: predictions of the policy; None where the critic is updated by itself.
         policy_losses: `policy_loss` of each real response token, or another loss; None likewise.
         values: V(s_t) of the critic at each of them; None where the policy learns by itself.

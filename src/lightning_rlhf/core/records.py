@@ -322,7 +322,7 @@ def known_mask(batch: Responses) -> Bool[Tensor, "B T"]:
     return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
 
 
-def groups_alike(score: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " G"]:
+def all_alike(score: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " G"]:
     """Return which groups, `group_size` responses in a row, have the same score throughout."""
     groups = score.view(-1, group_size)
     return (groups == groups[:, :1]).all(dim=1)
@@ -349,7 +349,7 @@ def resample_alike(
     """
     replaced = []
     for number in range(rounds):
-        is_alike = groups_alike(scores.score, group_size).cpu()
+        is_alike = all_alike(scores.score, group_size).cpu()
         if not is_alike.any():
             break
         more, more_scores = draw(int(is_alike.sum()), number)
