@@ -12,7 +12,7 @@ from lightning_rlhf.core.records import DecodedResponses, Experience
 from lightning_rlhf.modules.ppo import PPOModule
 
 from .conftest import END, Outputs, close, fit, prompts
-from .experiences import Make, on_policy
+from .experiences import Make
 
 
 def steps(module: PPOModule, first: int = 0, last: int = 3) -> list[dict[str, Any]]:
@@ -124,7 +124,7 @@ def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(make_ppo: Mak
         advantage="remax", samples_per_prompt=2, reward=one_number, missing_eos="none",
         whiten_advantages="none", fresh=True,
     )  # fmt: skip
-    experience = on_policy(module, rows=4)
+    experience = module.make_experience(module.roll_out(prompts(4), module.generator(0, 0)))
     width = experience.tokens.shape[1] - experience.response_mask.shape[1]
     baselines = []
     for tokens, mask in zip(experience.tokens, experience.mask, strict=True):
