@@ -52,7 +52,8 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options: Any) -> Diagnosis:
     given = {"kl_warning": kl_warning, "rollout_batch_size": 2, "max_response_tokens": 48}
-    more = {"advantage": "gae", "prompts_per_iteration": 2, "critic_warmup": 0, "lr": 0.5}
+    more = {"advantage": "gae", "has_critic": True, "prompts_per_iteration": 2}
+    more |= {"critic_warmup": 0, "lr": 0.5}
     config: Any = SimpleNamespace(**given, **more)
     rules = [NAMED["reward_constant"], NAMED["kl_exploding"]]
     diagnosis = Diagnosis(History(config, Path()), rules=rules)

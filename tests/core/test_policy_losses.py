@@ -165,7 +165,7 @@ def test_the_names_in_the_configuration_are_those_of_the_table() -> None:
     (lambda b: PolicyLosses(losses=b.logprobs.sum(1)), "whose losses have shape [3] for a batch"),
     (lambda b: PolicyLosses(losses=-b.advantages * b.old_logprobs), "have no gradient"),
     (lambda b: PolicyLosses(losses=(b.logprobs - b.old_logprobs) ** 2), "have no gradient"),
-    (lambda b: PolicyLosses(losses=-b.advantages * b.logprobs.clamp(max=0) ** 0.5), "sum to nan"),
+    (lambda b: PolicyLosses(losses=-b.advantages * b.logprobs.clamp(max=0) ** 0.5), "not finite"),
     (lambda b: PolicyLosses(losses=-b.logprobs * b.advantages / b.mask.sum()), "the other rows"),
     (lambda b: PolicyLosses(losses=-b.logprobs * b.advantages), None),
     *((loss, None) for loss in POLICY_LOSSES.values()),

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_rlhf.core.records import DecodedResponses, Experience
 from lightning_rlhf.modules.ppo import PPOModule
 
-from .conftest import Outputs, close, fit, prompts
+from .conftest import END, Outputs, close, fit, prompts
 from .experiences import Make
 from .test_resampling import coarse
 
@@ -90,6 +90,7 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
          "score_normalization": "running_scale"},
         {"kl_control": "linear", "kl_coef_end": 0.0, "score_normalization": "running"},
         {"advantage": "grpo", "samples_per_prompt": 2, "resample_groups": 1, "reward": coarse},
+        {"advantage": "reinforce", "baseline_decay": 0.3},
     ],
     ids=lambda changes: next(iter(changes.values())),
 )  # fmt: skip
@@ -117,3 +118,35 @@ def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str,
     assert bool(third.replaced) == ("resample_groups" in changes)
     assert resumed.kl_coef == unbroken.kl_coef
     assert resumed.moments == unbroken.moments
+    assert torch.equal(again.experience.advantages, third.experience.advantages)
+    assert resumed.mean_return == unbroken.mean_return
+
+
+def test_the_baseline_of_reinforce_is_the_average_of_the_returns_before(make_ppo: Make) -> None:
+    """The iteration before weighs twice as much as the one before that."""
+    module = make_ppo(advantage="reinforce", baseline_decay=0.5, whiten_advantages="none")
+    means: list[float] = []
+    for step in steps(module):
+        returns, mask = step.experience.returns, step.experience.response_mask
+        expected = (means[0] + 2 * means[1]) / 3 if len(means) == 2 else sum(means)
+        close(step.experience.advantages, torch.where(mask, returns - expected, 0))
+        means.append(returns[:, 0].mean().item())
+
+
+def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(make_ppo: Make) -> None:
+    module = make_ppo(
+        advantage="remax", samples_per_prompt=2, reward=one_number, missing_eos="none",
+        whiten_advantages="none", fresh=True,
+    )  # fmt: skip
+    experience = module.make_experience(module.roll_out(prompts(4), module.generator(0, 0)))
+    width = experience.tokens.shape[1] - experience.response_mask.shape[1]
+    baselines = []
+    for tokens, mask in zip(experience.tokens, experience.mask, strict=True):
+        prompt, greedy = tokens[:width][mask[:width]].tolist(), list[int]()
+        while len(greedy) < 6 and not {*greedy} & {*END}:
+            logits = module.roles.causal_lm(torch.tensor([prompt + greedy])).logits[0, -1]
+            greedy.append(int(logits.argmax()))
+        baselines.append(sum(greedy) / 10 + 3)
+    assert len({*baselines}) > 1
+    expected = experience.returns - torch.tensor(baselines)[:, None]
+    close(experience.advantages, torch.where(experience.response_mask, expected, 0))

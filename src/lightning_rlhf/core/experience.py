@@ -154,7 +154,8 @@ def with_critic(batch: AdvantageBatch) -> Advantages:
     run = partial(gae, batch.rewards, batch.values, mask, gamma=config.gamma)
     of_policy: float | Tensor = config.gae_lambda
     if config.gae_lambda_alpha is not None:
-        of_policy = 1 - 1 / (config.gae_lambda_alpha * mask.sum(dim=1)).clamp(min=1)
+        tokens = mask.sum(dim=1).to(batch.rewards)
+        of_policy = 1 - 1 / (config.gae_lambda_alpha * tokens).clamp(min=1)
     advantages, returns = run(gae_lambda=of_policy)
     if config.gae_lambda_critic is not None:
         _, returns = run(gae_lambda=config.gae_lambda_critic)
@@ -295,13 +296,8 @@ def token_rewards(
     if scores.token_scores is not None:
         parts = shaping.paid_parts(scores.token_scores, rollout.ended, terms, config, moments)
     if config.kl_in == "reward":
-        policy = kl.TokenLogprobs(
-            logprobs=rollout.logprobs,
-            old_logprobs=rollout.logprobs,
-            ref_logprobs=scores.ref_logprobs,
-            vocabulary_kl=scores.vocabulary_kl,
-        )
-        priced = kl.ESTIMATORS[config.kl_estimator](policy)
+        logprobs, ref_logprobs = rollout.logprobs, scores.ref_logprobs
+        priced = kl.priced(config, logprobs, logprobs, ref_logprobs, scores.vocabulary_kl)
     return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef, parts=parts)
 
 

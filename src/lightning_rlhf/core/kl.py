@@ -118,6 +118,23 @@ ESTIMATORS: dict[str, Estimator] = {
 user's that it names."""
 
 
+def priced(
+    config: PPOConfig,
+    logprobs: Float[Tensor, "*n"],
+    old_logprobs: Float[Tensor, "*n"],
+    ref_logprobs: Float[Tensor, "*n"],
+    vocabulary_kl: Float[Tensor, "*n"] | None,
+) -> Float[Tensor, "*n"]:
+    """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
+    tokens = TokenLogprobs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        vocabulary_kl=vocabulary_kl,
+    )
+    return ESTIMATORS[config.kl_estimator](tokens)
+
+
 def adapted_coef(
     kl_coef: float, kl: float, *, target: float, horizon: float, episodes: int
 ) -> float:

@@ -369,13 +369,8 @@ def ppo_terms(
     else:
         old_logprobs = pick(batch.old_logprobs)
         if config.kl_in == "loss":
-            tokens_read = kl.TokenLogprobs(
-                logprobs=policy.logprobs,
-                old_logprobs=old_logprobs,
-                ref_logprobs=pick(batch.ref_logprobs),
-                vocabulary_kl=policy.vocabulary_kl,
-            )
-            kl_losses = kl.ESTIMATORS[config.kl_estimator](tokens_read)
+            read = policy.logprobs, old_logprobs, pick(batch.ref_logprobs)
+            kl_losses = kl.priced(config, *read, policy.vocabulary_kl)
         loss = policy_losses + kl_coef * kl_losses
         entropy = policy.entropy
         if ent_coef > 0:

@@ -178,98 +178,89 @@ def made_up_batch(config: PPOConfig) -> PolicyBatch:
     )
 
 
-def fault_of_loss(loss: PolicyLoss, config: PPOConfig) -> str | None:
-    """Return what is wrong with the losses of a made-up batch, as the end of "LOSS, ...", or None.
+def fault_in(
+    found: Mapping[str, Tensor | None], mask: Bool[Tensor, "B T"], logprobs: Tensor | None = None
+) -> str | None:
+    """Return what is wrong with tensors of a made-up batch, as the end of "FUNCTION, ...", or None.
 
-    They must have the batch's shape, be finite, have a finite gradient that is not 0 everywhere
-    where the policy is the one that sampled, and be those of each row alone.
+    They must have the mask's shape and be finite where it is True, as must the gradient of the
+    first in `logprobs`, if given, which must not be 0 everywhere in the first row.
+    """
+    for name, tensor in found.items():
+        if tensor is not None and tensor.shape != mask.shape:
+            return f"whose {name} have shape {[*tensor.shape]} for a batch of {[*mask.shape]}"
+        if tensor is not None and not tensor[mask].isfinite().all():
+            return f"whose {name} are not finite"
+    if logprobs is None:
+        return None
+    name, tensor = next(iter(found.items()))
+    slope: Tensor | None = None
+    if tensor is not None and tensor.requires_grad:
+        total = torch.where(mask, tensor, 0).sum()
+        (slope,) = torch.autograd.grad(total, logprobs, allow_unused=True)
+    if slope is None or not slope[0].any():
+        return f"whose {name} have no gradient in logprobs"
+    if not slope[mask].isfinite().all():
+        return f"whose {name} have a gradient that is not finite"
+    return None
+
+
+def fault_of_loss(loss: PolicyLoss, config: PPOConfig) -> str | None:
+    """Return what is wrong with the losses of a made-up batch, as `fault_in`.
+
+    They must also be those of each row alone.
     """
     batch = made_up_batch(config)
     found = loss(batch)
     if not isinstance(found, PolicyLosses):
         return f"which returned {type(found).__name__}"
-    if fault := misshapen(vars(found), batch.mask):
+    if fault := fault_in(vars(found), batch.mask, batch.logprobs):
         return fault
-    total = torch.where(batch.mask, found.losses, 0).sum()
-    slope: Tensor | None = None
-    if total.requires_grad:
-        (slope,) = torch.autograd.grad(total, batch.logprobs, allow_unused=True)
-    if slope is None or not slope[0].any():
-        return "whose losses have no gradient in logprobs"
-    if not (total.isfinite() and slope[batch.mask].isfinite().all()):
-        return f"whose losses sum to {total:g} with a gradient of {slope.sum():g}"
     parts = {f.name: getattr(batch, f.name)[:1] for f in fields(batch) if f.name != "config"}
     if not torch.allclose(loss(replace(batch, **parts)).losses, found.losses[:1]):
         return "whose losses of a row change with the other rows"
     return None
 
 
-def misshapen(found: Mapping[str, Any], mask: Tensor) -> str | None:
-    """Return which of the tensors, or None, has not the shape of the mask; None if all have it."""
-    for name, tensor in found.items():
-        if tensor is not None and list(tensor.shape) != list(mask.shape):
-            return f"whose {name} have shape {list(tensor.shape)} for a batch of {[*mask.shape]}"
-    return None
-
-
 def fault_of_advantage(estimator: experience.Estimator, config: PPOConfig) -> str | None:
-    """Return what is wrong with the advantages of a made-up batch, as `fault_of_loss`.
+    """Return what is wrong with the advantages of a made-up batch, as `fault_in`.
 
-    They must have the batch's shape and be finite on its tokens; so the returns, if there is a
-    critic. It has two groups of config.samples_per_prompt responses of 4, 2, 1, 4, ... tokens.
+    It has two groups of config.samples_per_prompt responses. Returns are wanted for a critic.
     """
     rows = 2 * config.samples_per_prompt
     mask = made_up_batch(config).mask.repeat(rows, 1)[:rows]
     numbers = torch.randn(2, rows, 4, generator=torch.Generator().manual_seed(0)) * mask
-    found = estimator(
-        experience.AdvantageBatch(
-            rewards=numbers[0],
-            values=numbers[1] * config.has_critic,
-            mask=mask,
-            component_scores=numbers[0].sum(dim=1, keepdim=True),
-            weights=torch.ones(1),
-            baseline=torch.zeros(rows),
-            config=config,
-        )
+    batch = experience.AdvantageBatch(
+        rewards=numbers[0],
+        values=numbers[1] * config.has_critic,
+        mask=mask,
+        component_scores=numbers[0].sum(dim=1, keepdim=True),
+        weights=torch.ones(1),
+        baseline=torch.zeros(rows),
+        config=config,
     )
+    found = estimator(batch)
     if not isinstance(found, experience.Advantages):
         return f"which returned {type(found).__name__}"
     if config.has_critic and found.returns is None:
         return "which returned no returns for the critic (ppo.vf_coef=0 has none)"
-    if fault := misshapen(vars(found), mask):
-        return fault
-    for name, tensor in vars(found).items():
-        if tensor is not None and not tensor[mask].isfinite().all():
-            return f"whose {name} sum to {tensor[mask].sum():g}"
-    return None
+    return fault_in(vars(found), mask)
 
 
 def fault_of_kl(estimator: kl.Estimator, config: PPOConfig) -> str | None:
-    """Return what is wrong with the estimates for a made-up batch, as `fault_of_loss`.
+    """Return what is wrong with the estimates for a made-up batch, as `fault_in`.
 
-    They must have the batch's shape and be finite, and, where ppo.kl_in=loss, have a finite
-    gradient that is not 0 everywhere.
+    A gradient is wanted where ppo.kl_in=loss.
     """
     batch = made_up_batch(config)
-    found = estimator(
-        kl.TokenLogprobs(
-            logprobs=batch.logprobs,
-            old_logprobs=batch.old_logprobs,
-            ref_logprobs=batch.ref_logprobs,
-        )
+    tokens = kl.TokenLogprobs(
+        logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, ref_logprobs=batch.ref_logprobs
     )
+    found = estimator(tokens)
     if not isinstance(found, Tensor):
         return f"which returned {type(found).__name__}"
-    if fault := misshapen({"estimates": found}, batch.mask):
-        return fault
-    total, slope = found[batch.mask].sum(), None
-    if total.requires_grad:
-        (slope,) = torch.autograd.grad(total, batch.logprobs, allow_unused=True)
-    if config.kl_in == "loss" and (slope is None or not slope.any()):
-        return "whose estimates have no gradient in logprobs, which ppo.kl_in=loss needs"
-    if not (total.isfinite() and (slope is None or slope[batch.mask].isfinite().all())):
-        return f"whose estimates or their gradient are not finite, with the sum {total:g}"
-    return None
+    wanted = batch.logprobs if config.kl_in == "loss" else None
+    return fault_in({"estimates": found}, batch.mask, wanted)
 
 
 DOORS: Mapping[str, tuple[dict[str, Any], Callable[..., str | None], str]] = {
