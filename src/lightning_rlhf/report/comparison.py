@@ -242,6 +242,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
     Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
     """
     policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
+    intervals = content.get("pass_intervals", {})
     tables: dict[str, Table] = {}
     passed: list[list[str]] = []
     number, interval = estimates.number_text, estimates.interval_text
@@ -259,7 +260,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
             if not name.startswith(PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
-                ends = [content.get("pass_intervals", {}).get(one, {}).get(name) for one in policies]
+                ends = [intervals.get(policy, {}).get(name) for policy in policies]
                 passed.append([label, *map(operator.add, row[1:], map(interval, ends))])
         title = f"{decoding.capitalize()} responses"
         paired = [
