@@ -20,8 +20,9 @@ from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
-from lightning_rlhf.core.config import Normalization, PPOConfig
+from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.metrics import METRICS
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.fitness_page import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS

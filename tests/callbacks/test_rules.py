@@ -15,8 +15,8 @@ import pytest
 
 from lightning_rlhf.callbacks.diagnosis import RULES, History, rules_of
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"

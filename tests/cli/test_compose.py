@@ -17,8 +17,9 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.files import LoggerConfig, WandbConfig
 from lightning_rlhf.cli.arguments import refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import build
 
 from ..composing import section_of

@@ -8,9 +8,9 @@ from typing import Any, get_type_hints
 
 import pytest
 
-from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.experience import ADVANTAGES
+from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
 from lightning_rlhf.core.validation import allowed
 from lightning_rlhf.core.validation import build as from_section
 

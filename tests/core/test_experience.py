@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig, Term
+from lightning_rlhf.core.config import Term
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments, weighted_sum
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import group_normalised
 from lightning_rlhf.core.losses import importance_factors
 from lightning_rlhf.core.policy_losses import (
@@ -22,6 +21,7 @@ from lightning_rlhf.core.policy_losses import (
     fault_of_loss,
     made_up_batch,
 )
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.shaping import NO_SCORES, shape_score
 from lightning_rlhf.core.validation import allowed
 

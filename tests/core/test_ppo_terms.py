@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import Reduction
 from lightning_rlhf.core.losses import (
     PolicyOutputs,
     policy_loss,
@@ -22,6 +21,7 @@ from lightning_rlhf.core.losses import (
     token_weights,
 )
 from lightning_rlhf.core.masking import masked_sum
+from lightning_rlhf.core.ppo_config import Reduction
 from lightning_rlhf.core.records import Experience, PPOTerms
 
 from .conftest import F, Ragged, T, close, drawn, pad, ragged

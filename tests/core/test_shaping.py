@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS
+from lightning_rlhf.core.ppo_config import MissingEOS
 from lightning_rlhf.core.shaping import (
     NO_SCORES,
     RunningMoments,

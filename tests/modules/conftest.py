@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.kernels import patch

@@ -19,9 +19,9 @@ from lightning.pytorch import Callback, Trainer
 
 from lightning_rlhf.callbacks import evaluation, files, progress
 from lightning_rlhf.callbacks.loggers import RunWandb
-from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
+from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
 from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_object

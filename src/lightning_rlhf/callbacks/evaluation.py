@@ -18,8 +18,7 @@ from rich.text import Text
 
 from lightning_rlhf.callbacks import files, progress
 from lightning_rlhf.callbacks.metrics import perplexity, publish
-from lightning_rlhf.core import masking, records, results
-from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
+from lightning_rlhf.core import errors, masking, records, results
 from lightning_rlhf.core.metrics import EVAL_PART, HELD_OUT, JUDGE
 from lightning_rlhf.data import batches, lengths, rollouts
 from lightning_rlhf.data.chat import ChatFormat
@@ -288,7 +287,7 @@ def load_judge(source: str) -> Judge:
             parts = {visible_line(str(part)): x for part, x in verdict.items()}
             return {part: x if x is None else user_code.user_number(x) for part, x in parts.items()}
         except user_code.FAULTS as error:
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"
             ) from error
@@ -334,7 +333,7 @@ class Recorder(Callback):
         )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, NotFiniteError):
+        if not isinstance(exception, errors.NotFiniteError):
             return
         experience, iteration = pl_module.experience, pl_module.iteration + 1
         # Advantages are whitened, so that one row that is not finite would spoil all of them.
@@ -366,7 +365,7 @@ class KeepLastBatch(Callback):
         (self.run_dir / rollouts.LAST_BATCH).unlink(missing_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, NotFiniteError):
+        if not isinstance(exception, errors.NotFiniteError):
             return
         step, numbers = pl_module.iteration, self.tokenised.numbers
         positions = self.data.schedule.batch(step)
@@ -394,12 +393,14 @@ class KeepLastBatch(Callback):
         keep_batch(exception, path, columns, f"The batch of step {step + 1} is in {path}; {found}")
 
 
-def keep_batch(error: NotFiniteError, path: Path, columns: Mapping[str, Any], told: str) -> None:
+def keep_batch(
+    error: errors.NotFiniteError, path: Path, columns: Mapping[str, Any], told: str
+) -> None:
     """Write the batch that ended a run, and let the error tell it; print why it is not kept."""
     try:
         rollouts.write_table(path, columns)
         error.batch = told
-    except StorageError as failure:  # must not replace the exception that ended the run
+    except errors.StorageError as failure:  # must not replace the exception that ended the run
         print_line(f"the batch that ended the run is not kept: {failure}")
 
 

@@ -19,14 +19,13 @@ from torch import Tensor
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
-from lightning_rlhf.core import logprobs, losses, results, shaping
+from lightning_rlhf.core import logprobs, losses, records, results, shaping
 from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
-from lightning_rlhf.core.records import Experience, UpdateStats, all_alike
 from lightning_rlhf.parallel.replicas import Replicas
 
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
-STATS = tuple(one.name for one in fields(UpdateStats))
+STATS = tuple(one.name for one in fields(records.UpdateStats))
 MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
     f"update/{name}": name
     for name in STATS
@@ -35,7 +34,7 @@ MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
 """Metric -> field of UpdateStats that it is the mean of, over minibatches."""
 
 
-def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, float]:
+def rollout_metrics(experience: records.Experience, group_size: int = 1) -> dict[str, float]:
     """Return the metrics of the responses of an iteration, over their real tokens.
 
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
@@ -74,7 +73,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/explained_variance": explained,
     }
     if group_size > 1:
-        groups, is_alike = score.view(-1, group_size), all_alike(score, group_size).double()
+        groups, is_alike = score.view(-1, group_size), records.all_alike(score, group_size).double()
         metrics["rollout/groups_alike"] = is_alike.mean()
         metrics["rollout/prompts_effective"] = (1 - is_alike).sum()
         metrics["rollout/score_std_within"] = groups.var(dim=1, correction=0).mean().sqrt()
@@ -86,7 +85,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
     return found
 
 
-def repetition_metrics(experience: Experience) -> dict[str, float]:
+def repetition_metrics(experience: records.Experience) -> dict[str, float]:
     """Return how often responses repeat each other, and themselves.
 
         most_common = (number of responses equal to the most common one) / B
@@ -107,7 +106,7 @@ def repetition_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def update_metrics(updates: Sequence[records.UpdateStats]) -> dict[str, float]:
     """Return MEANS over minibatches, the largest ratio, and what became of the minibatches.
 
     Minibatches whose loss or gradient is not finite are counted and in none of the means. A field

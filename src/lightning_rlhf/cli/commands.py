@@ -14,10 +14,9 @@ from rich.tree import Tree
 
 from lightning_rlhf.callbacks import files, loggers
 from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
-from lightning_rlhf.core import metrics
+from lightning_rlhf.core import metrics, validation
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.evaluation import build_rewards, select
 from lightning_rlhf.evaluation.compare import compare_runs, write_report
@@ -122,7 +121,7 @@ def export(arguments: Sequence[str]) -> None:
         if given.merge:
             merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
             return
-        check_value("--step", step, PositiveInt)
+        validation.check_value("--step", step, validation.PositiveInt)
         settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
         fit.require_trained(settings.definition, "exported")
         kept = {
@@ -292,7 +291,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
         ) from error
-    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
+    validation.check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
     token = None if given.token_env is None else token_in(given.token_env, "--token-env")
     server = None
     # uvicorn raises the signal that ended it once more.

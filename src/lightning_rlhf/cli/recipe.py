@@ -60,7 +60,8 @@ class Promise:
     def row(self, found: Evaluated | None) -> PromiseRow:
         """Return the promise beside its measured number; one that was not measured is broken.
 
-        It is kept where the bound holds, and within noise where it lies in the 95% interval.
+        It is kept where both ends of the 95% interval hold the bound, and within noise where one
+        does; a number without an interval is judged itself.
         found: the metric; None where it was not measured.
         """
         bounds = {"at least": self.at_least, "at most": self.at_most, "gain of": self.gain}
@@ -73,10 +74,8 @@ class Promise:
         if value is not None:
             measured = f"{value:.3f}{estimates.interval_text(interval)}"
             holds = operator.ge if self.at_most is None else operator.le
-            if holds(value, bound):
-                verdict = "kept"
-            elif any(holds(x, bound) for x in interval or ()):
-                verdict = "within noise"
+            held = [holds(x, bound) for x in interval or (value,)]
+            verdict = "kept" if all(held) else "within noise" if any(held) else "broken"
         return PromiseRow(self.stage, self.metric, f"{words} {bound:g}", measured, verdict)
 
 

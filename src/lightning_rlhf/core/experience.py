@@ -11,8 +11,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rlhf.core import kl, masking, records, shaping
-from lightning_rlhf.core.config import PPOConfig, Term
+from lightning_rlhf.core import kl, masking, ppo_config, records, shaping
+from lightning_rlhf.core.config import Term
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class AdvantageBatch:
     baseline: Float[Tensor, " B"]
     """Return that was to be expected of each response: with remax that of the greedy response to
     its prompt, with reinforce the moving average over the iterations before; 0 for others."""
-    config: PPOConfig
+    config: ppo_config.PPOConfig
     """Section of the stage, with gamma and the other keys."""
 
     @cached_property
@@ -224,7 +224,7 @@ ADVANTAGES: dict[str, Estimator] = {
 def make_experience(
     rollout: records.Rollout,
     scores: records.Scores,
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     rewards: Float[Tensor, "B T"],
     *,
     terms: Sequence[Term] = shaping.AS_IT_IS,
@@ -275,7 +275,7 @@ def make_experience(
 def token_rewards(
     rollout: records.Rollout,
     scores: records.Scores,
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     *,
     kl_coef: float,
     moments: shaping.ScoreMoments,

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 
 
 def k1(p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:

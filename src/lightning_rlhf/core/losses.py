@@ -9,8 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core import errors, kl, masking, records
-from lightning_rlhf.core.config import DPOConfig, LossType, PPOConfig, Reduction
+from lightning_rlhf.core import errors, kl, masking, ppo_config, records
+from lightning_rlhf.core.config import DPOConfig, LossType
 
 
 def bradley_terry_loss(
@@ -220,7 +220,7 @@ def policy_loss(
 
 
 def importance_factors(
-    batch: records.Experience, config: PPOConfig, stage: str
+    batch: records.Experience, config: ppo_config.PPOConfig, stage: str
 ) -> Float[Tensor, "B T"] | None:
     """Return the factors of the tokens' policy losses where another program sampled them.
 
@@ -296,7 +296,7 @@ def value_loss(
 
 
 def token_weights(
-    mask: Bool[Tensor, "B T"], reduction: Reduction, *, max_response_tokens: int
+    mask: Bool[Tensor, "B T"], reduction: ppo_config.Reduction, *, max_response_tokens: int
 ) -> Float[Tensor, "B T"]:
     """Return the weight of each token's loss in the minimised sum; 0 on padding.
 
@@ -334,7 +334,7 @@ def ppo_terms(
     batch: records.Experience,
     weights: Float[Tensor, "B T"],
     tokens: Int[Tensor, ""],
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     *,
     kl_coef: float,
     ent_coef: float,

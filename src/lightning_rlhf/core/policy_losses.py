@@ -12,8 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rlhf.core import experience, kl, losses
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core import experience, kl, losses, ppo_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +33,7 @@ class PolicyBatch:
     """Advantage of each response token, whitened if ppo.whiten_advantages says so; 0 on padding."""
     mask: Bool[Tensor, "B T"]
     """True on response tokens, the end token included."""
-    config: PPOConfig
+    config: ppo_config.PPOConfig
     """Section of the stage, with clip_range and the other keys."""
 
 
@@ -162,7 +161,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
 """Value of ppo.policy_loss -> loss."""
 
 
-def made_up_batch(config: PPOConfig) -> PolicyBatch:
+def made_up_batch(config: ppo_config.PPOConfig) -> PolicyBatch:
     """Return three responses of 4, 2 and 1 tokens; the policy of the first has not changed."""
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(4) < torch.tensor([[4], [2], [1]])
@@ -205,7 +204,7 @@ def fault_in(
     return None
 
 
-def fault_of_loss(loss: PolicyLoss, config: PPOConfig) -> str | None:
+def fault_of_loss(loss: PolicyLoss, config: ppo_config.PPOConfig) -> str | None:
     """Return what is wrong with the losses of a made-up batch, as `fault_in`.
 
     They must also be those of each row alone.
@@ -222,7 +221,7 @@ def fault_of_loss(loss: PolicyLoss, config: PPOConfig) -> str | None:
     return None
 
 
-def fault_of_advantage(estimator: experience.Estimator, config: PPOConfig) -> str | None:
+def fault_of_advantage(estimator: experience.Estimator, config: ppo_config.PPOConfig) -> str | None:
     """Return what is wrong with the advantages of a made-up batch, as `fault_in`.
 
     It has two groups of config.samples_per_prompt responses. Returns are wanted for a critic.
@@ -247,7 +246,7 @@ def fault_of_advantage(estimator: experience.Estimator, config: PPOConfig) -> st
     return fault_in(vars(found), mask)
 
 
-def fault_of_kl(estimator: kl.Estimator, config: PPOConfig) -> str | None:
+def fault_of_kl(estimator: kl.Estimator, config: ppo_config.PPOConfig) -> str | None:
     """Return what is wrong with the estimates for a made-up batch, as `fault_in`.
 
     A gradient is wanted where ppo.kl_in=loss.

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS, PPOConfig, Term
-from lightning_rlhf.core.records import Experience, Scores
+from lightning_rlhf.core import ppo_config, records
+from lightning_rlhf.core.config import Term
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ScoreMoments:
         """Return the moments before the first score."""
         return cls(NO_SCORES, (NO_SCORES,) * components)
 
-    def including(self, scores: Scores | Experience) -> ScoreMoments:
+    def including(self, scores: records.Scores | records.Experience) -> ScoreMoments:
         """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         components = tuple(moments.including(part) for moments, part in parts)
@@ -100,7 +100,7 @@ def paid_parts(
     token_scores: Float[Tensor, "B K T"],
     ended: Bool[Tensor, " B"],
     terms: Sequence[Term],
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     moments: ScoreMoments,
 ) -> Float[Tensor, "B T"]:
     """Return the part of the score for PPO that each token has: sum_k weight_k * part_kt / std_k.
@@ -120,7 +120,10 @@ def paid_parts(
 
 
 def apply_missing_eos(
-    score: Float[Tensor, " B"], ended: Bool[Tensor, " B"], rule: MissingEOS, penalty: float
+    score: Float[Tensor, " B"],
+    ended: Bool[Tensor, " B"],
+    rule: ppo_config.MissingEOS,
+    penalty: float,
 ) -> Float[Tensor, " B"]:
     """Return the score after the rule for responses without an end token or stop string.
 
@@ -141,7 +144,7 @@ def shape_score(
     score: Float[Tensor, " B"],
     ended: Bool[Tensor, " B"],
     tokens: Int[Tensor, " B"],
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     moments: RunningMoments,
 ) -> Float[Tensor, " B"]:
     """Return the score for PPO: normalised, clipped, minus the length penalty, after the end rule.
@@ -193,7 +196,7 @@ def shape_rewards(
     return torch.where(mask, rewards, 0)
 
 
-def rewards_overflow(experience: Experience) -> bool:
+def rewards_overflow(experience: records.Experience) -> bool:
     """Return whether the sum of the squared rewards is not finite in fp32.
 
     Whitening of advantages, the critic's loss and the gradient norm contain such squares. Where the

@@ -21,9 +21,8 @@ from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import FLOPS, GOLD, HELD_OUT, KL, REWARD
 from lightning_rlhf.io import console, storage, user_code
+from lightning_rlhf.report import estimates, figures
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Series, frontier_plots
-from lightning_rlhf.report.estimates import Interval, mean_interval, single
-from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.runs import folders, measured
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
@@ -64,7 +63,7 @@ class Fit:
     """Start, gain and scale of `saturating`."""
     knee: float
     """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
-    interval: Interval
+    interval: estimates.Interval
     """90% interval of the knee; an end of inf is beyond the run."""
 
 
@@ -123,7 +122,7 @@ class GoldStop:
     gold_at_end: float
     reward_rise: float
     """Reward at the end less the one at `stop`, mean over the same prompts."""
-    reward_interval: Interval
+    reward_interval: estimates.Interval
     """95% interval of `reward_rise`."""
 
     @property
@@ -334,7 +333,7 @@ def find_gold_stop(
     scores = scores[:, known]
     means = scores.mean(axis=1)
     best = int(np.argmax(means))
-    _, high = mean_interval(scores - scores[best], SEED)
+    _, high = estimates.mean_interval(scores - scores[best], SEED)
     within = np.flatnonzero(high >= 0)
     stop = int(within[means[within] >= means[-1]][0])
     rise = (reward[steps[-1]] - reward[steps[stop]])[known]
@@ -348,7 +347,7 @@ def find_gold_stop(
         gold_at_best=float(means[best]),
         gold_at_end=float(means[-1]),
         reward_rise=float(rise.mean()),
-        reward_interval=single(mean_interval(rise, SEED)),
+        reward_interval=estimates.single(estimates.mean_interval(rise, SEED)),
     )
 
 
@@ -400,7 +399,7 @@ def print_diminishing(folder: Path, title: str) -> int:
             series.append(Series(label=f"fit of {NAMES[curve.metric]}", color=color, points=line))
     sentence = conclusion["sentence"]
     heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
-    draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
+    figures.draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
     repeat_conclusion(folder)
     return iterations
 

@@ -102,12 +102,12 @@ def evaluation_of(
     settings, prompts = task.run.settings, len(task.prompts)
     config: PolicyEvalConfig = settings.config
     ks = (1, config.samples_per_prompt) if config.pass_k is None else config.pass_k
-    passed = comparison.passes(found, prompts, ks)
+    passed = comparison.passes(found, prompts, ks, settings.seed)
     numbers: dict[str, dict[str, dict[str, float | None]]] = {}
     for policy in found:
         sampled, greedy = (evaluation_metrics(policy.samples[one]) for one in comparison.DECODINGS)
         del greedy["eval/kl"]
-        sampled |= passed[policy.name]
+        sampled |= {name: mean for name, (mean, _) in passed[policy.name].items()}
         if policy.perplexity is not None:
             sampled["eval/perplexity"] = policy.perplexity
         if policy.best_of is not None:
@@ -132,6 +132,10 @@ def evaluation_of(
         "sources": {name: str(source.path) for name, source in sources.items()},
         "verdicts": task.verdicts,
         "policies": numbers,
+        "pass_intervals": {
+            policy: {name: interval for name, (_, interval) in of.items()}
+            for policy, of in passed.items()
+        },
         "comparisons": comparisons,
     }
 

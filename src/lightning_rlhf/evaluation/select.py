@@ -12,8 +12,8 @@ from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
-from lightning_rlhf.core import errors
-from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
+from lightning_rlhf.core import errors, ppo_config
+from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
 from lightning_rlhf.io import console, storage
@@ -83,7 +83,9 @@ def check_final(settings: Settings, steps: int | None) -> None:
             )
     if not isinstance(step, int):
         return
-    if stop.patience is not None or (isinstance(stop, PPOStopConfig) and stop.max_kl is not None):
+    if stop.patience is not None or (
+        isinstance(stop, ppo_config.PPOStopConfig) and stop.max_kl is not None
+    ):
         allowed = "allowed where a rule may end the run: last, best"
         raise errors.ConfigError(f"{stage}.final is {step}; {allowed}")
     if steps is not None:

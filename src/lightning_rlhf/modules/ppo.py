@@ -12,8 +12,8 @@ from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
 from lightning_rlhf.core import policy_losses as formulas
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.io.user_code import code_digest, load_tried
 from lightning_rlhf.models.config import POLICY

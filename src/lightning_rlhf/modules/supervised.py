@@ -9,8 +9,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core import errors, masking, records, results
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig
+from lightning_rlhf.core import errors, masking, ppo_config, records, results
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, kto_loss, preference_loss
 from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
@@ -355,7 +355,12 @@ class PTX:
     """
 
     def __init__(
-        self, examples: Sequence[DemonstrationTokens], config: PPOConfig, *, pad_id: int, seed: int
+        self,
+        examples: Sequence[DemonstrationTokens],
+        config: ppo_config.PPOConfig,
+        *,
+        pad_id: int,
+        seed: int,
     ) -> None:
         """Set up the batches; pad_id: id of the padding token; seed: seed of their order."""
         self.examples = examples

@@ -2,11 +2,11 @@
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -132,16 +132,17 @@ def number_table(samples: Sequence[Sample], number: str, prompts: int) -> Any:
 
 
 def passes(
-    policies: Sequence[PolicySamples], prompts: int, ks: Sequence[int]
-) -> dict[str, dict[str, float]]:
+    policies: Sequence[PolicySamples], prompts: int, ks: Sequence[int], seed: int
+) -> dict[str, dict[str, tuple[float, estimates.Interval | None]]]:
     """Return the mean over prompts of pass@k of the sampled responses.
 
-    Returns: policy -> "eval/pass@<k>/<score>" -> the mean.
+    Returns: policy -> "eval/pass@<k>/<score>" -> the mean and its 95% interval, by bootstrap over
+    prompts; None for one prompt.
 
     Only scores that are 0 or 1 in every response of every policy have one. A prompt counts where at
     least k of its responses have the score.
     """
-    found: dict[str, dict[str, float]] = {policy.name: {} for policy in policies}
+    found: dict[str, dict[str, Any]] = {policy.name: {} for policy in policies}
     for name in scores(policies):
         tables = [number_table(policy.samples["sampled"], name, prompts) for policy in policies]
         if not all(np.isin(one.compressed(), (0, 1)).all() for one in tables):
@@ -149,8 +150,11 @@ def passes(
         for policy, one in zip(policies, tables, strict=True):
             rows = [(row.compressed() == 1).tolist() for row in one]
             for k in ks:
-                if usable := [pass_at_k(row, k) for row in rows if len(row) >= k]:
-                    found[policy.name][f"{metrics.PASS}{k}/{name}"] = fmean(usable)
+                usable = np.array([pass_at_k(row, k) for row in rows if len(row) >= k])
+                if len(usable):
+                    ends = estimates.rate_interval(usable, seed) if len(usable) > 1 else None
+                    interval = None if ends is None else estimates.single(ends)
+                    found[policy.name][f"{metrics.PASS}{k}/{name}"] = usable.mean().item(), interval
     return found
 
 
@@ -237,6 +241,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
     Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
     """
     policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
+    intervals = content.get("pass_intervals", {})
     tables: dict[str, Table] = {}
     passed: list[list[str]] = []
     number, interval = estimates.number_text, estimates.interval_text
@@ -258,7 +263,8 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
             if not name.startswith(metrics.PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
-                passed.append(row)
+                ends = [intervals.get(policy, {}).get(name) for policy in policies]
+                passed.append([label, *map(operator.add, row[1:], map(interval, ends))])
         title = f"{decoding.capitalize()} responses"
         paired = [
             [

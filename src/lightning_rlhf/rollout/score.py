@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lightning_rlhf.core import losses, masking, memory, records, shaping
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles

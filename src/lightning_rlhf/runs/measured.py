@@ -130,10 +130,13 @@ def with_intervals(
     """
     first: Samples = []
     last: Samples = []
+    intervals: dict[str, Interval] = {}
     if folder is not None and (folder / FINAL / comparison.NUMBERS).is_file():
         with damage_named(folder / FINAL / comparison.NUMBERS) as file:
-            policies = json_object(file)["policies"]
+            content = json_object(file)
+            policies = content["policies"]
             sft, policy, *_ = policies
+            intervals = content.get("pass_intervals", {}).get(policy, {})
             numbers = policies[sft]["sampled"].items()
             metrics = {f"start/{name}": x for name, x in numbers if x is not None} | {**metrics}
         with damage_named(folder / FINAL / comparison.SAMPLES) as file:
@@ -154,6 +157,7 @@ def with_intervals(
         known = after[~np.isnan(after)]
         are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
         interval = interval_of(after, rate_interval if are_rates else mean_interval)
+        interval = intervals.get(name, interval)
         if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
             interval = metrics[LOWEST], metrics[HIGHEST]
         gain = None if start is None else metrics[name] - start

@@ -17,8 +17,9 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.loggers import build_loggers, tags_of
-from lightning_rlhf.core.config import DPOConfig, PPOConfig
+from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Demonstration, Label, Preference, Prompt, Rows

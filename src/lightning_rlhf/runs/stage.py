@@ -19,6 +19,7 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import LoggerConfig
 from lightning_rlhf.core import config as sections
+from lightning_rlhf.core import ppo_config
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
@@ -146,7 +147,7 @@ class Stage:
 STAGES: Mapping[str, tuple[str, type]] = {
     "sft": ("stages.supervised:SFT", sections.SFTConfig),
     "rm": ("stages.supervised:RM", sections.RMConfig),
-    "ppo": ("stages.ppo:PPO", sections.PPOConfig),
+    "ppo": ("stages.ppo:PPO", ppo_config.PPOConfig),
     "dpo": ("stages.supervised:DPO", sections.DPOConfig),
     "rank": ("evaluation.evaluate_policy:Rank", sections.RankConfig),
     "eval_policy": ("evaluation.evaluate_policy:EvalPolicy", sections.PolicyEvalConfig),

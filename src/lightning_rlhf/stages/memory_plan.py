@@ -17,7 +17,8 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lightning_rlhf.core import errors, logprobs, memory
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io import console, storage

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Callback
 from rich import get_console
 
 from lightning_rlhf.callbacks import diagnosis, evaluation, files, metrics
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data import batches, lengths
 from lightning_rlhf.evaluation import build_rewards, diminishing, evaluate_reward
 from lightning_rlhf.io.console import print_line
