@@ -7,7 +7,7 @@ import importlib.util
 import os
 import sys
 from asyncio import CancelledError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -68,27 +68,6 @@ def load_function(source: str, key: str) -> Callable[..., Any]:
     return function
 
 
-def load_tried(
-    source: str, key: str, fault_of: Callable[[Callable[..., Any]], str | None], allowed: str
-) -> Callable[..., Any]:
-    """Return the function that `source` names, after a trial.
-
-    fault_of: function that calls it and returns what is wrong, as the end of "FUNCTION, ...", or
-        None.
-    allowed: description of the functions that pass.
-
-    Raises ConfigError where there is no such function, or where it fails or has a fault.
-    """
-    function = load_function(source, key)
-    try:
-        fault = fault_of(function)
-    except FAULTS as error:
-        fault = f"which fails on a made-up batch: {error!r}"
-    if fault is not None:
-        raise ConfigError(f"{key} is {source!r}, {fault}; allowed: {allowed}")
-    return function
-
-
 def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool]) -> Any:
     """Return the object that `source` names: `path/to/file.py:name` or `package.module:name`.
 
@@ -143,6 +122,28 @@ def _of_file(path: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def enter_formulas(doors: Mapping[str, tuple[Any, Any, str]], config: Any, stage: str) -> None:
+    """Enter the functions of the user's that a section names in the tables of formulas.
+
+    doors: key -> table of functions by name; function that tries one with the section and returns
+        what is wrong, as the end of "FUNCTION, ...", or None; description of those that pass.
+
+    Raises ConfigError where there is no such function, or where it fails or has a fault.
+    """
+    for key, (table, fault_of, allowed) in doors.items():
+        source = getattr(config, key)
+        if ":" not in source:
+            continue
+        function = load_function(source, f"{stage}.{key}")
+        try:
+            fault = fault_of(function, config=config)
+        except FAULTS as error:
+            fault = f"which fails on a made-up batch: {error!r}"
+        if fault is not None:
+            raise ConfigError(f"{stage}.{key} is {source!r}, {fault}; allowed: {allowed}")
+        table[source] = function
 
 
 def code_digest(source: str) -> str:

@@ -15,7 +15,7 @@ from lightning_rlhf.core import policy_losses as formulas
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.io.user_code import code_digest, load_tried
+from lightning_rlhf.io.user_code import code_digest, enter_formulas
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules import optim, supervised
@@ -85,8 +85,7 @@ class PPOModule(optim.StageModule):
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
         self.further: Callable[[int, int], records.Prompts] | None = None
-        """Function that returns prompts for ppo.resample_groups, as `StageData.further`; a run sets
-        it."""
+        """Function that gives prompts for ppo.resample_groups, as `StageData.further`."""
         self.replaced: tuple[records.Rollout, ...] = ()
         """Responses that ppo.resample_groups replaced in this iteration, round by round."""
         self.kl_coef = config.kl_coef
@@ -94,8 +93,7 @@ class PPOModule(optim.StageModule):
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
         self.mean_return = 0.0
-        """With advantage=reinforce, the decayed sum of the mean returns of all iterations so far,
-        each times 1 - baseline_decay."""
+        """With advantage=reinforce, the decayed sum of (1 - baseline_decay) * mean return so far."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()
@@ -151,11 +149,10 @@ class PPOModule(optim.StageModule):
 
         Raises: RewardError where the reward gives no numbers, which names the iteration.
         """
-        config = self.config
+        config, draw = self.config, self.sample_further
         sizes = config.samples_per_prompt, config.resample_groups
-        rollout, scores, self.replaced = records.resample_alike(
-            rollout, self.score(rollout), *sizes, self.sample_further
-        )
+        found = records.resample_alike(rollout, self.score(rollout), *sizes, draw)
+        rollout, scores, self.replaced = found
         rewards, terms = self.shape_rewards(rollout, scores), self.collector.reward.terms
         baseline = self.baseline(rollout, scores)
         return make_experience(rollout, scores, config, rewards, terms=terms, baseline=baseline)
@@ -168,10 +165,8 @@ class PPOModule(optim.StageModule):
             raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
 
     def sample_further(self, count: int, number: int) -> tuple[records.Rollout, records.Scores]:
-        """Return responses to further prompts, and their scores, as `resample_alike` draws them.
-
-        Prompts and random numbers are a function of the seed, the iteration and the round `number`.
-        """
+        """Return responses to `count` further prompts, and scores, of a round of `resample_alike`;
+        prompts and random numbers are a function of the seed, the iteration and the round."""
         assert self.further is not None
         place = self.iteration * self.config.resample_groups + number
         prompts = self.further(place, count).to(self.device)
@@ -407,7 +402,7 @@ class PPOModule(optim.StageModule):
 
     def setup(self, stage: str) -> None:
         """Find the formulas of the user's, which an export does not load."""
-        find_formulas(self.config, self.stage)
+        enter_formulas(formulas.DOORS, self.config, self.stage)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()
@@ -432,8 +427,7 @@ class PPOModule(optim.StageModule):
         checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
-        checkpoint["formulas"] = self.digests
-        checkpoint["mean_return"] = self.mean_return
+        checkpoint |= {"formulas": self.digests, "mean_return": self.mean_return}
         if self.ptx is not None:
             checkpoint["ptx"] = self.ptx.digest
 
@@ -454,15 +448,3 @@ class PPOModule(optim.StageModule):
         )
         self.collector.annotation_rows.rows = checkpoint["annotation_rows"]
         self.collector.generation_rows.rows = checkpoint["generation_rows"]
-
-
-def find_formulas(config: PPOConfig, stage: str) -> None:
-    """Enter the functions of the user's that `config` names in their tables, after a trial.
-
-    Raises: ConfigError where there is no such function, or one that cannot be trained with.
-    """
-    for key, (table, fault_of, allowed) in formulas.DOORS.items():
-        name = getattr(config, key)
-        if ":" in name:
-            trial = partial(fault_of, config=config)
-            table[name] = load_tried(name, f"{stage}.{key}", trial, allowed)

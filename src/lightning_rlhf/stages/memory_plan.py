@@ -21,7 +21,8 @@ from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
-from lightning_rlhf.io import console, storage
+from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io.storage import readable
 from lightning_rlhf.kernels.decoder import family
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
@@ -245,10 +246,8 @@ def choose_microbatch(ready: run.Run, module: Any, data: StageData) -> None:
         is_rough = ready.device.type == "cpu" or ready.settings.shards  # layers that are gathered
         size = plan.largest(2 if is_rough else 1) or 1
         module.microbatch.rows = rows = -ready.replicas.largest(-size)
-        told = (
-            f"{rows} of {plan.batch} rows, the most that fit into {storage.readable(plan.device)}"
-        )
-        console.print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
+        told = f"{rows} of {plan.batch} rows, the most that fit into {readable(plan.device)}"
+        print_line(f"{module.microbatch.key}: auto is {told} by the memory plan")
 
 
 def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
@@ -414,22 +413,18 @@ def print_plan(settings: stage.Settings) -> None:
     plan = plan_run(settings)
     get_console().print(plan_shown(plan))
     response = getattr(settings.config, "max_response_tokens", data.max_response_tokens)
-    console.print_line(
+    print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
         f"{settings.trainer.accelerator.upper()}, with prompts of {data.max_prompt_tokens} and "
         f"responses of {response} tokens, without what libraries take; models of earlier stages "
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
     if settings.config.microbatch_size == "auto":
-        one, told = storage.readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
-        console.print_line(
-            f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}"
-        )
+        one, told = readable(plan.peak(1)), f"the largest divisor of {plan.batch} that fits"
+        print_line(f"{settings.stage}.microbatch_size: auto is {told}; the peak with 1 is {one}")
     for name, component in settings.reward.items() if settings.definition.reads_reward else ():
         if isinstance(component, TextModelConfig):
-            console.print_line(
-                f"not counted: the model of {stage.reward_key(settings, name)}", "yellow"
-            )
+            print_line(f"not counted: the model of {stage.reward_key(settings, name)}", "yellow")
 
 
 def plan_shown(plan: MemoryPlan) -> Table:
@@ -441,13 +436,11 @@ def plan_shown(plan: MemoryPlan) -> Table:
     larger = "the larger of rollout and update" if phases else "update"
     table = Table(
         title="memory plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
-        caption=f"peak: {storage.readable(plan.peak(plan.rows))} = all roles + {larger}",
+        caption=f"peak: {readable(plan.peak(plan.rows))} = all roles + {larger}",
         padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     for column in ("", *vars(plan.rollout)):
         table.add_column(column, justify="right" if column else "left")
     for name, row in {**plan.roles, **phases, "update": plan.update(plan.rows)}.items():
-        table.add_row(
-            Text(name), *(storage.readable(size) if size else "" for size in vars(row).values())
-        )
+        table.add_row(Text(name), *(readable(size) if size else "" for size in vars(row).values()))
     return table
