@@ -10,7 +10,7 @@ from lightning_rlhf.core import config, validation
 GROUPED = ("rloo", "grpo", "dr_grpo", "gdpo")
 """Estimators that compare the responses to one prompt."""
 UNSHAPED: dict[str, object] = {"kl_in": "loss", "missing_eos": "none", "length_penalty": 0}
-UNSHAPED |= {"score_normalization": "none", "score_clip": None}
+UNSHAPED |= {"score_normalization": "none", "score_clip": None, "whiten_rewards": False}
 """Keys with which the return of a response is made of the components of its reward alone."""
 
 MissingEOS = Literal["none", "subtract", "replace"]
@@ -161,8 +161,8 @@ class PPOConfig(config.StageConfig):
             (self.advantage != "remax" or self.rollout in ("native", "hf"), "rollout",
              "native, hf where ppo.advantage=remax, which also samples greedily"),
             *((self.advantage != "gdpo" or getattr(self, key) == plain, key,
-               f"{'null' if plain is None else plain} where ppo.advantage=gdpo, which reads the "
-               "components of the reward alone")
+               f"{'null' if plain is None else str(plain).lower()} where ppo.advantage=gdpo, which "
+               "reads the components of the reward alone")
               for key, plain in UNSHAPED.items()),
             (self.resample_groups == 0 or self.advantage in GROUPED, "resample_groups",
              f"0 where ppo.advantage={self.advantage}, which compares no groups"),
