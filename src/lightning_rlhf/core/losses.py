@@ -367,11 +367,11 @@ def ppo_terms(
     if policy is None or policy_losses is None:
         policy_losses = zeros
     else:
-        old_logprobs = pick(batch.old_logprobs)
+        loss, old_logprobs = policy_losses, pick(batch.old_logprobs)
         if config.kl_in == "loss":
             read = policy.logprobs, old_logprobs, pick(batch.ref_logprobs)
             kl_losses = kl.priced(config, *read, policy.vocabulary_kl)
-        loss = policy_losses + kl_coef * kl_losses
+            loss = loss + kl_coef * kl_losses
         entropy = policy.entropy
         if ent_coef > 0:
             loss = loss - ent_coef * entropy
