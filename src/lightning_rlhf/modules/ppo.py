@@ -25,7 +25,7 @@ from lightning_rlhf.rewards.weighted import Reward
 from lightning_rlhf.rollout import collector, score
 from lightning_rlhf.rollout.sampler import Sampler
 
-TRAINING, EVALUATION, GREEDY, RESAMPLING = 0, 1, 2, 3  # numbers of the random-number streams
+TRAINING, EVALUATION, RESAMPLING, GREEDY = 0, 1, 2, 3  # numbers of the random-number streams
 
 
 class PPOModule(optim.StageModule):
