@@ -23,6 +23,7 @@ from lightning_rlhf.modules.supervised import DPOModule, KTOModule
 from .conftest import (
     LORA,
     Outputs,
+    by_architecture,
     close,
     dpo_config,
     fit,
@@ -189,6 +190,7 @@ def test_loss_and_gradient_are_those_of_the_slow_version(
     )
 
 
+@by_architecture
 def test_scores_are_the_rewards_and_log_probabilities(architecture: str) -> None:
     roles, batch = dpo_roles(architecture), preferences()
     with torch.no_grad():
@@ -205,6 +207,7 @@ def test_scores_are_the_rewards_and_log_probabilities(architecture: str) -> None
     close(found.losses, F.softplus(found.rejected - found.chosen))
 
 
+@by_architecture
 def test_padding_changes_nothing(architecture: str) -> None:
     module = DPOModule(dpo_roles(architecture), dpo_config(loss_type="sigmoid_norm"))
     with torch.no_grad():

@@ -10,7 +10,7 @@ from lightning_rlhf.core.records import Experience
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
-from .conftest import close, prompts, within_fit
+from .conftest import by_architecture, close, prompts, within_fit
 from .experiences import Make, nothing_to_gain, off_policy, on_policy, update, updated
 
 ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
@@ -62,6 +62,7 @@ def test_the_term_is_the_slow_estimate_of_the_policy_now(
     close(stats.loss, total)
 
 
+@by_architecture
 def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(make_ppo: Make, architecture: str) -> None:
     module = make_ppo(
         architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=0.7
