@@ -70,7 +70,7 @@ def test_values_at_sampling_are_those_of_the_critic_asked_again(
     assert (rollout.values - experience.old_values).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["head", *KINDS])
+@pytest.mark.parametrize("kind", matrix(["head", *KINDS], "head", "adapter"))
 def test_the_policy_s_gradient_does_not_know_the_value_loss(make_ppo: Make, kind: str) -> None:
     """Nor the critic's the policy's loss; on a shared trunk the first is not so."""
     found = {}
