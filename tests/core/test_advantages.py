@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +18,7 @@ from lightning_rlhf.core.experience import (
     rewards_to_go,
 )
 
-from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged
+from .conftest import NAN, F, Ragged, T, close, drawn, ragged
 
 unit = st.floats(0, 1)
 
@@ -76,65 +75,6 @@ def test_it_is_the_discounted_sum_of_one_step_errors(
         assert torch.equal(ours[~batch.mask], torch.zeros_like(ours[~batch.mask]))
 
 
-@drawn
-@given(ragged(), unit, unit)
-def test_gradients(batch: Ragged, gamma: float, gae_lambda: float) -> None:
-    weight, grads = batch.normal(2).nan_to_num(), []
-    for function in (
-        lambda r, v: gae(r, v, batch.mask, gamma=gamma, gae_lambda=gae_lambda),
-        lambda r, v: slow_gae(r, v, batch.lengths, gamma, gae_lambda),
-    ):
-        rewards, values = batch.normal(0).requires_grad_(), batch.normal(1).requires_grad_()
-        advantages, returns = function(rewards, values)
-        (advantages * weight + returns * weight**2).sum().backward()
-        grads.append((rewards.grad, values.grad))
-    for ours, theirs in zip(*grads, strict=True):
-        close(ours[batch.mask], theirs[batch.mask])
-
-
-@drawn
-@given(ragged(), unit)
-def test_lambda_1_is_monte_carlo_minus_value(batch: Ragged, gamma: float) -> None:
-    rewards, values, mask = batch.normal(0), batch.normal(1), batch.mask
-    advantages, returns = gae(rewards, values, mask, gamma=gamma, gae_lambda=1.0)
-    monte_carlo = torch.zeros_like(rewards)
-    for row, length in enumerate(batch.lengths):
-        for t in range(length):
-            monte_carlo[row, t] = sum(gamma ** (k - t) * rewards[row, k] for k in range(t, length))
-    close(returns, monte_carlo)
-    close(advantages[mask], (monte_carlo - values)[mask])
-
-
-@drawn
-@given(ragged(), unit, unit, st.integers(1, 3), garbage)
-def test_padding_rows_and_parts(
-    batch: Ragged, gamma: float, gae_lambda: float, columns: int, filler: float
-) -> None:
-    def run(rewards: Tensor, values: Tensor, mask: Tensor) -> Tensor:
-        return torch.stack(gae(rewards, values, mask, gamma=gamma, gae_lambda=gae_lambda))
-
-    rewards, values, mask = batch.normal(0), batch.normal(1), batch.mask
-    whole = run(rewards, values, mask)
-    wide = run(pad(rewards, columns, filler), pad(values, columns, filler), pad(mask, columns, F))
-    assert torch.equal(wide[..., : batch.width], whole)
-    assert torch.equal(wide[..., batch.width :], torch.zeros_like(wide[..., batch.width :]))
-    order = batch.shuffled_rows()
-    assert torch.equal(run(rewards[order], values[order], mask[order]), whole[:, order])
-    parts = [run(*p) for p in zip(rewards.split(1), values.split(1), mask.split(1), strict=True)]
-    assert torch.equal(torch.cat(parts, dim=1), whole)
-
-
-GROUPED = (leave_one_out, group_centered, group_normalised)
-
-
-@st.composite
-def drawn_groups(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """Returns of a few groups, and the size of a group."""
-    size, groups = draw(st.integers(2, 5)), draw(st.integers(1, 4))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**20)))
-    return torch.randn(groups * size, generator=generator, dtype=torch.float64), size
-
-
 def doubles(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
@@ -155,40 +95,3 @@ def test_groups_by_hand() -> None:
     close(group_centered(returns, 3), doubles(-2, -1, 3, 0, 0, 0))
     scale = math.sqrt(7) + 1e-4
     close(group_normalised(returns, 3), doubles(-2, -1, 3, 0, 0, 0) / scale)
-
-
-@pytest.mark.parametrize(
-    ("estimator", "slow"),
-    [
-        (leave_one_out, lambda mine, others: mine - sum(others) / len(others)),
-        (group_centered, lambda mine, others: mine - (mine + sum(others)) / (1 + len(others))),
-        (
-            group_normalised,
-            lambda mine, others: (
-                (mine - torch.stack([mine, *others]).mean())
-                / (torch.stack([mine, *others]).var().sqrt() + 1e-4)
-            ),
-        ),
-    ],
-)
-@drawn
-@given(drawn=drawn_groups())
-def test_each_response_against_its_group(estimator, slow, drawn: tuple[Tensor, int]) -> None:
-    returns, size = drawn
-    found = estimator(returns, size)
-    for i, mine in enumerate(returns):
-        first = i // size * size
-        others = [returns[j] for j in range(first, first + size) if j != i]
-        close(found[i], slow(mine, others))
-
-
-@drawn
-@given(drawn_groups())
-def test_groups_do_not_see_each_other(drawn: tuple[Tensor, int]) -> None:
-    returns, size = drawn
-    flipped = returns.view(-1, size).flip(0, 1).flatten()
-    for estimator in GROUPED:
-        whole = estimator(returns, size)
-        parts = [estimator(part, size) for part in returns.split(size)]
-        close(torch.cat(parts), whole)
-        close(estimator(flipped, size), whole.view(-1, size).flip(0, 1).flatten())

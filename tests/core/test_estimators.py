@@ -61,20 +61,25 @@ def test_other_codebases_have_the_same_kl_and_gradient(case: dict[str, Any]) -> 
     close(leaf.grad, double(case["grad_logprobs"]), rtol=1e-8)
 
 
-def test_the_weighted_estimate_has_the_gradient_of_the_kl_after_updates_too() -> None:
-    # For p = softmax(s): d KL(p || q) / d s_v = p_v (log p_v - log q_v - KL). Tokens are those of
-    # another policy; k3+ has that gradient on the policy's own tokens alone.
+def test_the_mean_of_each_estimate_and_its_gradient() -> None:
+    # For p = softmax(s): d KL(p || q) / d s_v = p_v (log p_v - log q_v - KL), which k3_weighted has
+    # on tokens of another policy too, k2 and k3+ on the policy's own; k3 has d KL(q || p) / d s_v =
+    # p_v - q_v there, and k1 nothing.
     p, q, old = (
         torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).double().log_softmax(1)
     )
     d = p - q
-    expected = p.exp() * (d - (p.exp() * d).sum())
-    for name, sampler in (("k3_weighted", old), ("k3_weighted", p), ("k3+", p)):
+    forward, backward = p.exp() * (d - (p.exp() * d).sum()), p.exp() - q.exp()
+    for name, sampler, expected in (
+        ("k3_weighted", old, forward), ("k3_weighted", p, forward), ("k3+", p, forward),
+        ("k2", p, forward), ("k3", p, backward), ("k1", p, torch.zeros(6).double()),
+    ):  # fmt: skip
         leaf = p.clone().requires_grad_()
         logprobs = leaf.log_softmax(0)
         tokens = TokenLogprobs(logprobs=logprobs, old_logprobs=sampler, ref_logprobs=q)
         found = (sampler.exp() * ESTIMATORS[name](tokens)).sum()
-        close(found.detach(), (p.exp() * d).sum())
+        if name != "k2":  # which is biased
+            close(found.detach(), (p.exp() * d).sum())
         found.backward()
         close(leaf.grad, expected)
 

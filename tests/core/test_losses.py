@@ -37,8 +37,8 @@ def leaf(*numbers: float) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64, requires_grad=True)
 
 
-# clip_range_vf 1/2 about an old value of 0. The slope in V is V - R where the plain error is the
-# larger, else 0.
+# clip_range_vf 1/2 about an old value of 7, from which all numbers are counted. The slope in V is
+# V - R where the plain error is the larger, else 0.
 @pytest.mark.parametrize(
     ("value", "target", "loss", "slope"),
     [
@@ -51,29 +51,12 @@ def leaf(*numbers: float) -> Tensor:
     ],
 )
 def test_value_loss_by_hand(value: float, target: float, loss: float, slope: float) -> None:
-    values = leaf(value)
-    old, returns = leaf(0.0).detach(), leaf(target).detach()
+    values = leaf(7 + value)
+    old, returns = leaf(7.0).detach(), leaf(7 + target).detach()
     found = value_loss(values, old, returns, clip_range_vf=0.5)
     close(found, torch.tensor([loss], dtype=torch.float64))
     found.sum().backward()
     close(values.grad, torch.tensor([slope], dtype=torch.float64))
-
-
-@drawn
-@given(sizes_and_seeds, st.floats(0.05, 3))
-def test_value_loss_is_the_larger_of_two_squares(
-    drawn_: tuple[int, int], clip_range_vf: float
-) -> None:
-    new, old, returns = draw(drawn_, 3)
-    values = new.clone().requires_grad_()
-    loss = value_loss(values, old, returns, clip_range_vf=clip_range_vf)
-    loss.sum().backward()
-    for i, (v, o, r) in enumerate(zip(new.tolist(), old.tolist(), returns.tolist(), strict=True)):
-        kept = max(o - clip_range_vf, min(o + clip_range_vf, v))
-        plain, bounded = (v - r) ** 2 / 2, (kept - r) ** 2 / 2
-        assert loss[i].item() == pytest.approx(max(plain, bounded), rel=1e-12)
-        slope = v - r if plain >= bounded else 0.0
-        assert values.grad[i].item() == pytest.approx(slope, rel=1e-12)
 
 
 def test_without_a_clip_the_old_value_has_no_say() -> None:
@@ -127,17 +110,6 @@ def test_bradley_terry_by_hand(
     loss.sum().backward()
     close(chosen.grad, leaf(*slopes).detach())
     close(rejected.grad, -leaf(*slopes).detach())
-
-
-@drawn
-@given(sizes_and_seeds, st.floats(-50, 50))
-def test_bradley_terry_identities(drawn_: tuple[int, int], offset: float) -> None:
-    chosen, rejected = draw(drawn_, 2)
-    loss = bradley_terry_loss(chosen, rejected)
-    close(loss, (1 + (rejected - chosen).exp()).log())
-    close(bradley_terry_loss(chosen + offset, rejected + offset), loss, rtol=1e-8)
-    # -log s(m) + log s(-m) = -m
-    close(loss - bradley_terry_loss(rejected, chosen), rejected - chosen)
 
 
 def test_bradley_terry_far_from_a_tie_stays_finite() -> None:
@@ -253,27 +225,6 @@ def test_preference_losses_and_their_gradients(
         close(rejected.grad, -slope, atol=1e-10)
 
 
-# The clipped surrogate.
-
-low_ends = st.floats(0.05, 0.9)
-high_ends = st.none() | st.floats(0.05, 3)
-dual_clips = st.none() | st.floats(1.05, 4)
-
-
-def loss_and_slope(
-    new: Tensor, old: Tensor, advantages: Tensor, clip_range: float,
-    clip_range_high: float | None, dual_clip: float | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    logprobs = new.clone().requires_grad_()
-    loss = policy_loss(
-        logprobs, old, advantages, clip_range=clip_range, clip_range_high=clip_range_high,
-        dual_clip=dual_clip,
-    )  # fmt: skip
-    loss.sum().backward()
-    assert logprobs.grad is not None
-    return loss.detach(), logprobs.grad
-
-
 # The loss is max(-A r, -A clip(r)), its slope in the log-probability -A r where the first is the
 # larger, else 0.
 SYMMETRIC = (0.2, None, None)  # the ratio is kept within 0.8 .. 1.2
@@ -306,34 +257,12 @@ def test_policy_loss_by_hand(
     loss: float,
     slope: float,
 ) -> None:
-    old = torch.tensor([-1.25], dtype=torch.float64)
-    advantages = torch.full_like(old, advantage)
-    found, found_slope = loss_and_slope(old + math.log(ratio), old, advantages, *rule)
+    clip_range, high, dual_clip = rule
+    old, logprobs = leaf(-1.25).detach(), leaf(-1.25 + math.log(ratio))
+    found = policy_loss(
+        logprobs, old, leaf(advantage).detach(), clip_range=clip_range, clip_range_high=high,
+        dual_clip=dual_clip,
+    )  # fmt: skip
     close(found, torch.full_like(old, loss))
-    close(found_slope, torch.full_like(old, slope))
-
-
-@drawn
-@given(sizes_and_seeds, low_ends, high_ends, dual_clips)
-def test_it_is_the_ratio_kept_from_rewarding_a_long_step(
-    drawn_: tuple[int, int], low: float, high: float | None, dual: float | None
-) -> None:
-    # Case by case: a good token counts min(r, 1 + high), a bad one max(r, 1 - low), at most dual.
-    old, advantages, steps = draw(drawn_, 3)
-    new = old + 1.5 * steps
-    logprobs = new.clone().requires_grad_()
-    rows = []
-    for n, o, a in zip(logprobs, old, advantages, strict=True):
-        ratio, top = (n - o).exp(), 1 + (low if high is None else high)
-        if a >= 0:
-            counted = ratio if ratio <= top else torch.tensor(top)
-        elif ratio < 1 - low:
-            counted = torch.tensor(1 - low)
-        else:
-            counted = ratio if dual is None or ratio <= dual else torch.tensor(dual)
-        rows.append(-a * counted.double() + 0 * n)
-    slow = torch.stack(rows)
-    slow.sum().backward()
-    loss, slope = loss_and_slope(new, old, advantages, low, high, dual)
-    close(loss, slow.detach(), rtol=1e-7)
-    close(slope, logprobs.grad)
+    found.sum().backward()
+    close(logprobs.grad, torch.full_like(old, slope))

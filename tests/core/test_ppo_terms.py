@@ -24,7 +24,7 @@ from lightning_rlhf.core.masking import masked_sum
 from lightning_rlhf.core.ppo_config import Reduction
 from lightning_rlhf.core.records import Experience, PPOTerms
 
-from .conftest import F, Ragged, T, close, drawn, pad, ragged
+from .conftest import F, Ragged, T, close, drawn, ragged
 
 MASK = torch.tensor([[True, True], [True, False]])
 
@@ -200,14 +200,3 @@ def test_micro_batches_add_up_to_the_loss_of_the_minibatch(
     )
     found = sum((masked_sum(w * x, m) for x, m, w in parts), torch.zeros((), dtype=torch.float64))
     close(found, slow_mean(losses, batch.lengths, reduction), **FP32)
-
-
-@drawn
-@given(ragged(), reductions, st.integers(1, 2))
-def test_padding_and_rows(batch: Ragged, reduction: Reduction, columns: int) -> None:
-    mask, order = batch.mask, batch.shuffled_rows()
-    whole = weights(mask, reduction)
-    assert torch.equal(weights(pad(mask, columns, F), reduction), pad(whole, columns, 0.0))
-    assert torch.equal(weights(mask[order], reduction), whole[order])
-    assert (whole[~mask] == 0).all()
-    assert (whole[mask] > 0).all()

@@ -32,11 +32,14 @@ from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.accelerator import ReplicaStrategy
 
 from ..composing import stage_config
+from ..matrix import matrix
 from ..models.conftest import build_model
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "qwen3_5")
 """Attention alone; linear attention, which carries a state, and attention in turn."""
+by_architecture = pytest.mark.parametrize("architecture", matrix(ARCHITECTURES, "qwen3"))
+"""Of what reads log-probabilities and heads alone: the second one with engines-check."""
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 
 OWN: dict[str, Any] = {

@@ -88,7 +88,6 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
     [
         {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0,
          "score_normalization": "running_scale"},
-        {"kl_control": "linear", "kl_coef_end": 0.0, "score_normalization": "running"},
         {"advantage": "grpo", "samples_per_prompt": 2, "resample_groups": 1, "reward": coarse},
         {"advantage": "reinforce", "baseline_decay": 0.3},
     ],

@@ -17,6 +17,7 @@ from lightning_rlhf.modules.supervised import (
     SupervisedModule,
 )
 
+from ..matrix import matrix
 from .conftest import (
     Outputs,
     changed,
@@ -64,7 +65,7 @@ STAGES: dict[str, tuple[Build, Callable[[], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
+@pytest.mark.parametrize("microbatch_size", matrix([1, 2], 1))
 @pytest.mark.parametrize(
     ("stage", "architecture"),
     [("sft", "qwen3"), ("rm", "qwen3_5"), ("dpo", "qwen3"), ("kto", "qwen3")],
