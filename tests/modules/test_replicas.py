@@ -109,8 +109,8 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, Tensor) and expected.is_floating_point():
         assert found.shape == expected.shape, where
         off = (found.double() - expected.double()).norm()
-        # The policy's loss is a mean of terms of size 1, whitened advantages, which cancel.
-        least = 1.0 if where.endswith(".policy_loss") else 0.1
+        # The policy's loss is a mean of terms of size 1, advantages, which cancel; it is in the loss.
+        least = 1.0 if where.endswith((".policy_loss", ".loss")) else 0.1
         assert off <= ROUNDING * max(float(expected.double().norm()), least), f"{where}: {off:g}"
     elif isinstance(expected, Tensor):
         assert found.tolist() == expected.tolist(), where
