@@ -109,7 +109,7 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, Tensor) and expected.is_floating_point():
         assert found.shape == expected.shape, where
         off = (found.double() - expected.double()).norm()
-        # The policy's loss is a mean of terms of size 1, advantages, which cancel; it is in the loss.
+        # The loss contains the policy's: a mean of terms of size 1, advantages, which cancel.
         least = 1.0 if where.endswith((".policy_loss", ".loss")) else 0.1
         assert off <= ROUNDING * max(float(expected.double().norm()), least), f"{where}: {off:g}"
     elif isinstance(expected, Tensor):
