@@ -19,7 +19,7 @@ from pathlib import Path
 from lightning_rlhf.callbacks.diagnosis import KEPT, RULES, History, Row
 from lightning_rlhf.callbacks.files import read_rows
 from lightning_rlhf.cli.commands import settings_of
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 
 OUT = Path(__file__).parent / "results" / "diagnosis_clean.md"
 SHOWN = ("kl_divergence", "entropy", "update/ratio_max", "rollout/repetition")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
 from common import ROOT, Clock, OnIteration, Setting
-from lightning_rlhf.core.config import CriticKind, PPOConfig
+from lightning_rlhf.core.ppo_config import CriticKind, PPOConfig
 from lightning_rlhf.core.records import DecodedResponses, Experience, Prompts
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.models.config import CRITIC, POLICY, VALUE, LoRASettings

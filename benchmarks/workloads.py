@@ -20,7 +20,7 @@ from transformers import (
 
 import ours
 from common import Setting, random_prompts
-from lightning_rlhf.core.config import CriticKind
+from lightning_rlhf.core.ppo_config import CriticKind
 from lightning_rlhf.core.records import Experience, Prompts, Record
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 

@@ -15,6 +15,11 @@ os.environ["OMP_NUM_THREADS"] = "1"
 gc.disable()  # until all is imported and collected
 
 
+def pytest_xdist_auto_num_workers() -> int:
+    """Return one process more than the cores: tests wait for processes, servers and signals."""
+    return (os.cpu_count() or 1) + 1
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest single test, so that no process waits for it at the end."""
     items.sort(key=lambda item: item.path.name != "test_standin.py")

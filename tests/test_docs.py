@@ -13,13 +13,16 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
+from lightning_rlhf import verifiers
 from lightning_rlhf.cli.arguments import COMMANDS as OTHER_COMMANDS
 from lightning_rlhf.cli.arguments import WITHOUT_RUN
 from lightning_rlhf.cli.main import register_resolvers
 from lightning_rlhf.cli.recipe import read_recipe, step_overrides
-from lightning_rlhf.core.config import Normalization, PPOConfig
+from lightning_rlhf.core.config import Normalization
 from lightning_rlhf.core.metrics import METRICS
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.formats import FORMATS
 from lightning_rlhf.data.rollouts import TYPES
 from lightning_rlhf.report.fitness_page import CHECKS, MIN_COUNT, MIN_PROBES, PAIR_CHECKS
@@ -49,6 +52,14 @@ NOT_THE_ALGORITHM = (
     "checkpoint_every", "checkpoint_minutes", "checkpoints_kept", "final", "best", "stop",
 )  # fmt: skip
 REWARDS = (HOME / "docs" / "rewards.md").read_text()
+VERIFIERS = {
+    row[1]: (row[2], row[3])
+    for row in re.finditer(
+        r"^\| `(\w+)` \|[^|]*\|([^|]*)\|[^|]*\| `([^|]*)` \|$",
+        (HOME / "docs" / "verifiers.md").read_text(), re.MULTILINE,
+    )
+}  # fmt: skip
+"""Preset of a verifier -> cell with its settings, and its command."""
 DATA = (HOME / "docs" / "data.md").read_text()
 REPLAY = (HOME / "docs" / "replay.md").read_text()
 README = (HOME / "README.md").read_text()
@@ -195,9 +206,23 @@ def example(name: str) -> str:
 
 def test_every_reward_and_normalization_is_explained() -> None:
     presets = {path.stem for path in (CONF / "reward").glob("*.yaml")}
-    assert presets == {*REWARD_KINDS, SUM, "composite"}
-    for name in (*presets, *get_args(Normalization)):
+    assert presets - VERIFIERS.keys() == {*REWARD_KINDS, SUM, "composite"}
+    assert VERIFIERS.keys() <= presets
+    for name in (*presets - VERIFIERS.keys(), *get_args(Normalization)):
         assert re.search(rf"^\| `{name}` \|", REWARDS, re.MULTILINE), name
+
+
+def test_every_verifier_is_listed_with_its_settings() -> None:
+    for name, (row, command) in VERIFIERS.items():
+        path = OmegaConf.load(CONF / "reward" / f"{name}.yaml").path
+        function = getattr(verifiers, path.partition(":")[2])
+        assert path == f"lightning_rlhf.verifiers:{function.__name__}"
+        is_class = isinstance(function, type)
+        taken = {*inspect.signature(function.__call__ if is_class else function).parameters}
+        taken |= {f.name for f in fields(function)} if is_class else set()
+        texts = {"self", "prompts", "responses", "messages"}
+        assert set(re.findall(r"`(\w+)`", row)) == taken - texts, name
+        assert f"reward={name}" in command
 
 
 def test_every_shipped_function_is_listed_with_its_arguments() -> None:
@@ -243,6 +268,9 @@ def test_the_function_in_the_docs_is_one() -> None:
     # One word, right; two words, wrong.
     found = reward(decoded("4", "is five", answer=[4, 4]))
     assert found == pytest.approx([1 - 0.1, -0.2])
+    exec(example("steps"), names)
+    found = names["right_lines"]([""] * 2, ["1 + 1 = 2\nso\nx = 2", ""])
+    assert found == [[(10, 1.0), (13, -1.0), (18, 1.0)], []]
 
 
 def test_the_server_in_the_docs_answers() -> None:
@@ -306,7 +334,7 @@ def test_the_forms_of_data_in_the_docs_are_those_of_the_code() -> None:
     for name in set(forms) - {"native"}:
         for (columns, kinds), form in zip(found[name], forms[name], strict=True):
             assert {*form.columns} <= columns, name
-            assert kinds == {*form.kinds}, name
+            assert kinds == {*form.kinds} - {"labels"}, name  # which preferences serve too
 
 
 # docs/performance.md

@@ -23,10 +23,10 @@ from step import Step
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import require
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
 from lightning_rlhf.core.losses import policy_loss, token_weights, value_loss
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import ScoreMoments
 from lightning_rlhf.modules.optim import lr_factor

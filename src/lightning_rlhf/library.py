@@ -11,8 +11,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from lightning_rlhf.cli.arguments import composition_error, refuse_other_stages
-from lightning_rlhf.cli.main import register_resolvers
+from lightning_rlhf.cli import arguments, main
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.runs import accelerator, console
@@ -36,20 +35,20 @@ def configuration(stage: str, *overrides: str, stages: Collection[str] = ()) -> 
     message names.
     """
     words = [*overrides, f"stage={stage}"]
-    register_resolvers()
+    main.register_resolvers()
     outer = GlobalHydra.instance().hydra  # of a program that uses Hydra itself
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(console.CONF), version_base="1.3"):
             cfg = compose("config", words)
     except Exception as error:  # Hydra and OmegaConf have no common class of errors
-        raise ConfigError(composition_error(error, words)) from error
+        raise ConfigError(arguments.composition_error(error, words)) from error
     finally:
         GlobalHydra.instance().hydra = outer
     require(cfg.recipe is None, "recipe", cfg.recipe, "none, since a recipe runs stages itself")
     names = stage_names(OmegaConf.to_container(cfg))  # type: ignore[arg-type]
     if stage in names:
-        refuse_other_stages(stage, overrides, {*names} - {*stages})
+        arguments.refuse_other_stages(stage, overrides, {*names} - {*stages})
     return read_settings(cfg)
 
 

@@ -17,6 +17,7 @@ from lightning_rlhf.callbacks import compute
 from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout, Scores, UpdateStats
 from lightning_rlhf.core.results import RESULT, EvaluationResult, IterationResult, SFTScores, Step
 from lightning_rlhf.core.shaping import AS_IT_IS
+from lightning_rlhf.rewards.weighted import Reward
 
 from ..composing import parsed_files as parsed_files
 
@@ -70,13 +71,17 @@ class FakePPO(LightningModule):
         self.weight = torch.nn.Parameter(torch.zeros(1))
         self.iteration = 0
         self.chat = Chat()
-        self.config = SimpleNamespace(group_size=2)
-        terms = [replace(AS_IT_IS[0], name=name) for name in components]
+        self.config = SimpleNamespace(group_size=2, importance_mask=None, resample_groups=0)
+        terms = tuple(replace(AS_IT_IS[0], name=name) for name in components)
         prompts = {
             split: [{"prompt": f"{split} question {i} [b]?"} for i in range(2)]
             for split in ("train", "val")
         }
-        self.collector = SimpleNamespace(reward=SimpleNamespace(terms=terms), prompts=prompts)
+        self.collector = SimpleNamespace(
+            reward=Reward(terms, (abs,) * len(terms)),  # of which none says why
+            prompts=prompts,
+            decode=lambda experience, split: SimpleNamespace(responses=[split] * len(experience)),
+        )
 
     def parts(self) -> Tensor:
         """[2,K] with column k = (k + 1) * (2 + iteration, -1 + iteration)."""
@@ -88,13 +93,15 @@ class FakePPO(LightningModule):
         for _ in range(UPDATES):
             self.optimizers().step()
         self.iteration += 1
-        return {RESULT: self.result()}
+        result = self.result()
+        self.experience = result.experience
+        return {RESULT: result}
 
     def result(self) -> IterationResult:
         score = torch.tensor([2.0, -1.0]) + self.iteration
         return IterationResult(
             experience=make_experience(score=score, component_scores=self.parts()),
-            updates=make_updates(), kl_coef=0.05, padding=torch.tensor(0.25),
+            updates=make_updates(), kl_coef=0.05, ent_coef=0.01, padding=torch.tensor(0.25),
             seconds={"rollout": 2.0, "score": 1.0, "update": 1.0, "other": 0.5},
         )  # fmt: skip
 
@@ -108,7 +115,7 @@ class FakePPO(LightningModule):
         ref = torch.tensor([[-1.5, -1.0, -1.0], [-1.0, 0.0, 0.0]])
         score = torch.tensor([1.0, 0.0]) + self.iteration
         rows, texts = self.collector.prompts["val"], ["t1 t2 t3", "t4"]
-        decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts)
+        decoded = DecodedResponses(rollout=rollout, rows=rows, responses=texts, decode=str)
         scores = Scores(component_scores=self.parts(), score=score, ref_logprobs=ref)
         return EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 

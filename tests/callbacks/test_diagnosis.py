@@ -41,6 +41,7 @@ class Scored(FakePPO):
         kl[:, 0] = self.kl[self.iteration]
         experience = make_experience(score=score, component_scores=score[:, None], kl=kl)
         result = super().training_step(batch, batch_idx)[RESULT]
+        self.experience = experience
         return {RESULT: replace(result, experience=experience)}
 
 
@@ -51,7 +52,8 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def train(fit: Fit, module: FakePPO, kl_warning: float | None = None, **options: Any) -> Diagnosis:
     given = {"kl_warning": kl_warning, "rollout_batch_size": 2, "max_response_tokens": 48}
-    more = {"advantage": "gae", "prompts_per_iteration": 2, "critic_warmup": 0, "lr": 0.5}
+    more = {"advantage": "gae", "has_critic": True, "prompts_per_iteration": 2}
+    more |= {"critic_warmup": 0, "lr": 0.5}
     config: Any = SimpleNamespace(**given, **more)
     rules = [NAMED["reward_constant"], NAMED["kl_exploding"]]
     diagnosis = Diagnosis(History(config, Path()), rules=rules)
@@ -76,7 +78,8 @@ def test_what_is_paid_counts_where_it_is_not_what_is_reported(fit: Fit, capsys: 
         moments = ScoreMoments(RunningMoments(1, 0.0, 0.0), (RunningMoments(1, 0.0, 0.0),))
 
     module = Clipped([(3.0, 4.0)] * 3)
-    module.collector.reward.terms = [replace(module.collector.reward.terms[0], clip=1.0)]
+    reward = module.collector.reward
+    module.collector.reward = replace(reward, terms=(replace(reward.terms[0], clip=1.0),))
     train(fit, module)
     assert capsys.readouterr().out.count(CONSTANT) == 1
 
@@ -95,6 +98,20 @@ def test_each_finding_is_told_once_and_the_file_holds_its_numbers(fit: Fit, caps
     ]
     assert "(9.5 nats a response, ppo.kl_warning=9)" in first["symptom"]
     assert first["remedy"] == NAMED["kl_exploding"].remedy
+
+
+def test_a_constant_reward_is_shown_with_what_the_checker_said(fit: Fit, capsys: Any) -> None:
+    module = Scored([SAME] * 3)
+    reward = module.collector.reward
+    checker = SimpleNamespace(explain=lambda decoded: ["no number", None])
+    module.collector.reward = replace(reward, sources=(checker,))
+    train(fit, module)
+    [finding] = findings()
+    first, second = finding["samples"]
+    assert (first["verdicts"], "verdicts" in second) == ({"head": "no number"}, False)
+    assert [one["score"] for one in (first, second)] == pytest.approx(SAME)
+    assert first["prompt"] == "train question 1 [b]?"
+    assert capsys.readouterr().out.count("no number") == 1
 
 
 def test_a_resumed_run_ends_with_the_same_findings(fit: Fit, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +13,11 @@ import pytest
 
 from lightning_rlhf.callbacks.evaluation import Evaluation, Samples, load_judge
 from lightning_rlhf.callbacks.loggers import MetricsFile
+from lightning_rlhf.callbacks.metrics import PPOMetrics
 from lightning_rlhf.core.errors import RLHFError
 
 from .conftest import FakePPO, Fit
+from .test_metric_callbacks import column
 
 
 @pytest.mark.parametrize(("characters", "shown"), [(8, ["train q…"] * 2), (None, [])])
@@ -80,6 +83,24 @@ def test_every_sample_is_kept_and_the_means_are_over_them(fit: Fit, tmp_path: Pa
     }  # fmt: skip
     assert evaluation.last == expected
     assert evaluation.first == {**expected, "eval/reward_mean": 0.5, "eval/win_rate": 0.5}
+
+
+def test_what_a_reward_says_is_in_the_samples_and_its_cost_in_the_metrics(
+    fit: Fit, tmp_path: Path
+) -> None:
+    module = FakePPO(("short", "taste"))
+    judge = SimpleNamespace(
+        explain=lambda decoded: ["rude", None],  # of both batches of two responses
+        function=SimpleNamespace(spent=lambda: {"judge_tokens": 7}),
+    )
+    module.collector.reward = replace(module.collector.reward, sources=(abs, judge))
+    callbacks = [Samples(tmp_path, 1, 2), Evaluation(None, tmp_path), PPOMetrics()]
+    fit(module, callbacks, [MetricsFile(tmp_path)], batches=2)
+    for name in ("train", "eval_000002"):
+        lines = (tmp_path / "samples" / f"{name}.jsonl").read_text().splitlines()
+        found = [json.loads(line).get("verdicts") for line in lines]
+        assert found == [{"taste": "rude"}, None] * 2
+    assert column(tmp_path, "compute/judge_tokens") == {1: 7.0, 2: 14.0}
 
 
 def test_a_resumed_run_compares_with_the_sft_samples_in_their_file(

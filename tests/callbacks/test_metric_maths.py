@@ -46,6 +46,13 @@ def test_groups_alike_are_those_whose_scores_are_all_equal() -> None:
     assert rollout_metrics(experience, 2)[name] == pytest.approx(2 / 3)  # 1 1 | 2 2 | 2 3
     assert rollout_metrics(experience, 3)[name] == 0.0  # 1 1 2 | 2 2 3
     assert name not in rollout_metrics(experience)
+    # 1 1 2 | 2 2 3: variances 2/9 and 2/9; means 4/3 and 7/3, both 1/2 from theirs; all vary by
+    # 2/9 + 1/4 = 17/36.
+    found = rollout_metrics(experience, 3)
+    spread = [found[f"rollout/{part}"] for part in ("score_std_within", "score_std_between")]
+    assert spread == pytest.approx([math.sqrt(2 / 9), 0.5])
+    assert found["rollout/reward_std"] == pytest.approx(math.sqrt(17 / 36))
+    assert (found["rollout/prompts_effective"], rollout_metrics(experience, 2)[name]) == (2, 2 / 3)
 
 
 def test_repetition_metrics_by_hand() -> None:

@@ -15,16 +15,16 @@ import pytest
 
 from lightning_rlhf.callbacks.diagnosis import RULES, History, rules_of
 from lightning_rlhf.callbacks.files import eval_samples, write_samples
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.metrics import METRICS
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
 
 DOCS = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 RECORDED = Path(__file__).parent / "recorded_rows.csv"
 CONFIG = {
     "kl_warning": 50.0, "max_response_tokens": 100, "rollout_batch_size": 64,
-    "prompts_per_iteration": 64, "critic_warmup": 0, "advantage": "gae", "lr": 1e-3,
-    "clip_range": 0.2, "ppo_epochs": 4,
+    "prompts_per_iteration": 64, "critic_warmup": 0, "advantage": "gae", "has_critic": True,
+    "lr": 1e-3, "clip_range": 0.2, "ppo_epochs": 4,
 }  # fmt: skip
 HEALTHY = {
     "reward_mean": 0.0, "kl_divergence": 1.0, "entropy": 1.0, "rollout/reward_std": 1.0,
@@ -135,7 +135,7 @@ CASES: list[tuple[str, dict[str, list[float]], dict[str, Any], bool]] = [
     ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 10}, {}, True),
     ("value_loss_rising", {LOSS: [1.0] * 10 + [2.9] * 10}, {}, False),
     ("value_loss_rising", {LOSS: [1.0] * 10 + [3.1] * 9 + [0.9]}, {}, False),
-    ("without a critic", {LOSS: [1.0] * 10 + [3.1] * 10}, {"advantage": "rloo"}, False),
+    ("without a critic", {LOSS: [1.0] * 10 + [3.1] * 10}, {"has_critic": False}, False),
     # Thirds of 14 with deviation 0.052: standard error of the gain 0.0196, twice is 0.039.
     ("reward_flat", noisy(0.05, 42), {}, True),
     ("reward_flat", noisy(0.05, 39), {}, False),

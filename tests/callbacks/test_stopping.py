@@ -15,7 +15,8 @@ from torch import nn
 
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.stopping import AVERAGE, EarlyStop, WeightAverage
-from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
+from lightning_rlhf.core.config import Mode, StopConfig
+from lightning_rlhf.core.ppo_config import PPOStopConfig
 from lightning_rlhf.parallel.world import IN_LAUNCHER, TORCHRUN
 
 from .conftest import Fit

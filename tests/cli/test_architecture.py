@@ -4,14 +4,13 @@ import contextlib
 import importlib
 import math
 import re
+import shutil
 import tomllib
-from typing import Any
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 import lightning_rlhf
 from lightning_rlhf.core import metrics as names
@@ -83,6 +82,39 @@ def test_a_stage_on_ppo(place: Workplace) -> None:
     assert weights(place.stage("penalized")) == weights(place.stage("ppo"))
 
 
+MINE = """
+from lightning_rlhf.core.experience import Advantages, gae
+
+def advantage(batch):
+    c, given = batch.config, (batch.rewards, batch.values, batch.mask)
+    advantages, returns = gae(*given, gamma=c.gamma, gae_lambda=c.gae_lambda)
+    return Advantages(advantages=advantages, returns=returns)
+
+def kl(tokens):
+    return tokens.logprobs - tokens.ref_logprobs
+"""
+
+
+def test_a_loss_of_the_policy_an_advantage_and_a_kl(place: Workplace) -> None:
+    """PPO's own in every digit; a run resumes with the same code, and with no other."""
+    file, folder = place.folder / "mine.py", place.stage("ppo", "own")
+    file.write_text(MINE)
+    words = ["stage=ppo", "run=own", "ppo.policy_loss=surrogate.py:surrogate", *given(place)]
+    words += ["ppo.advantage=mine.py:advantage", "ppo.kl_estimator=mine.py:kl"]
+    place.mini(*words).succeeded  # noqa: B018
+    assert rows(folder) == rows(place.stage("ppo"))
+    assert weights(folder) == weights(place.stage("ppo"))
+    shutil.rmtree(folder / "final")
+    file.write_text(file.read_text() + "\n")
+    error = place.mini(*words, "resume=true").error
+    assert "the code of ppo.advantage=mine.py:advantage is not the one that it began" in error
+    (place.folder / "sums.py").write_text("def sums(batch): return batch.logprobs.sum()")
+    refused = place.mini(*words, "ppo.policy_loss=sums.py:sums", "overwrite=true").error
+    assert (
+        "ppo.policy_loss is 'sums.py:sums', which returned Tensor; allowed: PolicyLosses" in refused
+    )
+
+
 def test_a_loss_a_reward_an_optimizer_and_a_schedule(place: Workplace) -> None:
     """Shifted by d, the log-probabilities of all tokens have one ratio: exp(d), below its clip."""
     gspo = importlib.import_module("gspo").GSPO
@@ -148,11 +180,12 @@ def test_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     check_names(["rollout/longest"])
 
 
-def test_an_advantage() -> None:
-    found: dict[str, Any] = {"Float": Float, "Tensor": Tensor}
-    exec(example("advantage"), found)
-    returns = torch.tensor([1.0, 4.0, -2.0, -3.0])
-    assert found["over_worst"](returns, 2).tolist() == [0.0, 3.0, 1.0, 0.0]
+def test_an_advantage(place: Workplace) -> None:
+    config = SimpleNamespace(samples_per_prompt=2)
+    mask, returns = torch.ones(4, 1).bool(), torch.tensor([[1.0], [4.0], [-2.0], [-3.0]])
+    batch = SimpleNamespace(returns=returns, mask=mask, config=config)
+    found = importlib.import_module("worst").over_worst(batch)
+    assert found.advantages.flatten().tolist() == [0.0, 3.0, 1.0, 0.0]
 
 
 def test_the_floors_are_those_of_the_import_contracts() -> None:

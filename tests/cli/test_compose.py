@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -17,8 +17,9 @@ import lightning_rlhf
 from lightning_rlhf.callbacks.files import LoggerConfig, WandbConfig
 from lightning_rlhf.cli.arguments import refuse_other_stages
 from lightning_rlhf.cli.main import register_resolvers
-from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import EvalConfig, PolicyEvalConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.formats import Kind, formats_of
 from lightning_rlhf.models.config import LoRASettings, ModelConfig
@@ -34,12 +35,22 @@ SOURCE = Path(lightning_rlhf.__file__).parent
 MUST_BE_GIVEN = {
     "function": ["reward.path=rules.py:score"],
     "http": ["reward.url=http://localhost:8000/score"],
+    "judge": [
+        "reward.arguments.url=http://h/v1",
+        "reward.arguments.model=m",
+        "reward.arguments.rubric=short",
+    ],
     "model": ["reward.name_or_path=org/name"],
+    "regular_expression": ["reward.arguments.pattern=x"],
     SUM: ["+reward@reward.components.a=head", "+reward@reward.components.b=random"],
 }
 
 
-KINDS = {"composite": SUM}
+VERIFIERS = [
+    "exact_match", "json_schema", "judge", "math_answer", "numeric_answer", "reasoning_gym",
+    "regular_expression", "unit_tests",
+]  # fmt: skip
+KINDS = {"composite": SUM, **dict.fromkeys(VERIFIERS, "function")}
 """Presets that are examples of a kind, by another name."""
 
 
@@ -91,15 +102,15 @@ def stage_keys(stage: str) -> dict[str, Any]:
     return yaml("stages", stage) | (yaml("advantage", "gae") if stage == "ppo" else {})
 
 
-@pytest.mark.parametrize("turn", range(len(MODELS)))
+@pytest.mark.parametrize("turn", range(len(options("reward"))))
 def test_every_model_composes_with_all_else(turn: int) -> None:
     """The stages and the options of the other groups are dealt out in turn."""
     dealt = {"stages": STAGES, "data": DATA} | {
         group: options(group) for group in ("reward", "trainer", "logger")
     }
-    assert max(map(len, dealt.values())) <= len(MODELS)
+    assert max(map(len, (*dealt.values(), MODELS))) <= len(options("reward"))
     stage, data, reward, trainer, logger = (each[turn % len(each)] for each in dealt.values())
-    model = MODELS[turn]
+    model = MODELS[turn % len(MODELS)]
     cfg = composed(f"stage={stage}", *model_overrides(model), f"data={data}",
                    *given(reward), f"trainer={trainer}", f"logger={logger}")  # fmt: skip
     settings = read_settings(cfg)
@@ -133,8 +144,8 @@ def test_a_local_file_is_not_validated_on_a_data_set_of_the_hub(data: str) -> No
 def test_every_form_of_data_composes_and_names_what_it_holds(data: str) -> None:
     settings = read_settings(composed("stage=sft", f"data={data}"))
     assert settings.data.format == data
-    for kind in get_args(Kind):
-        split = getattr(settings.data, kind)
+    for field in dataclasses.fields(DataConfig)[:3]:
+        split, kind = getattr(settings.data, field.name), cast(Kind, field.name)
         assert split.train is None or formats_of(settings.data.format, kind), kind
 
 
@@ -178,12 +189,26 @@ def test_weights_dtype_of_the_trainer_reaches_hub_models_alone() -> None:
 
 
 def test_every_advantage_sets_the_same_keys_and_no_other_file_does() -> None:
-    """Else choosing one would leave a number of another behind."""
+    """Else choosing one would leave a number of another behind. Others may be changed besides."""
     keys = {option: set(yaml("advantage", option)) for option in options("advantage")}
-    assert all(found == keys["gae"] for found in keys.values()), keys
+    assert all(found - set(yaml("stages", "ppo")) == keys["gae"] for found in keys.values()), keys
     assert not keys["gae"] & set(yaml("stages", "ppo"))
     for option in options("stage_model"):
         assert not keys["gae"] & set(yaml("stage_model", option))
+
+
+@pytest.mark.parametrize("option", options("policy_loss"))
+def test_a_loss_by_the_name_of_its_paper(option: str) -> None:
+    """It comes after the advantage and before the user, and no number of a model replaces it."""
+    own = yaml("policy_loss", option)
+    assert set(own) <= {*yaml("stages", "ppo"), "loss_reduction"}
+    assert not any(set(own) & set(yaml("stage_model", one)) for one in options("stage_model"))
+    words = ["stage=ppo", "advantage=dr_grpo", f"policy_loss={option}", "ppo.sapo_tau_neg=9"]
+    found = read_settings(composed(*words)).config
+    assert {key: getattr(found, key) for key in own} | {"sapo_tau_neg": 9} == own | {
+        "sapo_tau_neg": 9
+    }
+    assert (found.advantage, found.sapo_tau_neg) == ("dr_grpo", 9)
 
 
 def test_every_key_of_a_model_s_configuration_is_known_to_transformers() -> None:
@@ -238,7 +263,7 @@ def test_all_weights_have_a_learning_rate_of_their_own(
     ("override", "stage"),
     [
         ("sft.lr=1", "sft"), ("++sft.x.y=1", "sft"), ("~rm.lr", "rm"), ("advantage=rloo", "ppo"),
-        ("stage_model@ppo=ppo_tiny", "ppo"), ("seed=1", None),
+        ("policy_loss=gspo", "ppo"),        ("stage_model@ppo=ppo_tiny", "ppo"), ("seed=1", None),
         ("+reward@reward.components.ppo=head", None),
     ],
 )  # fmt: skip
@@ -260,14 +285,14 @@ def test_a_value_that_only_another_stage_lacks_is_not_missed() -> None:
 # Two configurations that differ.
 
 
-def test_whether_an_unfit_reward_is_refused_makes_no_other_run(tmp_path: Path) -> None:
-    part = {"kind": "head", "weight": 1.0}
+def test_what_decides_or_caches_makes_no_other_run(tmp_path: Path) -> None:
+    part = {"kind": "head", "weight": 1.0, "arguments": {"cache": "a"}}
     then = {"stage": "ppo", "reward": {"kind": "sum", "components": {"a": part, "unfit": part}}}
     file = tmp_path / "config.json"
     file.write_text(json.dumps(then))
     now = json.loads(file.read_text())
     for component in now["reward"]["components"].values():
-        component["unfit"] = "warn"
+        component |= {"unfit": "warn", "arguments": {"cache": "b"}}
     assert changes(find_stage(now["stage"]), now, file) == []
     now["reward"]["components"]["unfit"]["weight"] = 2.0
     assert changes(find_stage(now["stage"]), now, file) == [

@@ -73,7 +73,7 @@ def test_a_run_of_which_every_update_was_refused(
             return found
         if isinstance(found, tuple):
             return tuple(x * torch.nan for x in found)
-        return found * torch.nan
+        return found.losses * torch.nan if stage == "ppo" else found * torch.nan
 
     monkeypatch.setattr(owner, name, spoil)
     failed = command(finished, stage, ONE_STEP[stage])

@@ -70,3 +70,27 @@ def test_an_adapter_trained_on_an_adapter_names_the_base_of_both(trained: Workpl
         ours = speaker.roles.causal_lm(tokens).logits
     torch.testing.assert_close(policy(tokens).logits, ours, atol=1e-5, rtol=0)
     trained.call("export", str(final.path), "--merge").succeeded  # noqa: B018
+
+
+def test_kto_learns_from_labels_of_single_responses(trained: Workplace) -> None:
+    """Of each pair one side alone, good and bad in turn."""
+    lines = (trained.folder / "data" / "preferences_train.jsonl").read_text().splitlines()
+    pairs, file = map(json.loads, lines), trained.folder / "labels.jsonl"
+    labels = [
+        {"prompt": pair["prompt"], "response": pair["rejected" if i % 2 else "chosen"]}
+        | {"label": i % 2 == 0}
+        for i, pair in enumerate(pairs)
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in labels))
+    words = ("dpo.loss_type=kto", f"data.preferences.train={file}", "dpo.epochs=3", "dpo.lr=1e-2")
+    out = trained.mini(STAGE, "job=kto", *words).succeeded.out
+    assert f"{len(lines)} labelled responses" in out
+    table = rows(trained.outputs / "default" / "mini" / "kto" / "dpo")
+    *_, last = (row for row in table if "update/dpo_loss" in row)
+    assert float(last["update/dpo_loss"]) < 0.45  # 1/2 at the start
+    assert float(last["update/accuracy"]) > 0.9
+    names = ("chosen", "rejected", "margin", "reference")
+    chosen, rejected, margin, reference = (float(last[f"update/reward_{x}"]) for x in names)
+    assert margin == pytest.approx(chosen - rejected)
+    assert chosen > reference > 0 > rejected
+    assert margin > 0.5

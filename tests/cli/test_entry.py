@@ -15,7 +15,7 @@ import pytest
 
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
-from lightning_rlhf.core import losses
+from lightning_rlhf.core.policy_losses import POLICY_LOSSES
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
 
@@ -39,7 +39,8 @@ def test_help_lists_what_can_be_chosen_under_the_name_it_was_called_by(
     assert not [other for other in others if other in shown]
     recipes = sorted(path.parent.name for path in RECIPES.glob("*/recipe.yaml"))
     assert f"recipe: {', '.join(recipes)}" in shown
-    assert "reward: composite, function, head, http, model, random, sum" in shown
+    rewards = sorted(path.stem for path in (HOME / "conf" / "reward").glob("*.yaml"))
+    assert f"reward: {', '.join(rewards)}" in shown
     for command in (*COMMANDS, *WITHOUT_RUN):
         assert f"\n  {command} " in shown
 
@@ -66,14 +67,14 @@ def test_the_clipped_loss_is_five_frames_below_the_step_and_that_six_below_the_c
 ) -> None:
     """Frames of our own, train.py and the loss included; and PPO's step can be read aloud."""
     found: set[tuple[str, ...]] = set()
-    policy_loss = losses.policy_loss
+    ppo = POLICY_LOSSES["ppo"]
 
-    def spy(*args: Any, **options: Any) -> Any:
+    def spy(batch: Any) -> Any:
         stack = traceback.extract_stack()
         found.add(tuple(f.name for f in stack if Path(f.filename).is_relative_to(PACKAGE)))
-        return policy_loss(*args, **options)
+        return ppo(batch)
 
-    monkeypatch.setattr(losses, "policy_loss", spy)
+    monkeypatch.setitem(POLICY_LOSSES, "ppo", spy)
     finished.mini("stage=ppo", "run=own", "ppo.iterations=1", *given(finished)).succeeded  # noqa: B018
     command, step = ("main", "compose", "execute", "fit"), "training_step"
     assert found == {(*command, step, "update", "accumulate", "loss_terms", "policy_losses")}

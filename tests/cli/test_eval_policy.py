@@ -8,9 +8,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lightning_rlhf.report import estimates
+from lightning_rlhf.runs.measured import with_intervals
 
 from ..report.pages import check
 from .conftest import Workplace, given, rows, tree
@@ -130,11 +134,20 @@ def test_pass_at_k_is_of_scores_of_0_and_1_alone(evaluated: Evaluated) -> None:
     even = [x["judge"]["even"] for x in evaluated.of(FINAL, "sampled")]
     assert found["eval/pass@1/judge/even"] == fmean(even)
     pairs = zip(even[::2], even[1::2], strict=True)
-    assert found["eval/pass@2/judge/even"] == fmean(float(any(pair)) for pair in pairs)
+    passed_twice = [float(any(pair)) for pair in pairs]
+    assert found["eval/pass@2/judge/even"] == fmean(passed_twice)
+    interval = estimates.single(estimates.rate_interval(np.array(passed_twice), seed=0))
+    found = evaluated.numbers["pass_intervals"][FINAL]
+    assert found["eval/pass@2/judge/even"] == pytest.approx(interval)
     # In a table of its own on the page, and not on the console, for a part that is not gold.
     before, passed = evaluated.page.split("\n## pass@k\n")
     assert "pass@" not in before
-    assert "| pass@1/judge/even | " in passed
+    [row] = [line for line in passed.splitlines() if line.startswith("| pass@2/judge/even | ")]
+    assert estimates.interval_text(interval) in row.replace("\\", "")
+    # And where a recipe looks for the interval of what it promises: of the first policy.
+    first, metric = [*evaluated.numbers["policies"]][1], "eval/pass@2/judge/even"
+    known = with_intervals(evaluated.numbers["metrics"], evaluated.folder)[metric].interval
+    assert [*(known or ())] == evaluated.numbers["pass_intervals"][first][metric]
     assert "pass@" not in evaluated.out
 
 

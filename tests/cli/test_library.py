@@ -12,8 +12,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 import lightning_rlhf
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.runs.console import HOME
 
 from .conftest import PRESETS, STAGES, Workplace, given, make_workplace, weights

@@ -24,6 +24,8 @@ OWN: Mapping[str, tuple[str, str, str, Any]] = {
                   "optimizer.momentum", 0.5),
     "advantage": ("# @package ppo\ndefaults: [rloo, _self_]\nsamples_per_prompt: 2\n",
                   "advantage=mine", "ppo.samples_per_prompt", 2),
+    "policy_loss": ("# @package ppo\ndefaults: [gspo, _self_]\nclip_range_high: 0.5\n",
+                    "policy_loss=mine", "ppo.clip_range_high", 0.5),
     "stages": ("# @package mine\nbeta: 0.1\n", "+stages=mine", "mine.beta", 0.1),
 }  # fmt: skip
 """Group -> a file `mine.yaml` in it, the override that chooses it, a key and its value then."""

@@ -274,6 +274,9 @@ def test_a_broken_promise_is_told_with_its_numbers(done: Kitchen) -> None:
     ("bound", "value", "interval", "verdict"),
     [
         ("at_least", 0.499, (0.4, 0.5), "within noise"),
+        ("at_least", 0.6, (0.499, 0.7), "within noise"),  # the point alone does not keep it
+        ("at_least", 0.6, (0.5, 0.7), "kept"),
+        ("at_most", 0.5, None, "kept"),
         ("at_least", 0.45, (0.4, 0.499), "broken"),
         ("at_most", 0.6, (0.501, 0.7), "broken"),
         ("gain", 0.4, (0.3, 0.499), "broken"),

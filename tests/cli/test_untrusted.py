@@ -15,7 +15,7 @@ import torch
 import lightning_rlhf
 from lightning_rlhf.cli.commands import refuse_code
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.rewards.http import HTTPReward
+from lightning_rlhf.rewards.http import Client
 
 from .conftest import Workplace, make_workplace, run, tree
 
@@ -199,7 +199,7 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     place, final = models, str(recorded / "final")
     (place.folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
     monkeypatch.syspath_prepend(place.folder)
-    monkeypatch.setattr(HTTPReward, "_post", lambda *args, **kwargs: marker.touch())
+    monkeypatch.setattr(Client, "ask", lambda *args, **kwargs: marker.touch())
     for file in (recorded / "config.json", recorded / "final" / "manifest.json"):
         whole = json.loads(file.read_text())
         tree = whole.get("config", whole)
@@ -252,9 +252,10 @@ UNSAFE = re.compile(
 
 
 def test_the_sources_read_nothing_that_could_run() -> None:
-    """But a file that the user names on the command line, as a module."""
+    """But a file that the user names on the command line, and the code that a verifier tries."""
     found = {(file.name, text) for file in SOURCE.rglob("*.py")
              for text in UNSAFE.findall(file.read_text())}  # fmt: skip
-    assert found == {("user_code.py", ".exec_module(")}
+    program = {("programs.py", "exec("), ("programs.py", "compile(")}
+    assert found == {("user_code.py", ".exec_module("), *program}
     planted = ("eval(", "torch.load(path)", "pickle.loads(", "yaml.load(", "weights_only=False")
     assert all(UNSAFE.search(f"x = {text}") for text in planted)

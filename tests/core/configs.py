@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_rlhf.core.config import PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import build
 
 from ..composing import section_of
@@ -18,8 +19,13 @@ PPO = section_of("ppo") | SMALL | {
 STAGES: dict[str, tuple[type, dict[str, Any]]] = {
     "sft": (SFTConfig, section_of("sft") | SUPERVISED),
     "rm": (RMConfig, section_of("rm") | SUPERVISED),
+    "dpo": (DPOConfig, section_of("dpo") | SUPERVISED),
     "ppo": (PPOConfig, PPO),
 }
+
+
+def dpo_config(**changes: Any) -> DPOConfig:
+    return build(DPOConfig, STAGES["dpo"][1] | changes, "dpo")
 
 
 def ppo_config(**changes: Any) -> PPOConfig:

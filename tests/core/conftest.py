@@ -39,9 +39,6 @@ class Ragged:
         generator = torch.Generator().manual_seed(self.seed * 31 + stream)
         return torch.randn(len(self.lengths), generator=generator, dtype=torch.float64)
 
-    def shuffled_rows(self) -> Tensor:
-        return torch.randperm(len(self.lengths), generator=torch.Generator().manual_seed(self.seed))
-
 
 @st.composite
 def ragged(draw: st.DrawFn, max_rows: int = 5, max_width: int = 6) -> Ragged:
@@ -53,9 +50,6 @@ def ragged(draw: st.DrawFn, max_rows: int = 5, max_width: int = 6) -> Ragged:
 def pad(x: Tensor, columns: int, garbage: float) -> Tensor:
     """`x` [B,T] with `columns` more columns full of `garbage`."""
     return torch.cat([x, x.new_full((len(x), columns), garbage)], dim=1)
-
-
-garbage = st.sampled_from([NAN, float("inf"), -1e30, 7.0])
 
 
 def close(found: Tensor, expected: Tensor, *, rtol: float = 1e-9, atol: float = 1e-12) -> None:

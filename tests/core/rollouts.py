@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import make_experience, token_rewards
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience, Rollout, Scores
 from lightning_rlhf.core.shaping import RunningMoments, ScoreMoments
 

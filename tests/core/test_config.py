@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any, get_type_hints
 
 import pytest
 
-from lightning_rlhf.core import config as names
-from lightning_rlhf.core.config import GROUPED
 from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core.experience import ADVANTAGES
+from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
+from lightning_rlhf.core.validation import allowed
 from lightning_rlhf.core.validation import build as from_section
 
 from .configs import STAGES, ppo_config
@@ -54,6 +55,12 @@ def test_every_field_is_checked_and_has_no_default(stage: str) -> None:
          "a number > 0 to start from where ppo.kl_control=adaptive"),
         ({"advantage": "rloo", "samples_per_prompt": 2, "critic_warmup": 1}, "critic_warmup",
          "0, since advantage=rloo has no critic"),
+        ({"advantage": "gdpo", "samples_per_prompt": 2, "kl_in": "loss", "kl_estimator": "k2",
+          "score_clip": 5.0}, "score_clip", "null where ppo.advantage=gdpo"),
+        ({"advantage": "remax", "rollout": "vllm"}, "rollout",
+         "native, hf where ppo.advantage=remax"),
+        ({"policy_loss": "cispo", "dual_clip": 3.0}, "dual_clip",
+         "null where ppo.policy_loss=cispo, which has no clipped surrogate"),
         ({"vf_coef": 0.0, "critic_warmup": 1}, "vf_coef",
          "a number > 0 where ppo.critic_warmup"),
     ],
@@ -63,10 +70,16 @@ def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reaso
 
 
 def test_numbers_that_follow_from_others() -> None:
-    for advantage in get_args(names.Advantage):
-        config = ppo_config(advantage=advantage, samples_per_prompt=2)
+    words = allowed(get_type_hints(PPOConfig, include_extras=True)["advantage"])
+    assert tuple(words.split(", ")[:-1]) == tuple(ADVANTAGES)
+    for advantage in ADVANTAGES:
+        gdpo = {"kl_in": "loss", "kl_estimator": "k2"} if advantage == "gdpo" else {}
+        config = ppo_config(advantage=advantage, samples_per_prompt=2, **gdpo)
         assert config.has_critic is (advantage == "gae")
         assert config.group_size == (2 if advantage in GROUPED else 1)
+    for vf_coef in (0.0, 0.1):
+        config = ppo_config(advantage="a.py:f", samples_per_prompt=2, vf_coef=vf_coef)
+        assert (config.has_critic, config.group_size) == (vf_coef > 0, 2)
     config = ppo_config(rollout_batch_size=8, samples_per_prompt=4)
     assert config.prompts_per_iteration == 2
     # A run shorter than val_every validates at each tenth.

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig, Term
+from lightning_rlhf.core.config import Term
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments, weighted_sum
 
 from .configs import ppo_config
-from .conftest import NAN, F, Ragged, close, drawn, pad, ragged
+from .conftest import NAN, F, Ragged, T, close, drawn, pad, ragged
 from .rollouts import SEEN, by_hand, drawn_rollout, make
 
 COMPUTED = ("kl", "rewards", "advantages", "returns")
@@ -188,6 +189,40 @@ def test_whitened_rewards_by_hand() -> None:
     close(found.advantages, doubles([low + high - 0.5, high - 1], [low - 2, 0]), rtol=1e-7)
 
 
+@pytest.mark.parametrize(
+    ("weight", "changes", "expected"),
+    [
+        # Of the scores 3 and 1 the first tokens have 2 and 1/2. Two tokens and one cost a quarter
+        # each; an end that is missing 4 more, or in place of the whole score.
+        (1, {"length_penalty": 0.25, "missing_eos": "subtract"}, [[2, 1 - 0.5 - 4], [0.75, 0]]),
+        (1, {"missing_eos": "replace"}, [[0, -4], [1, 0]]),
+        # Halves; the mean 1 is subtracted from the whole alone.
+        (1, {"score_normalization": "running_scale"}, [[1, 0.5], [0.5, 0]]),
+        (1, {"score_normalization": "running"}, [[1, 0.5 - 0.5], [0, 0]]),
+        # 2 * (3 - 1) / 2 and 2 * (1 - 1) / 2, of which 2 * 2 / 2 is the first token's.
+        (2, {}, [[2, 0], [0, 0]]),
+    ],
+)
+def test_tokens_have_their_parts_of_the_score(
+    weight: float, changes: dict[str, Any], expected: list[list[float]]
+) -> None:
+    rule: Any = "running" if weight == 2 else "none"
+    terms = (Term(name="a", weight=weight, normalization=rule, clip=None),)
+    rollout, scores = by_hand()
+    rollout = replace(rollout, ended=torch.tensor([F, T]))
+    scores = replace(scores, token_scores=doubles([2.0, 0.0], [0.5, 0.0])[:, None])
+    rules = {"kl_in": "loss", "kl_estimator": "k2", "whiten_advantages": "none", "gamma": 0.5}
+    rules |= {"missing_eos": "none", "missing_eos_penalty": 4.0, "gae_lambda": 0.5}
+    found = make(rollout, scores, ppo_config(**rules | changes), terms=terms)
+    assert found.rewards.tolist() == expected
+    # Values (1/2, 1) and 2: delta = (r_1 + 1/2 * 1 - 1/2, r_2 - 1), and a quarter of the next.
+    (first, second), (only, _) = expected
+    assert found.advantages.tolist() == [[first + (second - 1) / 4, second - 1], [only - 2, 0]]
+
+
+GRPO = 1.625 / (1.625 * ROOT2 + 1e-4)
+
+
 # Rewards (-1/2, 7/2) and (-2) as in test_experience.py; gamma 1/2 makes the returns
 # (-1/2 + 7/4, 7/2) = (5/4, 7/2) and (-2), so that the responses are worth 5/4 and -2.
 @pytest.mark.parametrize(
@@ -199,8 +234,8 @@ def test_whitened_rewards_by_hand() -> None:
         ({"advantage": "reinforce++"}, [[1.25, 3.5], [-2, 0]]),
         ({"advantage": "rloo"}, [[3.25, 3.25], [-3.25, 0]]),
         ({"advantage": "dr_grpo"}, [[1.625, 1.625], [-1.625, 0]]),
-        # Mean -3/8, deviation 13/8.
-        ({"advantage": "grpo"}, [[1.625 / 1.6251, 1.625 / 1.6251], [-1.625 / 1.6251, 0]]),
+        # Mean -3/8, deviations of 13/8 from it, whose squares sum to 2 (13/8)^2: over 2 - 1.
+        ({"advantage": "grpo"}, [[GRPO, GRPO], [-GRPO, 0]]),
     ],
 )
 def test_advantages_by_hand(changes: dict[str, Any], expected: list[list[float]]) -> None:

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import Reduction
 from lightning_rlhf.core.losses import (
     PolicyOutputs,
     policy_loss,
@@ -22,9 +21,10 @@ from lightning_rlhf.core.losses import (
     token_weights,
 )
 from lightning_rlhf.core.masking import masked_sum
+from lightning_rlhf.core.ppo_config import Reduction
 from lightning_rlhf.core.records import Experience, PPOTerms
 
-from .conftest import F, Ragged, T, close, drawn, pad, ragged
+from .conftest import F, Ragged, T, close, drawn, ragged
 
 MASK = torch.tensor([[True, True], [True, False]])
 
@@ -71,7 +71,8 @@ WEIGHTS = torch.tensor([[0.25, 0.25], [0.5, 0.0]]).double()
 
 def terms(config: Any, *, policy: PolicyOutputs | None = OUTPUTS, values: Tensor | None = VALUES,
           kl_coef: float = 2.0) -> PPOTerms:  # fmt: skip
-    return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef, policy=policy,
+    return ppo_terms(experience(), WEIGHTS, MASK.sum(), config, kl_coef=kl_coef,
+                     ent_coef=config.ent_coef, policy=policy,
                      policy_losses=losses(policy, experience(), config), values=values)  # fmt: skip
 
 
@@ -145,7 +146,7 @@ def test_what_the_loss_is_the_sum_of(reduction: Any, entropy: float, ent_coef: f
     """
     weights = token_weights(MASK, reduction, max_response_tokens=4).double()
     found = ppo_terms(
-        experience(), weights, MASK.sum(), config(ent_coef=ent_coef), kl_coef=2.0, policy=OUTPUTS,
+        experience(), weights, MASK.sum(), config(), kl_coef=2.0, ent_coef=ent_coef, policy=OUTPUTS,
         policy_losses=losses(OUTPUTS, experience(), config()), values=VALUES,
     )  # fmt: skip
     total = found.policy_loss + 2.0 * found.kl_loss + 0.5 * found.value_loss
@@ -199,14 +200,3 @@ def test_micro_batches_add_up_to_the_loss_of_the_minibatch(
     )
     found = sum((masked_sum(w * x, m) for x, m, w in parts), torch.zeros((), dtype=torch.float64))
     close(found, slow_mean(losses, batch.lengths, reduction), **FP32)
-
-
-@drawn
-@given(ragged(), reductions, st.integers(1, 2))
-def test_padding_and_rows(batch: Ragged, reduction: Reduction, columns: int) -> None:
-    mask, order = batch.mask, batch.shuffled_rows()
-    whole = weights(mask, reduction)
-    assert torch.equal(weights(pad(mask, columns, F), reduction), pad(whole, columns, 0.0))
-    assert torch.equal(weights(mask[order], reduction), whole[order])
-    assert (whole[~mask] == 0).all()
-    assert (whole[mask] > 0).all()

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS
+from lightning_rlhf.core.ppo_config import MissingEOS
 from lightning_rlhf.core.shaping import (
     NO_SCORES,
     RunningMoments,
@@ -24,7 +24,7 @@ from lightning_rlhf.core.shaping import (
 )
 
 from .configs import ppo_config
-from .conftest import NAN, F, Ragged, T, close, drawn, garbage, pad, ragged
+from .conftest import NAN, F, T, drawn
 
 SCORE = torch.tensor([2.0, -3.0, 0.5, -0.5], dtype=torch.float64)
 ENDED = torch.tensor([T, T, F, F])
@@ -65,35 +65,6 @@ def test_squares_of_rewards_are_too_large_where_those_of_the_kl_are_not(
 ) -> None:
     experience: Any = SimpleNamespace(rewards=torch.tensor([[reward]]), kl=torch.tensor([[kl]]))
     assert rewards_overflow(experience) == is_cause
-
-
-@drawn
-@given(ragged(), st.floats(0, 2))
-def test_rewards_of_a_response_sum_to_score_minus_the_price_of_its_kl(
-    batch: Ragged, kl_coef: float
-) -> None:
-    score, kl = batch.row_normal(0), batch.normal(1)
-    rewards = shape_rewards(score, kl, batch.mask, kl_coef=kl_coef)
-    close(rewards.sum(1), score - kl_coef * kl.nan_to_num().sum(1))
-    for row, length in enumerate(batch.lengths):
-        expected = [-kl_coef * k for k in kl[row, :length].tolist()]
-        expected[-1] += score[row].item()
-        close(rewards[row, :length], torch.tensor(expected, dtype=torch.float64))
-        assert (rewards[row, length:] == 0).all()
-
-
-@drawn
-@given(ragged(), st.floats(0, 2), st.integers(1, 3), garbage)
-def test_padding_rows_and_parts(batch: Ragged, kl_coef: float, columns: int, filler: float) -> None:
-    score, kl, mask = batch.row_normal(0), batch.normal(1), batch.mask
-    whole = shape_rewards(score, kl, mask, kl_coef=kl_coef)
-    wide = shape_rewards(score, pad(kl, columns, filler), pad(mask, columns, F), kl_coef=kl_coef)
-    assert torch.equal(wide, pad(whole, columns, 0.0))
-    order = batch.shuffled_rows()
-    shuffled = shape_rewards(score[order], kl[order], mask[order], kl_coef=kl_coef)
-    assert torch.equal(shuffled, whole[order])
-    parts = zip(score.split(1), kl.split(1), mask.split(1), strict=True)
-    assert torch.equal(torch.cat([shape_rewards(*p, kl_coef=kl_coef) for p in parts]), whole)
 
 
 numbers = st.lists(st.floats(-100, 100), min_size=1, max_size=12)

@@ -12,7 +12,7 @@ import pytest
 from lightning_rlhf.core.errors import ConfigError, DataError
 from lightning_rlhf.data.config import DataConfig, Split
 from lightning_rlhf.data.readers import load, read
-from lightning_rlhf.data.rows import UNPAIRED, Demonstration, Message, Messages, Preference
+from lightning_rlhf.data.rows import UNPAIRED, Demonstration, Label, Message, Messages, Preference
 from lightning_rlhf.io.user_code import code_of_command
 
 Jsonl = Callable[..., str]
@@ -167,6 +167,33 @@ def test_labels_are_paired_and_bad_completions_are_not_imitated(jsonl: Jsonl) ->
     found = read(SFT, source, "stop")
     assert [row.response for row in found.rows] == ["good", "fine"]
     assert found.left_out == Counter({"its label is false": 1})
+    # For kto they stay single, in the package's own form as in that of TRL.
+    expected = [Label(turns(p), c, x) for p, c, x in rows]
+    found = read("labels", source, "stop")
+    assert ([*found.rows], found.numbers) == (expected, (1, 2, 3))
+    own = jsonl(*({"prompt": p, "response": c, "label": x} for p, c, x in rows))
+    assert [*read("labels", own, "stop").rows] == expected
+    assert read(RM, own, "stop").rows == pairs.rows
+
+
+def test_pairs_are_taken_apart_for_kto(jsonl: Jsonl, make_config: MakeConfig) -> None:
+    two = PAIR, PAIR | {"prompt": "a"}
+    found = read("labels", jsonl(*two), "stop")
+    sides = (("p", "b", True), ("p", "c", False), ("a", "b", True), ("a", "c", False))
+    assert [*found.rows] == [Label(turns(p), c, x) for p, c, x in sides]
+    assert found.numbers == (1, 1, 2, 2)
+    # Both sides of a prompt are held out together.
+    data = make_config(preferences=Split(train=jsonl(*two), val=None))
+    for side in vars(load("labels", data, 0)).values():
+        assert len({row.prompt for row in side.rows}) == 1
+    # Graded responses have no label; they are compared first.
+    graded = [HELP | {"response": text, "helpfulness": n} for text, n in (("x", 1), ("y", 3))]
+    assert [row.response for row in read("labels", jsonl(*graded), "stop").rows] == ["y", "x"]
+    row = {"prompt": "p", "response": "a"}
+    with pytest.raises(DataError, match="has no row with the label False; allowed: responses with"):
+        read("labels", jsonl(row | {"label": 1}), "stop")
+    with pytest.raises(DataError, match="line 1: field 'label' is missing"):
+        read("labels", jsonl(row), "stop")
 
 
 def test_ties_are_left_out_and_do_not_stop(jsonl: Jsonl) -> None:
@@ -199,6 +226,8 @@ BAD: list[tuple[str, str, Any, str]] = [
     (RM, "hh", {"chosen": HH + " A", "rejected": HH.replace("Bob", "Rob") + " A"},
      "chosen and rejected differ before the last turn (turn 3 is not the same)"),
     (RM, "ultrafeedback", ULTRA | {"score_chosen": 1}, "score_chosen is below score_rejected"),
+    ("labels", "native", {"prompt": "a", "response": "b", "label": "maybe"},
+     "field 'label' is no label (found 'maybe'; allowed: true, false, 1, 0)"),
 ]  # fmt: skip
 GOOD: dict[str, dict[str, Any]] = {
     "native": {"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"},

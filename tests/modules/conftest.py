@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel
 
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Prompts, Record
 from lightning_rlhf.core.results import RESULT
 from lightning_rlhf.kernels import patch
@@ -31,11 +32,14 @@ from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs.accelerator import ReplicaStrategy
 
 from ..composing import stage_config
+from ..matrix import matrix
 from ..models.conftest import build_model
 
 VOCABULARY, END = 64, tuple(range(1, 9))  # an eighth of all tokens, so that lengths differ
 ARCHITECTURES = ("qwen3", "qwen3_5")
 """Attention alone; linear attention, which carries a state, and attention in turn."""
+by_architecture = pytest.mark.parametrize("architecture", matrix(ARCHITECTURES, "qwen3"))
+"""Of what reads log-probabilities and heads alone: the second one with engines-check."""
 LORA = LoRASettings(r=4, alpha=8, target_modules="all-linear")
 
 OWN: dict[str, Any] = {
@@ -172,9 +176,7 @@ def add_critic(roles: Roles, architecture: str, kind: str) -> Critic:
     return Critic(owner, role)
 
 
-CHAT = SimpleNamespace(
-    end_token_ids=END, tokenizer=None, decode_response=lambda tokens: str(tokens)
-)
+CHAT = SimpleNamespace(end_token_ids=END, tokenizer=None, decode_response=str, show=str)
 """All that PPO asks of a chat format where no text ends a response."""
 
 
@@ -202,7 +204,7 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             if critic is not None:
                 shake(critic.roles, f"heads.{VALUE}.", seed=4)
                 shake(critic.roles, f".{CRITIC}.", seed=5)
-        return PPOModule(
+        module = PPOModule(
             roles,
             Reward.of(reward or learned),
             config,
@@ -212,6 +214,8 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
             seed=seed,
             microbatch=batch_size,
         )
+        module.further = further
+        return module
 
     return make
 
@@ -225,6 +229,11 @@ def prompts(rows: int = 8, width: int = 5, seed: int = 0) -> Prompts:
         mask=torch.arange(width) >= width - lengths[:, None],
         index=torch.arange(rows),
     )
+
+
+def further(number: int, count: int) -> Prompts:
+    """Wider prompts than those of a batch, for ppo.resample_groups."""
+    return prompts(8, width=7, seed=100 + number).select(slice(0, count))
 
 
 def fit(

@@ -146,7 +146,10 @@ def prompts(rows: int = 4) -> Prompts:
     "changes",
     [
         {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2},
-        {"critic": "model", "kl_estimator": "full", "kl_in": "reward", "critic_warmup": 1},
+        pytest.param(
+            {"critic": "model", "kl_estimator": "full", "kl_in": "reward", "critic_warmup": 1},
+            marks=pytest.mark.matrix,
+        ),
     ],
     ids=["adapter critic", "whole critic, full KL reward, warm-up"],
 )  # fmt: skip

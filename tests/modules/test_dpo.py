@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
-from lightning_rlhf.core.records import Preferences
+from lightning_rlhf.core.records import Labels, Preferences
+from lightning_rlhf.data.batches import collate_labels
+from lightning_rlhf.data.lengths import LabelTokens
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.supervised import DPOModule
+from lightning_rlhf.modules.supervised import DPOModule, KTOModule
 
 from .conftest import (
     LORA,
     Outputs,
+    by_architecture,
     close,
     dpo_config,
     fit,
@@ -41,6 +46,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ipo": {"loss_type": "ipo"},
     "reference_free": {"reference_free": True},
     "sft": {"sft_coef": 0.7},
+    "orpo": {"loss_type": "orpo", "sft_coef": 1.0},
+    "simpo": {"loss_type": "simpo", "simpo_gamma": 0.3},
+    "cpo": {"loss_type": "cpo", "sft_coef": 1.0},
 }
 
 
@@ -66,13 +74,23 @@ def dpo_roles(architecture: str, *, trained: bool = True) -> Roles:
     return roles
 
 
-def slow_logprobs(roles: Roles, role: str, tokens: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def labels() -> Labels:
+    """Six responses, four of them good, to prompts of other lengths; ids at random."""
+    ids = torch.randint(64, (6, 20), generator=torch.Generator().manual_seed(4)).tolist()
+    rows = zip(ids, PROMPT, (4, 1, 7, 3, 5, 2), (0, 1, 1, 0, 1, 1), strict=True)
+    examples = [LabelTokens(row[:p], row[10 : 10 + n], label=x == 1) for row, p, n, x in rows]
+    return collate_labels(examples, pad_id=0)
+
+
+def slow_logprobs(
+    roles: Roles, role: str, tokens: Tensor, lengths: Sequence[int], starts: Tensor = PROMPT
+) -> Tensor:
     """Row by row without padding, from all logits in float64: the sum over the response."""
     found, roles = [], roles.reference if role == REFERENCE else roles
     with roles.use_role(role):
         for row, length in enumerate(lengths):
             logits = roles.causal_lm(input_ids=tokens[row, :length][None]).logits[0].double()
-            logprobs, start = logits.log_softmax(-1), int(PROMPT[row])
+            logprobs, start = logits.log_softmax(-1), int(starts[row])
             found.append(sum(logprobs[t - 1, tokens[row, t]] for t in range(start, length)))
     return torch.stack(found)
 
@@ -85,12 +103,18 @@ def slow_loss(roles: Roles, batch: Preferences, **changes: Any) -> Tensor:
         logprobs[side] = slow_logprobs(roles, POLICY, tokens, lengths)
         with torch.no_grad():
             reference = slow_logprobs(roles, REFERENCE, tokens, lengths)
-        ratios[side] = logprobs[side] - (0 if config.reference_free else reference)
-        if config.loss_type != "sigmoid":
+        has_none = config.reference_free or config.loss_type in ("orpo", "simpo", "cpo")
+        ratios[side] = logprobs[side] - (0 if has_none else reference)
+        if config.loss_type not in ("sigmoid", "cpo"):
             ratios[side] = ratios[side] / (torch.tensor(lengths) - PROMPT)
     h, e = ratios["chosen"] - ratios["rejected"], config.label_smoothing
     if config.loss_type == "ipo":
         losses = (h - 1 / (2 * config.beta)) ** 2
+    elif config.loss_type == "orpo":
+        odds = {side: r.exp() / (1 - r.exp()) for side, r in ratios.items()}
+        losses = config.beta * (1 + odds["rejected"] / odds["chosen"]).log()
+    elif config.loss_type == "simpo":
+        losses = (1 + (config.simpo_gamma - config.beta * h).exp()).log()
     else:
         losses = (1 + (-config.beta * h).exp()).log() * (1 - e)
         losses = losses + (1 + (config.beta * h).exp()).log() * e
@@ -98,16 +122,64 @@ def slow_loss(roles: Roles, batch: Preferences, **changes: Any) -> Tensor:
     return losses.mean() - config.sft_coef * logprobs["chosen"].sum() / tokens
 
 
-def step_of(module: DPOModule, batch: Preferences | None = None) -> Outputs:
+def step_of(module: DPOModule, batch: Preferences | Labels | None = None) -> Outputs:
     outputs = Outputs()
     fit(module, [preferences() if batch is None else batch], [outputs])
     return outputs
 
 
+def slow_kto(roles: Roles, batch: Labels, **changes: Any) -> Tensor:
+    config, lengths = dpo_config(loss_type="kto", **changes), batch.mask.sum(1).tolist()
+    logprobs, ratios = {}, {}
+    starts = batch.mask.sum(1) - batch.target_mask.sum(1)
+    texts = [row[:length] for row, length in zip(batch.tokens, lengths, strict=True)]
+    further = [
+        torch.cat([texts[i][: starts[i]], texts[(i + 3) % 6][starts[(i + 3) % 6] :]])
+        for i in range(6)
+    ]
+    for name, rows in (("own", texts), ("other", further)):
+        tokens, sizes = pad_sequence(rows, batch_first=True), [len(row) for row in rows]
+        with torch.no_grad():
+            reference = slow_logprobs(roles, REFERENCE, tokens, sizes, starts)
+        logprobs[name] = slow_logprobs(roles, POLICY, tokens, sizes, starts)
+        ratios[name] = logprobs[name] - reference
+    kl = max(0.0, ratios["other"].mean().item())
+    assert kl > 0.01
+    values = 1 / (1 + (-config.beta * (ratios["own"] - kl)).exp())
+    losses = torch.where(
+        batch.label, config.desirable_weight * (1 - values), config.undesirable_weight * values
+    )
+    tokens = batch.target_mask[batch.label].sum()
+    return losses.mean() - config.sft_coef * logprobs["own"][batch.label].sum() / tokens
+
+
+def test_kto_and_its_gradient_are_those_of_the_slow_version() -> None:
+    changes = {"desirable_weight": 1.25, "undesirable_weight": 0.75, "sft_coef": 0.7}
+    slow_roles, module = (
+        dpo_roles("qwen3"),
+        KTOModule(dpo_roles("qwen3"), dpo_config(loss_type="kto", **changes)),
+    )
+    outputs = step_of(module, labels())
+    expected = slow_kto(slow_roles, labels(), **changes)
+    expected.backward()
+    close(outputs.steps[0].loss.double(), expected.detach())
+    same_direction(
+        outputs.grads[0],
+        {f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None},
+        rtol=2e-5,
+    )
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_loss_and_gradient_are_those_of_the_slow_version(variant: str) -> None:
-    changes, slow_roles = VARIANTS[variant], dpo_roles("qwen3")
+def test_loss_and_gradient_are_those_of_the_slow_version(
+    variant: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, slow_roles, asked = VARIANTS[variant], dpo_roles("qwen3"), set[str]()
+    read = DPOModule.logprobs
+    monkeypatch.setattr(DPOModule, "logprobs", lambda *a: asked.add(a[1]) or read(*a))
     outputs = step_of(DPOModule(dpo_roles("qwen3"), dpo_config(**changes)))
+    has_none = variant in ("reference_free", "orpo", "simpo", "cpo")
+    assert asked == ({POLICY} if has_none else {POLICY, REFERENCE})
     expected = slow_loss(slow_roles, preferences(), **changes)
     expected.backward()
     close(outputs.steps[0].loss.double(), expected.detach())
@@ -118,6 +190,7 @@ def test_loss_and_gradient_are_those_of_the_slow_version(variant: str) -> None:
     )
 
 
+@by_architecture
 def test_scores_are_the_rewards_and_log_probabilities(architecture: str) -> None:
     roles, batch = dpo_roles(architecture), preferences()
     with torch.no_grad():
@@ -134,6 +207,7 @@ def test_scores_are_the_rewards_and_log_probabilities(architecture: str) -> None
     close(found.losses, F.softplus(found.rejected - found.chosen))
 
 
+@by_architecture
 def test_padding_changes_nothing(architecture: str) -> None:
     module = DPOModule(dpo_roles(architecture), dpo_config(loss_type="sigmoid_norm"))
     with torch.no_grad():

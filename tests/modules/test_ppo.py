@@ -18,14 +18,13 @@ from .conftest import (
     VOCABULARY,
     Outputs,
     changed,
-    close,
     fit,
     parameters,
     prompts,
     shake,
     within_fit,
 )
-from .experiences import ADAPTER, HEAD, Make, named, on_policy, update
+from .experiences import ADAPTER, HEAD, Make, named, update
 
 
 def two_iterations(module: PPOModule, global_seed: int) -> dict[str, Tensor]:
@@ -148,16 +147,6 @@ def test_it_runs_without_a_critic(make_ppo: Make, advantage: str) -> None:
         assert (first.ratio_mean - 1).abs() <= 1e-5
         assert last.approx_kl > 1e-7
         assert all(stats.value_loss == 0 for stats in step.updates)
-
-
-def test_a_response_is_compared_with_the_others_to_its_prompt(make_ppo: Make) -> None:
-    module = make_ppo(advantage="rloo", samples_per_prompt=4, whiten_advantages="none", kl_coef=0.2)
-    experience = on_policy(module, rows=8)  # rows 0 to 3 and 4 to 7 are the groups
-    paid = experience.rewards.sum(1)  # gamma 1: the whole return
-    assert experience.kl.abs().max() > 1e-3
-    for i, real in enumerate(experience.response_mask):
-        group = [paid[j] for j in range(i // 4 * 4, i // 4 * 4 + 4) if j != i]
-        close(experience.advantages[i], torch.where(real, paid[i] - sum(group) / 3, 0.0))
 
 
 # Learning

@@ -14,7 +14,8 @@ from lightning_rlhf.core.records import Experience
 from lightning_rlhf.models.config import CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
-from .conftest import Outputs, changed, close, fit, parameters, prompts
+from ..matrix import matrix
+from .conftest import Outputs, by_architecture, changed, close, fit, parameters, prompts
 from .experiences import ADAPTER, HEAD, Make, named, off_policy, on_policy, updated
 
 KINDS = ("adapter", "model")
@@ -51,6 +52,7 @@ def slow_values(module: PPOModule, experience: Experience, kind: str) -> Tensor:
     return found
 
 
+@by_architecture
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_at_sampling_are_those_of_the_critic_asked_again(
     make_ppo: Make, architecture: str, kind: str
@@ -68,7 +70,7 @@ def test_values_at_sampling_are_those_of_the_critic_asked_again(
     assert (rollout.values - experience.old_values).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["head", *KINDS])
+@pytest.mark.parametrize("kind", matrix(["head", *KINDS], "head", "adapter"))
 def test_the_policy_s_gradient_does_not_know_the_value_loss(make_ppo: Make, kind: str) -> None:
     """Nor the critic's the policy's loss; on a shared trunk the first is not so."""
     found = {}
@@ -88,10 +90,13 @@ def test_the_policy_s_gradient_does_not_know_the_value_loss(make_ppo: Make, kind
     assert not equal(policy, (0.5, 1.0), (0.5, 0.0))
 
 
-@pytest.mark.parametrize(("architecture", "kind", "finetune"), [
-    ("qwen3", "head", "lora"), ("qwen3", "adapter", "lora"), ("qwen3_5", "head", "lora"),
+TRAINED = (
+    ("qwen3", "adapter", "lora"), ("qwen3_5", "head", "lora"), ("qwen3", "head", "lora"),
     ("qwen3_5", "model", "lora"), ("qwen3", "head", "full"), ("qwen3_5", "adapter", "full"),
-])  # fmt: skip
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "kind", "finetune"), matrix(TRAINED, *TRAINED[2:]))
 def test_iterations_touch_nothing_but_policy_and_critic(
     make_ppo: Make, architecture: str, kind: str, finetune: str
 ) -> None:

@@ -10,7 +10,7 @@ from lightning_rlhf.core.records import Experience
 from lightning_rlhf.models.config import POLICY, REFERENCE
 from lightning_rlhf.modules.ppo import TRAINING, PPOModule
 
-from .conftest import close, prompts, within_fit
+from .conftest import by_architecture, close, prompts, within_fit
 from .experiences import Make, nothing_to_gain, off_policy, on_policy, update, updated
 
 ALONE = {"kl_in": "loss", "ent_coef": 0.0, "vf_coef": 0.0, "kl_coef": 1.0}
@@ -62,16 +62,7 @@ def test_the_term_is_the_slow_estimate_of_the_policy_now(
     close(stats.loss, total)
 
 
-@pytest.mark.parametrize("estimator", ["k2", "full"])
-def test_a_term_of_the_loss_is_not_paid_in_the_reward_too(make_ppo: Make, estimator: str) -> None:
-    experience = on_policy(make_ppo(kl_in="loss", kl_estimator=estimator, kl_coef=5.0))
-    mask = experience.response_mask
-    last = torch.arange(mask.shape[1]) == mask.sum(1, keepdim=True) - 1
-    paid = experience.score - torch.where(experience.ended, 0.0, 1.0)  # missing_eos=subtract
-    assert torch.equal(experience.rewards, torch.where(last, paid[:, None], 0.0))
-    assert experience.kl.abs().max() > 1e-3
-
-
+@by_architecture
 def test_a_price_on_the_whole_vocabulary_is_the_slow_sum(make_ppo: Make, architecture: str) -> None:
     module = make_ppo(
         architecture, kl_estimator="full", kl_coef=2.0, missing_eos="none", temperature=0.7

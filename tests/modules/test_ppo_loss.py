@@ -1,7 +1,6 @@
 """What of the configuration reaches the loss: denominators, whitening and clips, by hand."""
 
 from dataclasses import fields, replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +13,21 @@ from .experiences import Make, off_policy, on_policy, updated
 REDUCTIONS = ("token_mean", "sequence_mean", "constant")
 
 
-@pytest.mark.parametrize(("reduction", "microbatch_size"), zip(REDUCTIONS, (1, 2, 1), strict=True))
+@pytest.mark.parametrize(
+    ("loss", "reduction", "microbatch_size"),
+    [
+        *zip(("ppo", "sapo", "cispo"), REDUCTIONS, (1, 2, 1), strict=True),
+        ("gspo", REDUCTIONS[1], 1),
+    ],
+)
 def test_the_split_into_micro_batches_changes_no_gradient(
-    make_ppo: Make, reduction: str, microbatch_size: int
+    make_ppo: Make, loss: str, reduction: str, microbatch_size: int
 ) -> None:
     found = []
     for size in (4, microbatch_size):
         module = make_ppo(
-            microbatch_size=size, loss_reduction=reduction, vf_coef=0.5, ent_coef=0.1,
-            kl_in="loss", kl_estimator="k3",
+            microbatch_size=size, policy_loss=loss, loss_reduction=reduction, vf_coef=0.5,
+            ent_coef=0.1, kl_in="loss", kl_estimator="k3",
         )  # fmt: skip
         found.append(updated(module, off_policy(module, rows=4)))
     (whole, whole_grads), (parts, parts_grads) = found
@@ -86,36 +91,3 @@ def test_whitening_is_over_what_it_says(make_ppo: Make, rule: str) -> None:
     assert [is_white(seen[:2]), is_white(seen[2:])] == [rule != "none"] * 2
     for part in seen:
         assert not part.advantages[~part.response_mask].any()
-
-
-@pytest.mark.parametrize(
-    ("log_ratio", "advantage", "changes", "loss", "clipped"),
-    [
-        # e^0.25 = 1.2840254 for a good token: cut at 1.2, or not.
-        (0.25, 1.0, {}, -1.2, 1.0),
-        (0.25, 1.0, {"clip_range_high": 0.3}, -1.2840254, 0.0),
-        # e^-0.25 = 0.7788008 for a bad one: the lower end stays where it was.
-        (-0.25, -1.0, {"clip_range_high": 0.3}, 0.8, 1.0),
-        # e^2 = 7.3890561 for a bad token: cut at three times its advantage, or not.
-        (2.0, -1.5, {"dual_clip": 3.0}, 4.5, 1.0),
-        (2.0, -1.5, {"dual_clip": 8.0}, 1.5 * 7.3890561, 1.0),
-    ],
-)
-def test_clips_by_hand(
-    make_ppo: Make, log_ratio: float, advantage: float, changes: dict[str, Any], loss: float,
-    clipped: float,
-) -> None:  # fmt: skip
-    module = make_ppo(clip_range=0.2, vf_coef=0.0, ent_coef=0.0, **changes)
-    experience = on_policy(module)
-    mask = experience.response_mask
-    experience = replace(
-        experience,
-        old_logprobs=experience.old_logprobs - log_ratio * mask,
-        advantages=advantage * mask.float(),
-    )
-    stats, found = updated(module, experience)
-    assert stats.policy_loss.item() == pytest.approx(loss, rel=1e-5)
-    assert stats.loss.item() == pytest.approx(loss, rel=1e-5)
-    assert stats.clip_fraction.item() == pytest.approx(clipped)
-    flat = all(not g.any() for g in found.values())
-    assert flat == (abs(loss) not in (1.2840254, 1.5 * 7.3890561))  # a cut token has no slope

@@ -11,8 +11,9 @@ from torch import Tensor
 from lightning_rlhf.core.records import DecodedResponses, Experience
 from lightning_rlhf.modules.ppo import PPOModule
 
-from .conftest import Outputs, close, fit, prompts
+from .conftest import END, Outputs, close, fit, prompts
 from .experiences import Make
+from .test_resampling import coarse
 
 
 def steps(module: PPOModule, first: int = 0, last: int = 3) -> list[dict[str, Any]]:
@@ -40,6 +41,16 @@ def test_a_linear_price_ends_where_it_is_set_to_and_a_fixed_one_stays(make_ppo: 
     module = make_ppo(kl_coef=0.3, kl_control="linear", kl_coef_end=0.1, iterations=3)
     check_price(steps(module), [0.3, 0.2, 0.1])
     check_price(steps(make_ppo(kl_coef=0.3), last=2), [0.3, 0.3])
+
+
+def test_the_entropy_bonus_moves_on_a_line(make_ppo: Make) -> None:
+    """From 0, so that the entropy has a gradient although its first weight is 0."""
+    changes = {"ent_coef": 0.0, "ent_coef_end": 0.4, "kl_coef": 0.0, "iterations": 2}
+    for step, coef in zip(steps(make_ppo(**changes), last=2), (0.0, 0.4), strict=True):
+        assert step.ent_coef == pytest.approx(coef)
+        for one in step.updates:
+            rest = one.policy_loss + 0.1 * one.value_loss
+            assert one.loss.item() == pytest.approx((rest - coef * one.entropy).item(), abs=1e-5)
 
 
 def test_an_adaptive_price_follows_the_kl_a_response(make_ppo: Make) -> None:
@@ -77,7 +88,8 @@ def test_scores_are_normalised_by_all_of_them_so_far(make_ppo: Make, rule: str) 
     [
         {"kl_control": "adaptive", "kl_target": 1e-4, "kl_horizon": 80.0,
          "score_normalization": "running_scale"},
-        {"kl_control": "linear", "kl_coef_end": 0.0, "score_normalization": "running"},
+        {"advantage": "grpo", "samples_per_prompt": 2, "resample_groups": 1, "reward": coarse},
+        {"advantage": "reinforce", "baseline_decay": 0.3},
     ],
     ids=lambda changes: next(iter(changes.values())),
 )  # fmt: skip
@@ -101,5 +113,39 @@ def test_a_resumed_run_remembers_both_exactly(make_ppo: Make, changes: dict[str,
 
     assert again.kl_coef == third.kl_coef
     assert torch.equal(again.experience.rewards, third.experience.rewards)
+    assert torch.equal(again.experience.tokens, third.experience.tokens)
+    assert bool(third.replaced) == ("resample_groups" in changes)
     assert resumed.kl_coef == unbroken.kl_coef
     assert resumed.moments == unbroken.moments
+    assert torch.equal(again.experience.advantages, third.experience.advantages)
+    assert resumed.mean_return == unbroken.mean_return
+
+
+def test_the_baseline_of_reinforce_is_the_average_of_the_returns_before(make_ppo: Make) -> None:
+    """The iteration before weighs twice as much as the one before that."""
+    module = make_ppo(advantage="reinforce", baseline_decay=0.5, whiten_advantages="none")
+    means: list[float] = []
+    for step in steps(module):
+        returns, mask = step.experience.returns, step.experience.response_mask
+        expected = (means[0] + 2 * means[1]) / 3 if len(means) == 2 else sum(means)
+        close(step.experience.advantages, torch.where(mask, returns - expected, 0))
+        means.append(returns[:, 0].mean().item())
+
+
+def test_the_baseline_of_remax_is_the_score_of_the_greedy_response(make_ppo: Make) -> None:
+    module = make_ppo(
+        advantage="remax", samples_per_prompt=2, reward=one_number, missing_eos="none",
+        whiten_advantages="none", fresh=True,
+    )  # fmt: skip
+    experience = module.make_experience(module.roll_out(prompts(4), module.generator(0, 0)))
+    width = experience.tokens.shape[1] - experience.response_mask.shape[1]
+    baselines = []
+    for tokens, mask in zip(experience.tokens, experience.mask, strict=True):
+        prompt, greedy = tokens[:width][mask[:width]].tolist(), list[int]()
+        while len(greedy) < 6 and not {*greedy} & {*END}:
+            logits = module.roles.causal_lm(torch.tensor([prompt + greedy])).logits[0, -1]
+            greedy.append(int(logits.argmax()))
+        baselines.append(sum(greedy) / 10 + 3)
+    assert len({*baselines}) > 1
+    expected = experience.returns - torch.tensor(baselines)[:, None]
+    close(experience.advantages, torch.where(experience.response_mask, expected, 0))

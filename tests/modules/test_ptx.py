@@ -13,7 +13,7 @@ from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import PTX
 
-from .conftest import VOCABULARY, close, grads, same_direction, within_fit
+from .conftest import VOCABULARY, by_architecture, close, grads, same_direction, within_fit
 from .experiences import Make, learn, off_policy, on_policy, update
 
 COEF = 0.7
@@ -51,6 +51,7 @@ def slow_nll(module: PPOModule, chosen: list[DemonstrationTokens]) -> tuple[Tens
     return total, count
 
 
+@by_architecture
 def test_the_gradient_is_that_of_ppo_plus_that_of_the_demonstrations(
     make_ppo: Make, architecture: str
 ) -> None:

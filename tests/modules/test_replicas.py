@@ -1,7 +1,7 @@
 """Replicas: several processes make the samples, metrics and weights of one."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from lightning_rlhf.callbacks.metrics import SharedMetrics
 from lightning_rlhf.callbacks.progress import trained as batches_of
 from lightning_rlhf.cli.study import PRUNED, TrialReport, open_storage
-from lightning_rlhf.core.errors import LogitsError, ProcessEndedError
-from lightning_rlhf.core.records import Experience, Rollout
+from lightning_rlhf.core.errors import LogitsError, ProcessEndedError, RewardError
+from lightning_rlhf.core.records import DecodedResponses, Experience, Rollout
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.modules.supervised import SFTModule
 from lightning_rlhf.parallel import replicas as collectives
@@ -28,6 +28,7 @@ from ..processes import replicated
 from .conftest import Outputs, fit, parameters, prompts, sft_config, sft_roles
 from .experiences import Make
 from .test_ptx import with_ptx
+from .test_resampling import coarse
 from .test_sft import demonstrations
 from .test_supervised import STAGES
 
@@ -40,9 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
         "critic": "model", "generation_batch_size": 2, "whiten_advantages": "minibatch",
         "critic_warmup": 1, "weight_decay": 0.1, "ptx_batch_size": 3,
     },
-    "grpo, uneven minibatches": {
-        "advantage": "grpo", "samples_per_prompt": 4, "rollout_batch_size": 20,
-        "minibatch_size": 10, "microbatch_size": 5,
+    "grpo, uneven minibatches, groups resampled": {
+        "advantage": "grpo", "samples_per_prompt": 2, "rollout_batch_size": 20, "reward": coarse,
+        "minibatch_size": 10, "microbatch_size": 5, "resample_groups": 3,
     },
     "target_kl, KL in the loss, fewer rows than processes": {
         "lr": 1e-3, "target_kl": 0.002, "kl_in": "loss", "kl_estimator": "full",
@@ -108,8 +109,8 @@ def assert_same(found: Any, expected: Any, where: str = "") -> None:
     if isinstance(expected, Tensor) and expected.is_floating_point():
         assert found.shape == expected.shape, where
         off = (found.double() - expected.double()).norm()
-        # The policy's loss is a mean of terms of size 1, whitened advantages, which cancel.
-        least = 1.0 if where.endswith(".policy_loss") else 0.1
+        # The loss contains the policy's: a mean of terms of size 1, advantages, which cancel.
+        least = 1.0 if where.endswith((".policy_loss", ".loss")) else 0.1
         assert off <= ROUNDING * max(float(expected.double().norm()), least), f"{where}: {off:g}"
     elif isinstance(expected, Tensor):
         assert found.tolist() == expected.tolist(), where
@@ -163,11 +164,13 @@ def test_ppo_in_several_processes(make_ppo: Make, case: str, size: int, tmp_path
     assert lengths.max() == 6
     if case == "head":
         assert lengths.min() == 1
+    if config.get("resample_groups"):
+        assert all(step.replaced for step in expected["steps"])
     if config.get("target_kl"):
         assert any(len(step.updates) < 8 for step in expected["steps"])
 
 
-@pytest.mark.parametrize(("stage", "size"), [("sft", 4), ("rm", 2), ("dpo", 2)])
+@pytest.mark.parametrize(("stage", "size"), [("sft", 4), ("rm", 2), ("dpo", 2), ("kto", 2)])
 def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path: Path) -> None:
     build, make_batch, _ = STAGES[stage]
     batch, changes = make_batch(), {"margin_coef": 0.5} if stage == "rm" else {}
@@ -176,6 +179,33 @@ def test_supervised_stages_in_several_processes(stage: str, size: int, tmp_path:
         size, lambda: build(**changes), [batch, short, batch], [batch, short], tmp_path
     )
     assert_all_same(found, expected)
+
+
+def over_the_group(decoded: DecodedResponses) -> list[list[tuple[int, float]]]:
+    """The length less the mean of those to the same prompt, half of it paid at the first token."""
+    lengths, index = decoded.rollout.response_mask.sum(1).double(), decoded.rollout.index
+    over = lengths - torch.stack([lengths[index == i].mean() for i in index])
+    halves = zip((over / 2).tolist(), decoded.responses, strict=True)
+    return [[(1, x), (len(text), x)] for x, text in halves]
+
+
+def test_groups_are_compared_in_several_processes(make_ppo: Make, tmp_path: Path) -> None:
+    """Three groups in two processes, one of which scores two of them, not half of the rows."""
+    module = make_ppo(reward=over_the_group, advantage="grpo", rollout_batch_size=12,
+                      minibatch_size=12, samples_per_prompt=4, max_response_tokens=6)  # fmt: skip
+
+    def work(replicas: Replicas) -> Any:
+        module.replicas = module.collector.replicas = replicas
+        return module.make_experience(module.roll_out(prompts(3), module.generator(0, 0)))
+
+    expected = work(ONE)
+    assert len(expected.score.unique()) > 2
+    assert torch.equal(expected.rewards[:, 0] == 0, expected.score == 0)
+    for found in replicated(2, work, tmp_path):
+        assert_same(found, expected)
+    module.collector.config = replace(module.config, score_clip=3.0)
+    with pytest.raises(RewardError, match=r"clipped at 3, .* for clip .* and for ppo\.score_clip"):
+        work(ONE)
 
 
 def test_an_error_in_one_process_is_raised_in_all(make_ppo: Make, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.modules.supervised import RewardModule
 
+from ..matrix import matrix
 from .conftest import (
     CENTER_COEF,
     VOCABULARY,
     Outputs,
+    by_architecture,
     close,
     fit,
     rm_config,
@@ -101,6 +103,7 @@ def test_loss_rewards_and_gradient_are_those_of_the_slow_version(architecture: s
 # Margins and label smoothing.
 
 
+@by_architecture
 def test_margins_and_smoothing_enter_the_loss_as_the_formula_says(architecture: str) -> None:
     module = RewardModule(
         rm_roles(architecture), rm_config(margin_coef=2.0, label_smoothing=0.2), seed=0
@@ -140,7 +143,8 @@ class Told(RewardModule):
         return DRAWS
 
 
-@pytest.mark.parametrize("microbatch_size", [6, 1])
+@by_architecture
+@pytest.mark.parametrize("microbatch_size", matrix([6, 1], 1))
 def test_each_head_learns_from_its_own_draws(architecture: str, microbatch_size: int) -> None:
     module = Told(
         ensemble(architecture), rm_config(heads=3, microbatch_size=microbatch_size), seed=0

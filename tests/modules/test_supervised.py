@@ -9,8 +9,15 @@ import pytest
 import torch
 
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD, SFT
-from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule, SupervisedModule
+from lightning_rlhf.modules.supervised import (
+    DPOModule,
+    KTOModule,
+    RewardModule,
+    SFTModule,
+    SupervisedModule,
+)
 
+from ..matrix import matrix
 from .conftest import (
     Outputs,
     changed,
@@ -24,7 +31,7 @@ from .conftest import (
     sft_config,
     sft_roles,
 )
-from .test_dpo import dpo_roles
+from .test_dpo import dpo_roles, labels
 from .test_dpo import preferences as dpo_pairs
 from .test_reward import preferences
 from .test_sft import demonstrations
@@ -45,16 +52,23 @@ def dpo(architecture: str = "qwen3", **changes: Any) -> SupervisedModule:
     return DPOModule(dpo_roles(architecture), dpo_config(**{"sft_coef": 0.7} | changes))
 
 
+def kto(architecture: str = "qwen3", **changes: Any) -> SupervisedModule:
+    config = dpo_config(**{"loss_type": "kto", "sft_coef": 0.7} | changes)
+    return KTOModule(dpo_roles(architecture), config)
+
+
 STAGES: dict[str, tuple[Build, Callable[[], Any], str]] = {
     "sft": (sft, demonstrations, SFT),
     "rm": (rm, preferences, REWARD),
     "dpo": (dpo, dpo_pairs, POLICY),
+    "kto": (kto, labels, POLICY),
 }
 
 
-@pytest.mark.parametrize("microbatch_size", [1, 2])
+@pytest.mark.parametrize("microbatch_size", matrix([1, 2], 1))
 @pytest.mark.parametrize(
-    ("stage", "architecture"), [("sft", "qwen3"), ("rm", "qwen3_5"), ("dpo", "qwen3")]
+    ("stage", "architecture"),
+    [("sft", "qwen3"), ("rm", "qwen3_5"), ("dpo", "qwen3"), ("kto", "qwen3")],
 )
 def test_micro_batches_give_the_gradient_of_the_batch(
     stage: str, architecture: str, microbatch_size: int

@@ -7,11 +7,11 @@ import torch
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.experience import make_experience, token_rewards
 from lightning_rlhf.core.logprobs import token_logprobs
 from lightning_rlhf.core.losses import PolicyOutputs, policy_loss, ppo_terms, token_weights
 from lightning_rlhf.core.masking import masked_sum
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Experience
 from lightning_rlhf.core.shaping import ScoreMoments
 
@@ -83,8 +83,8 @@ def update_facts(trl: Iteration, experience: Experience, epoch: int) -> dict[str
     )  # fmt: skip
     weights = token_weights(mask, config.loss_reduction, max_response_tokens=room)
     terms = ppo_terms(
-        experience, weights, mask.sum(), config, kl_coef=config.kl_coef, policy=policy,
-        policy_losses=losses, values=values[index][mask],
+        experience, weights, mask.sum(), config, kl_coef=config.kl_coef, ent_coef=config.ent_coef,
+        policy=policy, policy_losses=losses, values=values[index][mask],
     )  # fmt: skip
     return vars(terms)
 

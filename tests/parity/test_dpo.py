@@ -104,7 +104,9 @@ def ours(like: Result, **changes: Any) -> tuple[Result, DPOScores]:
     """Our module on TRL's tokens, with TRL's adapter."""
     trainer = like.trainer
     stage = OmegaConf.to_container(OmegaConf.load(CONF / "stages/dpo.yaml"))
-    module_config = DPOConfig(**stage | {"final": "last", "lr": 2.0e-5, "beta": BETA} | changes)
+    module_config = DPOConfig(
+        **stage | {"final": "last", "lr": 2.0e-5, "beta": BETA, "sft_coef": 0.0} | changes
+    )
     roles = Roles(base())
     roles.add_adapter(POLICY, LoRASettings(r=4, alpha=8, target_modules="all-linear"))
     mine = trained(roles)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from lightning_rlhf.core.kl import ESTIMATORS
+from lightning_rlhf.core.kl import ESTIMATORS, TokenLogprobs
 from lightning_rlhf.core.masking import masked_moments, masked_rescale, masked_whiten
 from lightning_rlhf.core.records import Prompts
 from lightning_rlhf.core.shaping import NO_SCORES, shape_score
@@ -45,7 +45,9 @@ def test_the_batch_has_every_case() -> None:
 def test_kl(estimator: str) -> None:
     trl = trl_iteration(kl_estimator=estimator)
     scores, rollout = trl.scores(), trl.rollout()
-    ours = ESTIMATORS[estimator](rollout.logprobs, scores.ref_logprobs)
+    p, q = rollout.logprobs, scores.ref_logprobs
+    tokens = TokenLogprobs(logprobs=p, old_logprobs=p, ref_logprobs=q)
+    ours = ESTIMATORS[estimator](tokens)
     close(ours, trl.batch["kl"])
 
 

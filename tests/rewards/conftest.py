@@ -41,7 +41,7 @@ def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> DecodedRe
         **{name: torch.ones(shape, dtype=torch.bool) for name, shape in masks.items()},
     )
     responses = [response for _, response in texts]
-    return DecodedResponses(rollout=rollout, rows=rows, responses=responses)
+    return DecodedResponses(rollout=rollout, rows=rows, responses=responses, decode=str)
 
 
 TOKENS = torch.tensor([[0, 3, 5], [2, 4, 0], [6, 7, 8]])

@@ -27,10 +27,10 @@ def test_a_user_and_a_token_become_a_header(monkeypatch: pytest.MonkeyPatch) -> 
     """The password is escaped in the address, "me:w@rd" in base 64 in the header."""
     monkeypatch.setenv("JUDGE_TOKEN", " s3cret\n")
     reward = make_reward("http://me:w%40rd@host/score")
-    assert reward._headers["authorization"] == "Basic bWU6d0ByZA=="
-    assert reward._hide("me:w%40rd bWU6d0ByZA== w%40rd w@rd") == "*** *** *** ***"
+    assert reward._client._headers["authorization"] == "Basic bWU6d0ByZA=="
+    assert reward._client._hide("me:w%40rd bWU6d0ByZA== w%40rd w@rd") == "*** *** *** ***"
     reward = make_reward("http://host/score", token_env="JUDGE_TOKEN")
-    assert reward._headers["authorization"] == "Bearer s3cret"
-    assert reward._hide("s3cret.") == "***."
+    assert reward._client._headers["authorization"] == "Bearer s3cret"
+    assert reward._client._hide("s3cret.") == "***."
     with pytest.raises(ConfigError, match=r"token_env is 'JUDGE_TOKEN'; .* as reward\.url has"):
         make_reward("http://me:word@host/score", token_env="JUDGE_TOKEN")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import ConfigError
-from lightning_rlhf.evaluation.build_rewards import file_of_module
+from lightning_rlhf.io.user_code import file_of_module
 from lightning_rlhf.rewards.functions import (
     exact_match,
     json_validity,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ from torch import Tensor
 from lightning_rlhf.core.config import Term
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core.records import DecodedResponses
 from lightning_rlhf.rewards.weighted import LearnedReward, Reward
 
+from .conftest import make_replies
 from .conftest import three_replies as decoded
 
 
@@ -28,14 +32,15 @@ def test_each_component_is_a_column() -> None:
         (term("length"), term("constant")),
         (lambda found: [len(text) for text in found.responses], lambda found: torch.ones(3)),
     )
-    found = reward(decoded(["a", "bc", ""]))
+    found, _ = reward(decoded(["a", "bc", ""]))
     assert found.tolist() == [[1.0, 1.0], [2.0, 1.0], [0.0, 1.0]]
     assert found.dtype == torch.float32
 
 
 def test_numbers_come_in_many_forms() -> None:
     for numbers in ((1, 2.5, -3), torch.tensor([1, 2.5, -3]).double(), np.array([1, 2.5, -3])):
-        found = Reward.of(lambda _, numbers=numbers: numbers)(decoded())
+        found, parts = Reward.of(lambda _, numbers=numbers: numbers)(decoded())
+        assert not parts.any()
         assert found.tolist() == [[1.0], [2.5], [-3.0]]
         assert found.dtype == torch.float32
 
@@ -51,6 +56,41 @@ def test_a_number_that_is_missing_or_not_finite_is_named(numbers: Any, gave: str
     )
     with pytest.raises(RewardError, match=f"^{re.escape(message)}$"):
         reward(decoded())
+
+
+PIECES = {1: b"hi", 2: b"\n", 3: b"\xc3", 4: b"\xa9", 5: b"!", 9: b""}
+
+
+def in_pieces() -> DecodedResponses:
+    """A response in six tokens, two of them halves of a character, and another in one."""
+    found = make_replies(("q", "hi\né!"), ("q", "hi"))
+    tokens = torch.tensor([[0, 1, 2, 3, 4, 5, 9], [0, 1, 0, 0, 0, 0, 0]])
+    rollout = replace(found.rollout, tokens=tokens, response_mask=tokens[:, 1:] > 0)
+
+    def decode(given: Sequence[int]) -> str:
+        return b"".join(PIECES[one] for one in given).decode(errors="replace")
+
+    return replace(found, rollout=rollout, decode=decode)
+
+
+def test_parts_are_paid_at_the_tokens_that_end_them() -> None:
+    """The last token, an end token without text, has those that end with the text."""
+    whole = in_pieces()
+    assert [whole.token_at(0, end) for end in range(6)] == [0, 0, 0, 1, 3, 5]
+    parts = [[(1, 1.0), (2, 2.0), (3, -4.0), (4, 8.0), (5, 16.0)], [(2, 0.5)]]
+    numbers, placed = Reward((term("a"), term("b")), (lambda _: parts, lambda _: [7, []]))(whole)
+    assert numbers.tolist() == [[23, 7], [0.5, 0]]
+    assert placed[:, 0].tolist() == [[3, -4, 0, 8, 0, 16], [0.5, 0, 0, 0, 0, 0]]
+    assert not placed[:, 1].any()
+
+
+@pytest.mark.parametrize(
+    "parts", [[(3, 1.0)], [(-1, 1.0)], [(1, math.inf)], [(1, "2")], [("1", 2.0)], [1.0], [None]]
+)
+def test_a_part_that_ends_outside_of_its_response_is_named(parts: Any) -> None:
+    message = "reward 'reward' gave .* for the response 'hi' to the prompt 'q'; allowed: a list of "
+    with pytest.raises(RewardError, match=f"^{message}.*, with ends from 0 to its 2$"):
+        Reward.of(lambda _: [1.0, parts])(in_pieces())
 
 
 def test_one_number_for_each_response() -> None:

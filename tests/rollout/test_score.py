@@ -9,9 +9,10 @@ import torch
 
 from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.core.records import DecodedResponses, Prompts, Rollout, Scores
-from lightning_rlhf.models.config import POLICY, REFERENCE
+from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
+from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.rewards.weighted import Reward
+from lightning_rlhf.rewards.weighted import LearnedReward, Reward
 from lightning_rlhf.rollout.collector import Collector, as_responses, decode_responses
 from lightning_rlhf.rollout.score import (
     annotate,
@@ -48,7 +49,7 @@ def decoded(rollout: Rollout) -> DecodedResponses:
     """With text that nobody reads."""
     row = {"prompt": "", "messages": []}
     return DecodedResponses(
-        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout)
+        rollout=rollout, rows=[row] * len(rollout), responses=[""] * len(rollout), decode=str
     )
 
 
@@ -90,6 +91,25 @@ def test_the_whole_vocabulary_is_read_for_a_kl_over_it_in_the_reward_alone(
         critic=None, chat=chat, prompts={}, microbatch=rows(), sampler=object(),
     )  # fmt: skip
     assert (collector.score(decoded(few)).vocabulary_kl is not None) == read
+
+
+def test_a_step_has_the_reward_of_the_response_that_it_would_end(
+    roles: Roles, rollout: Rollout
+) -> None:
+    """A token is a character; the separator is the first token that the policy drew."""
+    roles.heads[REWARD] = ScalarHeads.random(roles.hidden_size, 1, torch.Generator().manual_seed(0))
+    roles.assign(REWARD)
+    texts = ["".join(map(chr, row)) for row in decoded(rollout).tokens]
+    read = replace(decoded(rollout), responses=texts, decode=lambda ids: "".join(map(chr, ids)))
+    steps = LearnedReward(roles.rewards, 0.5, 2.0, 0.0, rows(), step_separator=texts[0][0])
+    for i, parts in enumerate(steps(read)):
+        stops = [n for n, sign in enumerate(texts[i], 1) if sign == texts[0][0]]
+        assert [end for end, _ in parts] == sorted({*stops, len(texts[i])})
+        row = rollout.tokens[i][rollout.mask[i]]
+        for end, found in parts:
+            cut = row[None, : len(row) - len(texts[i]) + end]
+            alone = roles.reward(cut, torch.ones_like(cut, dtype=torch.bool)).item()
+            assert found == pytest.approx((alone - 0.5) / 2.0, abs=1e-5)
 
 
 def test_the_split_into_batches_changes_nothing(roles: Roles, rollout: Rollout) -> None:

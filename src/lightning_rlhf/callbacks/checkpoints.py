@@ -24,8 +24,7 @@ from lightning_rlhf.callbacks.stop import Stop, Stopped
 from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, DivergedError, StorageError, first_line
 from lightning_rlhf.core.metrics import JUDGE, Goal, require_metrics, signed
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import make_folder, readable, written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.parallel.world import world
@@ -40,8 +39,8 @@ class WholeFiles(TorchCheckpointIO):
         target = Path(path)
         if world().rank > 0:
             return  # it has gathered sharded weights with the first one
-        make_folder(target.parent)
-        with written_whole(target) as beside, beside.open("wb") as file:
+        storage.make_folder(target.parent)
+        with storage.written_whole(target) as beside, beside.open("wb") as file:
             torch.save(checkpoint | {files.OUTLINE: files.outline_of(checkpoint)}, file)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +137,7 @@ class Checkpoints(progress.Stateful):
         # is interrupted in between would keep a checkpoint that is newer than its rows.
         if trainer.ckpt_path is not None and self.replicas.is_first:
             if gone := files.go_back(self.folder, self._first):
-                print_line(f"deleted: {', '.join(gone)}")
+                console.print_line(f"deleted: {', '.join(gone)}")
             self.delete_surplus()  # a kill within `save` leaves too many
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
@@ -237,7 +236,7 @@ class Checkpoints(progress.Stateful):
             try:
                 self.save(trainer)
             except Exception as failure:  # must not replace the exception that ended the run
-                print_line(f"no checkpoint of step {progress.trained(trainer)}: {failure}")
+                console.print_line(f"no checkpoint of step {progress.trained(trainer)}: {failure}")
 
     def save(self, trainer: Trainer) -> None:
         """Write the checkpoint of the last finished step, then delete the oldest surplus ones."""
@@ -247,8 +246,8 @@ class Checkpoints(progress.Stateful):
             trainer.save_checkpoint(path)
         if self.replicas.is_first:
             self.delete_surplus()
-            size = readable(path.stat().st_size)
-            print_line(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
+            size = storage.readable(path.stat().st_size)
+            console.print_line(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
         self._saved, self._since = (step, self.evaluated), monotonic()
 
     def delete_surplus(self) -> None:

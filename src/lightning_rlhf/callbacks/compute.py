@@ -35,9 +35,8 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lightning_rlhf.core import records, results
 from lightning_rlhf.core.config import DPOConfig
-from lightning_rlhf.core.records import Preferences
-from lightning_rlhf.core.results import IterationResult
 from lightning_rlhf.io.storage import readable
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles, linear_layers
@@ -115,7 +114,9 @@ def weights_of(model: PreTrainedModel | Roles, role: str = "") -> Weights:
     )
 
 
-def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> dict[str, float]:
+def iteration_totals(
+    module: Any, result: results.IterationResult, devices: int = 1
+) -> dict[str, float]:
     """Return what an iteration of PPO computed, by the name of its metric without the prefix.
 
         rollout    sampling [+ forward of the policy][+ forward of a critic apart]
@@ -127,14 +128,17 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     kl_estimator=full adds a forward pass of the policy to the score, or of the reference to the
     update. The policy reads once more what its sampler gives no numbers for, and only forward
     during ppo.critic_warmup. Every sampler is taken to compute with a cache, and all but the native
-    one to read a prompt once for each response to it.
+    one to read a prompt once for each response to it. Responses that ppo.resample_groups replaced
+    were sampled and scored, and are not learned from.
 
     module: a PPOModule after the iteration. devices: number of processes, each on its own device.
     """
     config, critic, collector = module.config, module.critic, module.collector
-    masks = result.experience.mask, result.experience.response_mask
-    lengths, responses = (mask.sum(dim=1).cpu() for mask in masks)
-    tokens, wanted = int(lengths.sum()), int(responses.sum())
+    batches = (result.experience, *result.replaced)
+    sizes = torch.cat([records.row_lengths(batch).cpu() for batch in batches])
+    learned = sizes[: len(result.experience)]
+    lengths, responses = sizes.unbind(dim=1)
+    tokens, wanted = sizes.sum(dim=0).tolist()
     policy = weights_of(module.roles, POLICY)
     reference = weights_of(module.roles.reference, REFERENCE)
     each = config.samples_per_prompt if isinstance(collector.sampler, NativeSampler) else 1
@@ -143,7 +147,8 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
     for model, role in collector.reward.models.values():
         score += weights_of(model, role).forward(lengths)  # type: ignore[arg-type]
     policy_learns = module.iteration > config.critic_warmup
-    update = (policy.update if policy_learns else policy.forward)(lengths, wanted)
+    trained, predicted = learned.sum(dim=0).tolist()
+    update = (policy.update if policy_learns else policy.forward)(learned[:, 0], predicted)
     readings = 1 + len(collector.reward.models) + collector.annotated
     if collector.annotated:
         rollout += policy.forward(lengths, wanted)
@@ -151,14 +156,14 @@ def iteration_totals(module: Any, result: IterationResult, devices: int = 1) -> 
         readings += 1
         apart = weights_of(critic.roles, critic.role)
         rollout += apart.forward(lengths)
-        update += apart.update(lengths)
+        update += apart.update(learned[:, 0])
     if config.kl_estimator == "full" and config.kl_in == "reward":
         readings += 1
         score += policy.forward(lengths, wanted)
     elif config.kl_estimator == "full":
-        update += reference.forward(lengths, wanted)
-    epochs = len(result.updates) / (len(lengths) // config.minibatch_size)
-    update, trained = epochs * update, round(epochs * tokens)
+        update += reference.forward(learned[:, 0], predicted)
+    epochs = len(result.updates) / (len(learned) // config.minibatch_size)
+    update, trained = epochs * update, round(epochs * trained)
     if module.ptx is not None and policy_learns:
         for number in range(len(result.updates)):
             batch = module.ptx.batch(module.iteration - 1, number)
@@ -182,9 +187,9 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
     """Return what a step of SFT, a reward model or DPO computed, likewise; seconds: its time.
 
     A reward model's output is taken at the last token of each row; DPO's reference adds a forward
-    pass.
+    pass, and the KL of kto one of both.
     """
-    is_pair = isinstance(batch, Preferences)
+    is_pair = isinstance(batch, records.Preferences)
     masks = (batch.chosen_mask, batch.rejected_mask) if is_pair else (batch.mask,)
     lengths = torch.cat([mask.sum(dim=1) for mask in masks]).cpu()
     tokens = int(lengths.sum())
@@ -192,9 +197,15 @@ def step_totals(module: Any, batch: Any, seconds: float, devices: int = 1) -> di
         predicted = int(batch.target_mask.sum())
     else:
         predicted = 0 if module.role == REWARD else tokens - 2 * int(batch.prompt_tokens.sum())
-    flops = weights_of(module.roles, module.role).update(lengths, predicted)
-    if isinstance(module.config, DPOConfig) and not module.config.reference_free:
-        flops += weights_of(module.roles.reference, REFERENCE).forward(lengths, predicted)
+    policy = weights_of(module.roles, module.role)
+    flops = policy.update(lengths, predicted)
+    if isinstance(module.config, DPOConfig) and module.config.has_reference:
+        reference = weights_of(module.roles.reference, REFERENCE)
+        flops += reference.forward(lengths, predicted)
+        if isinstance(batch, records.Labels):
+            others = batch.other_target_mask.sum(dim=1)
+            read = lengths - batch.target_mask.sum(dim=1) + others
+            flops += sum(one.forward(read, int(others.sum())) for one in (policy, reference))
     return {"trained_tokens": tokens, "flops": flops, "device_s": devices * seconds}
 
 

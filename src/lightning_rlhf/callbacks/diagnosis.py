@@ -17,18 +17,19 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
-from lightning_rlhf.callbacks.files import judged
+from lightning_rlhf.callbacks import evaluation, files, progress
 from lightning_rlhf.callbacks.loggers import RunWandb
-from lightning_rlhf.callbacks.progress import is_evaluation, latest
-from lightning_rlhf.core.config import GROUPED, PPOConfig
 from lightning_rlhf.core.errors import ConfigError, own_keys
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, KL, REWARD
-from lightning_rlhf.io.console import print_line
+from lightning_rlhf.core.ppo_config import GROUPED, PPOConfig
+from lightning_rlhf.io.console import print_line, visible_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.io.user_code import FAULTS, load_object
 
 DIAGNOSIS = "diagnosis.json"
 """Name of the file of findings in the folder of a run."""
+SHOWN, COUNT = ("groups_alike", "reward_constant"), 3
+"""Rules whose finding shows responses of the iteration, and how many of them."""
 KEPT = 100
 """Number of iterations, and of evaluations, whose metrics are kept for the rules."""
 TOKENS, CLIP = "rollout/response_tokens", "update/clip_fraction"
@@ -203,7 +204,7 @@ def critic_worse(history: History) -> str | None:
 
 def value_loss_rising(history: History) -> str | None:
     found = history.last("update/value_loss", 2 * RISE_FOR)
-    if not found or history.config.advantage != "gae":
+    if not found or not history.config.has_critic:
         return None
     before, now = median(found[:RISE_FOR]), median(found[RISE_FOR:])
     is_up = now > RISE * before and min(found[RISE_FOR:]) > before
@@ -232,7 +233,7 @@ def reward_against_gold(history: History) -> str | None:
     opposite = reward[-3] < reward[-2] < reward[-1] and gold[-3] > gold[-2] > gold[-1]
     if not opposite or gold[-3] - gold[-1] <= FALL * (max(gold) - min(gold)):
         return None
-    before, now = (judged(history.run_dir, int(row["step"]), "gold") for row in rows[-3::2])
+    before, now = (files.judged(history.run_dir, int(row["step"]), "gold") for row in rows[-3::2])
     falls = [before[index] - now[index] for index in before if index in now]
     if len(falls) < 2 or fmean(falls) <= FALL_ERRORS * stdev(falls) / math.sqrt(len(falls)):
         return None
@@ -342,7 +343,7 @@ class Diagnosis(Callback):
     rules: Sequence[Rule] = RULES
     """Rules in their order of precedence."""
     findings: list[dict[str, Any]] = field(default_factory=list)
-    """Entries of the file: rule, iteration, symptom, cause, remedy."""
+    """Entries of the file: rule, iteration, symptom, cause, remedy; samples for SHOWN."""
 
     def state_dict(self) -> dict[str, Any]:
         kept = {"rows": self.history.rows, "evaluations": self.history.evaluations}
@@ -357,14 +358,14 @@ class Diagnosis(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         unread = ("eval/", "time/", "compute/")
-        row = {n: x for n, x in latest(trainer).items() if not n.startswith(unread)}
+        row = {n: x for n, x in progress.latest(trainer).items() if not n.startswith(unread)}
         self.history.rows = [*self.history.rows, row | {"step": pl_module.iteration}][-KEPT:]
         self.diagnose(trainer, pl_module.iteration)
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not is_evaluation(trainer):
+        if not progress.is_evaluation(trainer):
             return
-        found = {n: x for n, x in latest(trainer).items() if n.startswith("eval/")}
+        found = {n: x for n, x in progress.latest(trainer).items() if n.startswith("eval/")}
         step = pl_module.iteration
         before = [row for row in self.history.evaluations if row["step"] != step]
         self.history.evaluations = [*before, found | {"step": step}][-KEPT:]
@@ -388,13 +389,24 @@ class Diagnosis(Callback):
             symptom = f"{each.when} ({numbers})"
             found = {"symptom": symptom, "cause": each.cause, "remedy": each.remedy}
             found = {n: own_keys(x, self.stage, vars(history.config)) for n, x in found.items()}
-            self.findings.append({"rule": each.name, "iteration": iteration, **found})
+            samples = self.samples(trainer) if each.name in SHOWN else []
+            shown = {"samples": samples} if samples else {}
+            self.findings.append({"rule": each.name, "iteration": iteration, **found, **shown})
             self.write()
             text = "{symptom}: {cause}. {remedy}".format(**found)
             print_line(f"warning: {text}", "yellow")
+            for sample in samples:
+                print_line(f"  {visible_line(str(sample))}", "yellow")
             for logger in trainer.loggers:
                 if isinstance(logger, RunWandb):
                     logger.alert(each.name, text)
+
+    def samples(self, trainer: Trainer) -> list[dict[str, Any]]:
+        """Return the first responses of the iteration, with what the reward says of them."""
+        module: Any = trainer.lightning_module
+        some = evaluation.training_samples(module, module.experience.select(slice(0, COUNT)))
+        keys = "prompt", "response", "score", "verdicts"
+        return [{key: sample[key] for key in keys if key in sample} for sample in some]
 
     def write(self) -> None:
         """Write all findings to the file."""

@@ -1,8 +1,6 @@
 """Evaluation of PPO on held-out prompts, and what is kept of training in files: samples, recorded
 iterations, and the batch that ends a run."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -18,19 +16,16 @@ from rich import get_console
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_rlhf.callbacks import files
+from lightning_rlhf.callbacks import files, progress
 from lightning_rlhf.callbacks.metrics import perplexity, publish
-from lightning_rlhf.callbacks.progress import Stateful, is_evaluation
-from lightning_rlhf.core import masking, records, results
-from lightning_rlhf.core.errors import ConfigError, NotFiniteError, StorageError
+from lightning_rlhf.core import errors, masking, records, results
 from lightning_rlhf.core.metrics import EVAL_PART, HELD_OUT, JUDGE
 from lightning_rlhf.data import batches, lengths, rollouts
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Rows
-from lightning_rlhf.io import storage
+from lightning_rlhf.io import storage, user_code
 from lightning_rlhf.io.console import json_line, print_line, visible, visible_line
-from lightning_rlhf.io.user_code import FAULTS, load_function, user_number
-from lightning_rlhf.rewards.format_check import accuracy
+from lightning_rlhf.rewards import format_check, weighted
 
 COLUMNS = ("iteration", "prompt", "response", "score", "kl", "ended")
 """Keys of a sample that are shown in tables; kl in nats, summed over the response."""
@@ -102,9 +97,10 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
     """Return the responses of an experience as text, with their prompts and numbers.
 
     Beside COLUMNS, a sample has `per_token`: for each token of the response its `text`, its `kl` to
-    the reference in nats and its `advantage`, rounded to DECIMALS.
+    the reference in nats and its `advantage`, rounded to DECIMALS; and `verdicts` as an evaluation.
     """
     prompts, samples = module.collector.prompts["train"], []
+    verdicts = module.collector.reward.explain(module.collector.decode(experience, "train"))
     kl_sums = torch.where(experience.response_mask, experience.kl, 0.0).sum(dim=1).tolist()
     for row, index in enumerate(experience.index.tolist()):
         real = experience.response_mask[row]
@@ -121,6 +117,7 @@ def training_samples(module: Any, experience: records.Experience) -> list[files.
             "ended": experience.ended[row].item(),
             "per_token": per_token,
         }
+        sample |= {"verdicts": verdicts[row]} if verdicts[row] else {}
         samples.append(sample)
     return samples
 
@@ -153,7 +150,7 @@ Judge = Callable[[Mapping[str, Any], str, bool], Mapping[str, float | None]]
 
 
 @dataclass(eq=False)
-class Evaluation(Stateful):
+class Evaluation(progress.Stateful):
     """Judges each validation response, logs the means and writes the samples.
 
     Samples go to `<run_dir>/samples/eval_<iteration>.jsonl`. `first` and `last` hold the metrics
@@ -180,11 +177,10 @@ class Evaluation(Stateful):
     def on_validation_batch_end(
         self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any
     ) -> None:
-        names = [term.name for term in pl_module.collector.reward.terms]
-        self._samples += judged_samples(outputs, names, self.judge)
+        self._samples += judged_samples(outputs, pl_module.collector.reward, self.judge)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        if not is_evaluation(trainer):
+        if not progress.is_evaluation(trainer):
             return
         samples, iteration = self._samples, pl_module.iteration
         metrics = evaluation_metrics(samples)
@@ -196,7 +192,7 @@ class Evaluation(Stateful):
         indices = [sample["index"] for sample in samples]
         if self._sft is not None and [sample["index"] for sample in self._sft] == indices:
             ours, theirs = ([s["score"] for s in some] for some in (samples, self._sft))
-            metrics["eval/win_rate"] = accuracy(ours, theirs)
+            metrics["eval/win_rate"] = format_check.accuracy(ours, theirs)
         publish(trainer, pl_module, metrics)
         self.first = self.first or metrics
         self.last = metrics
@@ -204,13 +200,15 @@ class Evaluation(Stateful):
 
 
 def judged_samples(
-    result: results.EvaluationResult, components: Sequence[str], judge: Judge | None
+    result: results.EvaluationResult, reward: weighted.Reward, judge: Judge | None
 ) -> list[files.Sample]:
     """Return one sample a response.
 
     Keys: index, prompt, response, ended, tokens, score, parts (what each component of the reward
     says, by name, before weights), kl (sum_t logprob_t - ref_logprob_t over real tokens, nats),
-    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge).
+    ref_logprob (sum_t ref_logprob_t, nats), judge (its parts; empty without a judge), and where
+    there are any: verdicts (what components say in words, by name) and token_scores (numbers of
+    single tokens that components gave, by name).
     """
     rollout, decoded, scores = result.rollout, result.decoded, result.scores
     mask, ref_logprobs = rollout.response_mask, scores.ref_logprobs
@@ -223,12 +221,18 @@ def judged_samples(
         "ref_logprob": ref_logprobs.float().sum(dim=1),
     }
     numbers = {name: column.tolist() for name, column in columns.items()}
-    index, samples = rollout.index.tolist(), []
+    index, samples, verdicts = rollout.index.tolist(), [], reward.explain(decoded)
+    components = [term.name for term in reward.terms]
     for place, (row, response) in enumerate(zip(decoded.rows, decoded.responses, strict=True)):
         sample = {"index": index[place], "prompt": row["prompt"], "response": response}
         sample |= {name: cells[place] for name, cells in numbers.items()}
         sample["parts"] = dict(zip(components, sample["parts"], strict=True))
         sample["judge"] = {} if judge is None else dict(judge(row, response, sample["ended"]))
+        sample |= {"verdicts": verdicts[place]} if verdicts[place] else {}
+        if scores.token_scores is not None and scores.token_scores[place].any():
+            rows = scores.token_scores[place, :, : sample["tokens"]].tolist()
+            found = {name: row for name, row in zip(components, rows, strict=True) if any(row)}
+            sample["token_scores"] = found
         samples.append(sample)
     return samples
 
@@ -275,15 +279,15 @@ def load_judge(source: str) -> Judge:
 
     Raises ConfigError where `source` does not lead to a function.
     """
-    judge = load_function(source, "data.judge")
+    judge = user_code.load_function(source, "data.judge")
 
     def ask(row: Mapping[str, Any], response: str, ended: bool) -> Mapping[str, float | None]:
         try:
             verdict = judge(row, response, ended)
             parts = {visible_line(str(part)): x for part, x in verdict.items()}
-            return {part: x if x is None else user_number(x) for part, x in parts.items()}
-        except FAULTS as error:
-            raise ConfigError(
+            return {part: x if x is None else user_code.user_number(x) for part, x in parts.items()}
+        except user_code.FAULTS as error:
+            raise errors.ConfigError(
                 f"data.judge is {source!r}, which fails on the response {response!r}: {error!r}; "
                 "allowed: a dictionary of numbers or None"
             ) from error
@@ -329,7 +333,7 @@ class Recorder(Callback):
         )
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, NotFiniteError):
+        if not isinstance(exception, errors.NotFiniteError):
             return
         experience, iteration = pl_module.experience, pl_module.iteration + 1
         # Advantages are whitened, so that one row that is not finite would spoil all of them.
@@ -361,7 +365,7 @@ class KeepLastBatch(Callback):
         (self.run_dir / rollouts.LAST_BATCH).unlink(missing_ok=True)
 
     def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
-        if not isinstance(exception, NotFiniteError):
+        if not isinstance(exception, errors.NotFiniteError):
             return
         step, numbers = pl_module.iteration, self.tokenised.numbers
         positions = self.data.schedule.batch(step)
@@ -369,8 +373,8 @@ class KeepLastBatch(Callback):
         columns: dict[str, Any] = {"number": [numbers[i] for i in positions]}
         for name in (one.name for one in fields(examples[0])):
             cells = [getattr(example, name) for example in examples]
-            if isinstance(cells[0], float):  # the margin of a pair
-                columns[name] = pa.array(cells, pa.float64())
+            if isinstance(cells[0], float | bool):  # the margin of a pair, the label of a response
+                columns[name] = pa.array(cells)
                 continue
             if name != "learned":  # positions in the prompt
                 columns[name] = pa.array(map(self.chat.show, cells), pa.string())
@@ -389,12 +393,14 @@ class KeepLastBatch(Callback):
         keep_batch(exception, path, columns, f"The batch of step {step + 1} is in {path}; {found}")
 
 
-def keep_batch(error: NotFiniteError, path: Path, columns: Mapping[str, Any], told: str) -> None:
+def keep_batch(
+    error: errors.NotFiniteError, path: Path, columns: Mapping[str, Any], told: str
+) -> None:
     """Write the batch that ended a run, and let the error tell it; print why it is not kept."""
     try:
         rollouts.write_table(path, columns)
         error.batch = told
-    except StorageError as failure:  # must not replace the exception that ended the run
+    except errors.StorageError as failure:  # must not replace the exception that ended the run
         print_line(f"the batch that ended the run is not kept: {failure}")
 
 

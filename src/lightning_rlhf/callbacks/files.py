@@ -22,8 +22,7 @@ from pydantic.dataclasses import dataclass as validated
 
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.validation import STRICT, PositiveFloat, Text, Texts, build, check_value
-from lightning_rlhf.io import storage
-from lightning_rlhf.io.console import json_line
+from lightning_rlhf.io import console, storage
 
 RUN = "lightning_rlhf"
 """Checkpoint key of the origin and the step."""
@@ -290,7 +289,7 @@ def judged(run_dir: Path, iteration: int, part: str) -> dict[int, float]:
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Write a file of samples whole, and make its folder."""
     storage.make_folder(path.parent)
-    lines = [json_line(sample) + "\n" for sample in samples]
+    lines = [console.json_line(sample) + "\n" for sample in samples]
     with storage.written_whole(path) as beside:
         beside.write_text("".join(lines), encoding="utf-8")
 

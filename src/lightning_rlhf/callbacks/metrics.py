@@ -19,14 +19,13 @@ from torch import Tensor
 from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
-from lightning_rlhf.core import logprobs, results, shaping
+from lightning_rlhf.core import logprobs, losses, records, results, shaping
 from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
-from lightning_rlhf.core.records import Experience, UpdateStats
 from lightning_rlhf.parallel.replicas import Replicas
 
 NGRAM = 4
 """Number of tokens of the n-grams that `rollout/repetition` counts."""
-STATS = tuple(one.name for one in fields(UpdateStats))
+STATS = tuple(one.name for one in fields(records.UpdateStats))
 MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
     f"update/{name}": name
     for name in STATS
@@ -35,13 +34,14 @@ MEANS = {"entropy": "entropy", "ppo_loss": "loss"} | {
 """Metric -> field of UpdateStats that it is the mean of, over minibatches."""
 
 
-def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, float]:
+def rollout_metrics(experience: records.Experience, group_size: int = 1) -> dict[str, float]:
     """Return the metrics of the responses of an iteration, over their real tokens.
 
     explained_variance = 1 - Var(returns - values) / Var(returns), nan where returns do not vary.
     The quantile q of B sorted scores is taken at place q (B - 1), counted from 0, linearly between
     its two neighbours: numpy's method 'linear'.
-    groups_alike is the share of groups whose responses, `group_size` in a row, have the same score.
+    A group is `group_size` responses in a row. Of the scores' variance, reward_std^2, the part
+    within groups is the mean of their variances and the part between them that of their means.
     """
     mask = experience.response_mask
     values, returns = experience.old_values, experience.returns
@@ -73,8 +73,11 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
         "rollout/explained_variance": explained,
     }
     if group_size > 1:
-        groups = score.view(-1, group_size)
-        metrics["rollout/groups_alike"] = (groups == groups[:, :1]).all(dim=1).double().mean()
+        groups, is_alike = score.view(-1, group_size), records.all_alike(score, group_size).double()
+        metrics["rollout/groups_alike"] = is_alike.mean()
+        metrics["rollout/prompts_effective"] = (1 - is_alike).sum()
+        metrics["rollout/score_std_within"] = groups.var(dim=1, correction=0).mean().sqrt()
+        metrics["rollout/score_std_between"] = groups.mean(dim=1).std(correction=0)
     found = {name: value.item() for name, value in metrics.items()}
     if (told := experience.sampler_logprobs) is not None:
         gap = logprobs.logprob_gap(experience.old_logprobs, told, mask)
@@ -82,7 +85,7 @@ def rollout_metrics(experience: Experience, group_size: int = 1) -> dict[str, fl
     return found
 
 
-def repetition_metrics(experience: Experience) -> dict[str, float]:
+def repetition_metrics(experience: records.Experience) -> dict[str, float]:
     """Return how often responses repeat each other, and themselves.
 
         most_common = (number of responses equal to the most common one) / B
@@ -103,7 +106,7 @@ def repetition_metrics(experience: Experience) -> dict[str, float]:
     }
 
 
-def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+def update_metrics(updates: Sequence[records.UpdateStats]) -> dict[str, float]:
     """Return MEANS over minibatches, the largest ratio, and what became of the minibatches.
 
     Minibatches whose loss or gradient is not finite are counted and in none of the means. A field
@@ -135,28 +138,38 @@ def time_metrics(seconds: Mapping[str, float], tokens: int, responses: int) -> d
     }
 
 
-def step_sums(result: Any) -> dict[str, Float[Tensor, ""]]:
-    """Return name of a metric -> its sum over a batch, and `pairs` or `tokens`, their numbers.
+def step_sums(result: Any) -> dict[str, Float[Tensor, " 2"]]:
+    """Return name of a metric -> its sum over a batch, and the number of what was summed.
 
-    result: SFTScores, PairScores or DPOScores.
+    result: SFTScores, PairScores, DPOScores or LabelScores.
     SFT: nats of the target tokens. Pairs of RM and DPO: -log sigmoid(chosen - rejected) or the loss
     of DPO, pairs ranked right (a tie is half right), both rewards. DPO also: log-probabilities of
-    both, and the tokens of the chosen responses.
+    both, and nats of the tokens of the chosen responses. Of labelled responses, the good ones are
+    the chosen and the others the rejected ones.
     """
     if isinstance(result, results.SFTScores):
-        return {"loss": result.nll_sum.float(), "tokens": result.tokens.float()}
+        return {"loss": torch.stack([result.nll_sum.float(), result.tokens.float()])}
+    all_rows = torch.ones_like(result.losses)
     columns = {
-        "pairs": torch.ones_like(result.chosen),
-        result.loss_name: result.losses,
-        "accuracy": result.ranked_right,
-        "reward_chosen": result.chosen,
-        "reward_rejected": result.rejected,
+        result.loss_name: (result.losses, all_rows),
+        "accuracy": (result.ranked_right, all_rows),
     }
+    if isinstance(result, results.LabelScores):
+        for side, mask in (("chosen", result.label), ("rejected", ~result.label)):
+            columns[f"reward_{side}"] = (torch.where(mask, result.reward, 0), mask)
+            columns[f"logps_{side}"] = (torch.where(mask, result.logprob, 0), mask)
+        columns["reward_reference"] = (result.reference, all_rows)
+        columns["sft_loss"] = (-result.chosen_logprob, torch.where(result.label, result.tokens, 0))
+    else:
+        columns["reward_chosen"] = (result.chosen, all_rows)
+        columns["reward_rejected"] = (result.rejected, all_rows)
     if isinstance(result, results.DPOScores):
-        columns["logps_chosen"] = result.chosen_logprob
-        columns["logps_rejected"] = result.rejected_logprob
-        columns["tokens"] = result.chosen_tokens
-    return {name: column.float().sum() for name, column in columns.items()}
+        columns["logps_chosen"] = (result.chosen_logprob, all_rows)
+        columns["logps_rejected"] = (result.rejected_logprob, all_rows)
+        columns["sft_loss"] = (-result.chosen_logprob, result.chosen_tokens)
+    return {
+        name: torch.stack([column.float().sum() for column in two]) for name, two in columns.items()
+    }
 
 
 def perplexity(loss: float) -> float:
@@ -167,26 +180,17 @@ def perplexity(loss: float) -> float:
 def step_metrics(batches: Sequence[Mapping[str, Tensor]], phase: str) -> dict[str, float]:
     """Return the means over the `step_sums` of batches; nan over nothing.
 
-    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected;
-    sft_loss = -(sum of logps_chosen) / tokens, the loss of SFT on the chosen responses.
+    perplexity = exp(loss), inf on overflow; reward_margin = reward_chosen - reward_rejected.
     phase: "update" or "eval".
     """
-    names, device = list(batches[-1]), next(iter(batches[-1].values())).device
+    device = next(iter(batches[-1].values())).device
     rows = torch.stack([torch.stack([*batch.values()]).to(device) for batch in batches])
-    totals = dict(zip(names, rows.sum(dim=0).tolist(), strict=True))
-
-    def mean(total: float, number: float) -> float:
-        return total / number if number else math.nan
-
-    tokens = totals.pop("tokens", math.nan)
-    number = totals.pop("pairs", tokens)
-    found = {name: mean(total, number) for name, total in totals.items()}
+    totals = zip(batches[-1], rows.sum(dim=0).tolist(), strict=True)
+    found = {name: total / number if number else math.nan for name, (total, number) in totals}
     if "loss" in found:
         found["perplexity"] = perplexity(found["loss"])
     if "reward_chosen" in found:
         found["reward_margin"] = found["reward_chosen"] - found["reward_rejected"]
-    if "logps_chosen" in found:
-        found["sft_loss"] = mean(-totals["logps_chosen"], tokens)
     return {f"{phase}/{name}": value for name, value in found.items()}
 
 
@@ -250,7 +254,7 @@ class PPOMetrics(StepRows):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         result: results.IterationResult = outputs[results.RESULT]
-        experience = result.experience
+        experience, reward = result.experience, pl_module.collector.reward
         computed = compute.iteration_totals(pl_module, result, trainer.world_size)
         tokens = int(experience.response_mask.sum())
         metrics = {
@@ -259,11 +263,23 @@ class PPOMetrics(StepRows):
             **update_metrics(result.updates),
             "update/lr": self._lr,
             "update/kl_coef": result.kl_coef,
+            "update/ent_coef": result.ent_coef,
             "rollout/padding": result.padding.item(),
             **time_metrics(result.seconds, tokens, len(experience)),
-            **self.count(computed, compute.peak_memory(pl_module.device)),
+            **self.count(computed | reward.spent(), compute.peak_memory(pl_module.device)),
         }
-        terms = pl_module.collector.reward.terms
+        config, told = pl_module.config, experience.sampler_logprobs
+        if config.resample_groups:
+            replaced, size = [len(one) for one in result.replaced], config.group_size
+            before = replaced[0] / len(experience) if replaced else 0.0
+            metrics["rollout/groups_alike_first"] = before
+            metrics["rollout/resample_rounds"] = float(len(replaced))
+            metrics["rollout/prompts_drawn"] = (len(experience) + sum(replaced)) / size
+        if config.importance_mask is not None and told is not None:
+            log_ratio, mask = experience.old_logprobs - told, experience.response_mask
+            kept = losses.kept_responses(log_ratio, mask, config.importance_mask)
+            metrics["rollout/importance_masked"] = 1 - kept.double().mean().item()
+        terms = reward.terms
         parts = experience.component_scores.cpu()
         if any(term.normalization == "running" or term.clip is not None for term in terms):
             paid = shaping.paid_sum(parts, terms, pl_module.moments.components)

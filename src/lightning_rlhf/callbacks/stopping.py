@@ -14,8 +14,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from lightning_rlhf.callbacks import progress
 from lightning_rlhf.callbacks.stop import Stop
-from lightning_rlhf.core.config import Mode, PPOStopConfig, StopConfig
-from lightning_rlhf.core.errors import counted, require
+from lightning_rlhf.core import errors, ppo_config
+from lightning_rlhf.core.config import Mode, StopConfig
 from lightning_rlhf.core.metrics import KL, SIGNS, require_metrics, signed
 from lightning_rlhf.parallel import sharding
 
@@ -31,7 +31,7 @@ class CheckMonitors(Callback):
         for own in trainer.early_stopping_callbacks:
             if own is not None and own.strict:
                 key, allowed = f"the monitor of {type(own).__name__}", ", ".join(sorted(logged))
-                require(own.monitor in logged, key, own.monitor, allowed or "none")
+                errors.require(own.monitor in logged, key, own.monitor, allowed or "none")
 
 
 @dataclass(eq=False)
@@ -67,7 +67,7 @@ class EarlyStop(progress.Stateful):
         trainer.should_stop = trainer.should_stop or self.reason is not None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
-        largest = self.config.max_kl if isinstance(self.config, PPOStopConfig) else None
+        largest = self.config.max_kl if isinstance(self.config, ppo_config.PPOStopConfig) else None
         if largest is not None and (kl := float(trainer.callback_metrics[KL])) > largest:
             limit = f"{self.section}.stop.max_kl={largest:g}"
             self.end(trainer, f"{KL} is {progress.metric_text(kl)} nats a response, above {limit}")
@@ -91,7 +91,7 @@ class EarlyStop(progress.Stateful):
             if self.best_step is not None:
                 best = progress.metric_text(SIGNS[mode] * self.best)
                 since = f" since {best} at step {self.best_step}"
-            count = counted(self.without, "evaluation")
+            count = errors.counted(self.without, "evaluation")
             told = f"{name} has not gained more than {self.config.min_gain:g}{since}, in {count}"
             self.end(trainer, f"{told} ({self.section}.stop.patience)")
 
@@ -156,7 +156,7 @@ class WeightAverage(Callback):
         """
         weights = averaged_weights(pl_module)
         allowed = f"null for {type(pl_module).__name__}, which trains no weights in `roles`"
-        require(bool(weights), "ema_decay", self.decay, allowed)
+        errors.require(bool(weights), "ema_decay", self.decay, allowed)
         # Those of a checkpoint come on the CPU.
         parts = self.average.items()
         self.average = {n: sharding.part_of(x, weights[n]).to(weights[n].device) for n, x in parts}

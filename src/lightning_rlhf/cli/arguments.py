@@ -43,7 +43,7 @@ PLUGINS = {
     "hydra/sweeper=optuna": "optuna",
 }
 """Choice of a launcher or a sweeper -> the module that it needs, of an optional package."""
-READ_BY = {"advantage": "ppo"}
+READ_BY = {"advantage": "ppo", "policy_loss": "ppo"}
 """Group whose file becomes part of a stage's section -> the stage."""
 OVERRIDE = (
     "KEY=VALUE, quoted in both kinds as 'KEY=\"VALUE\"' where the value has other signs than "
@@ -198,6 +198,9 @@ def composition_error(error: Exception, words: Sequence[str]) -> str:
     elif isinstance(error, MissingConfigException) and error.options:
         choice = re.sub(r"^(hydra/\w+|\w+)/", r"\1=", str(error.missing_cfg_file))
         reason = f"{without_address(choice)} is not known; allowed: {', '.join(error.options)}"
+        section = READ_BY.get(choice.partition("=")[0])
+        if section is not None and ":" in choice:
+            reason += f"; a function of your own is {section}.{without_address(choice)}"
     else:
         told = (without_secrets(str(found), words) for found in (error, cause or ""))
         reason = " ".join(re.split(r"\n\n|\nSee https:", text)[0] for text in told)[:400]

@@ -1,7 +1,5 @@
 """lightning-rlhf chat: a conversation with one or several models in a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os
@@ -29,8 +27,7 @@ from lightning_rlhf.core import errors
 from lightning_rlhf.core.validation import PositiveInt, Seed, Temperature, check_value, described
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
-from lightning_rlhf.evaluation.build_rewards import text_scorer
-from lightning_rlhf.evaluation.policies import short_names
+from lightning_rlhf.evaluation import build_rewards, policies
 from lightning_rlhf.io.console import Working, print_line, visible
 from lightning_rlhf.io.storage import Kind, make_folder, written_whole
 from lightning_rlhf.models import build_roles, checkpoint, loading
@@ -294,8 +291,8 @@ def opened(arguments: Sequence[str]) -> Conversation:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with Working("loading the models"):
         return Conversation(
-            speakers=list(map(load_speaker, short_names(paths), finals, repeat(device))),
-            score=None if reward is None else text_scorer(reward, []),
+            speakers=list(map(load_speaker, policies.short_names(paths), finals, repeat(device))),
+            score=None if reward is None else build_rewards.text_scorer(reward, []),
             temperature=temperatures[-1] if given.temperature is None else given.temperature,
             max_tokens=given.max_tokens or max(lengths),
             generator=torch.Generator().manual_seed(given.seed),

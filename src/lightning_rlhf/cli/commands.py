@@ -1,7 +1,5 @@
 """Commands on what is there: pages of runs, exports of models, serve-reward, a W&B workspace."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,13 +12,11 @@ from pydantic import Field
 from rich import get_console
 from rich.tree import Tree
 
-from lightning_rlhf.callbacks.files import step_of
-from lightning_rlhf.callbacks.loggers import AXIS
+from lightning_rlhf.callbacks import files, loggers
 from lightning_rlhf.cli.arguments import FLAG, Options, parse_command
-from lightning_rlhf.core import metrics
+from lightning_rlhf.core import metrics, validation
 from lightning_rlhf.core.config import DType
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
-from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.evaluation import build_rewards, select
 from lightning_rlhf.evaluation.compare import compare_runs, write_report
@@ -125,10 +121,12 @@ def export(arguments: Sequence[str]) -> None:
         if given.merge:
             merge_final(given.run, out, given.dtype or "float32", given.trust_remote_code)
             return
-        check_value("--step", step, PositiveInt)
+        validation.check_value("--step", step, validation.PositiveInt)
         settings = settings_of(folder, trust_remote_code=given.trust_remote_code)
         fit.require_trained(settings.definition, "exported")
-        kept = {int(p.stem) if p.stem.isdigit() else step_of(p): p for p in resume.saved(folder)}
+        kept = {
+            int(p.stem) if p.stem.isdigit() else files.step_of(p): p for p in resume.saved(folder)
+        }
         out = out or folder / f"{folders.FINAL}_{step:06d}"
         require(not os.path.lexists(out), "--out", str(out), "a folder that does not exist")
         if step not in kept:
@@ -293,7 +291,7 @@ def serve_reward(arguments: Sequence[str]) -> None:
         raise ConfigError(
             f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
         ) from error
-    check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
+    validation.check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
     token = None if given.token_env is None else token_in(given.token_env, "--token-env")
     server = None
     # uvicorn raises the signal that ended it once more.
@@ -378,8 +376,10 @@ def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) 
         """Return the panel of a metric over iterations; of NAME<part>, all of its parts."""
         prefix, is_family, _ = name.partition("<")
         if is_family:
-            return panels.LinePlot(title=name, x=AXIS, metric_regex=f"^{prefix}.*")
-        return panels.LinePlot(title=name, x=AXIS, y=[name], title_y=metrics.METRICS[name].unit)
+            return panels.LinePlot(title=name, x=loggers.AXIS, metric_regex=f"^{prefix}.*")
+        return panels.LinePlot(
+            title=name, x=loggers.AXIS, y=[name], title_y=metrics.METRICS[name].unit
+        )
 
     x, y = panels.SummaryMetric(metrics.KL), panels.SummaryMetric(metrics.REWARD)
     axes: list[Any] = [*map(panels.Config, swept), x, y]
@@ -395,5 +395,5 @@ def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) 
     }
     sections["Samples"] = [panels.WeavePanelSummaryTable(table_name="samples")]
     shown = [Section(name=x, panels=sections[x], is_open=x in opened) for x in sections]
-    settings = WorkspaceSettings(x_axis=AXIS, smoothing_type="none")
+    settings = WorkspaceSettings(x_axis=loggers.AXIS, smoothing_type="none")
     return Workspace(entity=entity, project=project, name=name, settings=settings, sections=shown)

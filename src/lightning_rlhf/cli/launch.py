@@ -1,7 +1,5 @@
 """Commands in processes of their own: those of a stage on several devices, and single ones."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -21,8 +19,7 @@ from lightning_rlhf.callbacks.stop import SAID, SIGNALS, Stop, Stopped
 from lightning_rlhf.cli.arguments import key_of
 from lightning_rlhf.core.errors import PrintedError, RLHFError, first_line, require
 from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with
-from lightning_rlhf.runs.folders import folder_of
-from lightning_rlhf.runs.stage import Settings
+from lightning_rlhf.runs import folders, stage
 
 IN_RECIPE = "LIGHTNING_RLHF_IN_RECIPE"
 """Environment variable set for the stages of a recipe; the recipe prints the resume hint itself."""
@@ -104,7 +101,7 @@ def run_command(
     return process.returncode
 
 
-def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
+def run_processes(settings: stage.Settings, overrides: Sequence[str]) -> None:
     """Run the stage in `trainer.devices` processes on this machine, and wait for them.
 
     overrides: overrides of the job.
@@ -134,7 +131,7 @@ def run_processes(settings: Settings, overrides: Sequence[str]) -> None:
     # if no process ended in another way.
     first = [rank for rank in killed if statuses[rank] != -signal.SIGTERM]
     if rank := first or killed * (len(killed) == len(failures)):
-        auto = f"resume=auto goes on in {folder_of(settings)}"
+        auto = f"resume=auto goes on in {folders.folder_of(settings)}"
         raise RLHFError(
             f"process {rank[0]} of the run was ended by {signal.Signals(-statuses[rank[0]]).name}, "
             f"and the others with it; {auto if trains else 'the same command starts it over'}"

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,9 +29,8 @@ from lightning_rlhf.cli import arguments, launch, sweep
 from lightning_rlhf.cli import recipe as recipes
 from lightning_rlhf.core import errors
 from lightning_rlhf.data.readers import ENDINGS
+from lightning_rlhf.io import storage, user_code
 from lightning_rlhf.io.console import print_line, visible
-from lightning_rlhf.io.storage import full_disk_told
-from lightning_rlhf.io.user_code import code_of_command
 from lightning_rlhf.parallel.world import IN_LAUNCHER, end_with, leave_run, world
 from lightning_rlhf.runs import console, folders
 from lightning_rlhf.runs.resume import state_of
@@ -61,7 +60,7 @@ def main() -> None:
             home = os.path.expanduser("~")  # a shell leaves ~ as it is in --out=~/page.html
             rest = [re.sub(r"^(--[\w-]+=)?~(?=/|$)", lambda x: x[0][:-1] + home, w) for w in rest]
             # What the folders that it reads name is not run.
-            with code_of_command(), full_disk_told():
+            with user_code.code_of_command(), storage.full_disk_told():
                 pkgutil.resolve_name(f"lightning_rlhf.cli.{module}:{name}")(rest)
         elif words == ["--version"]:
             print(f"lightning-rlhf {lightning_rlhf.__version__}")
@@ -108,13 +107,17 @@ def register_resolvers() -> None:
 
     `${recipes:path}` is a path inside recipes/, `${program:}` the command's name, `${hub_val:name}`
     a data set to validate on (null beside a local file to train on),
-    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, and the
+    `${by_finetune:{lora:A,full:B}}` A or B, as the key `finetune` beside it says, `${by_loss_type:
+    {any:A,kto:B}}` likewise, where A is that of all losses that are not named, and the
     configuration `open` a mapping that takes any key on the command line.
     """
+
+    def beside(key: str, other: str) -> Callable[..., Any]:
+        return lambda values, *, _parent_: values.get(_parent_.get(key), values[other])
+
     resolvers: dict[str, Any] = {
-        "by_finetune": lambda values, *, _parent_: values.get(
-            _parent_.get("finetune"), values["lora"]
-        ),
+        "by_finetune": beside("finetune", "lora"),
+        "by_loss_type": beside("loss_type", "any"),
         "hub_val": lambda x, *, _parent_: None if str(_parent_.train).endswith(ENDINGS) else x,
         "program": arguments.program_name,
         "recipes": lambda path: str(console.RECIPES / path),
@@ -148,7 +151,7 @@ def compose(cfg: DictConfig) -> str | None:
     try:
         if is_apart:
             return sweep.run_job(cfg, overrides)
-        with full_disk_told():
+        with storage.full_disk_told():
             execute(cfg, overrides, in_sweep)
     except (KeyboardInterrupt, Stopped) as stop:
         if launch.IN_RECIPE not in os.environ:

@@ -1,7 +1,5 @@
 """Recipes: lists of stages, each run as a process, a summary of their results, and promises."""
 
-from __future__ import annotations
-
 import importlib
 import operator
 import os
@@ -28,9 +26,8 @@ from lightning_rlhf.core.errors import ConfigError, RLHFError, require
 from lightning_rlhf.core.validation import STRICT, build, described, rule
 from lightning_rlhf.data.readers import load
 from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.report.estimates import interval_text
+from lightning_rlhf.report import estimates, tables
 from lightning_rlhf.report.run_page import Evaluated, Kept, PromiseRow
-from lightning_rlhf.report.tables import Table, side_by_side
 from lightning_rlhf.runs import console, folders, resume
 from lightning_rlhf.runs.settings import read_settings
 from lightning_rlhf.runs.stage import STAGES, Settings
@@ -63,7 +60,8 @@ class Promise:
     def row(self, found: Evaluated | None) -> PromiseRow:
         """Return the promise beside its measured number; one that was not measured is broken.
 
-        It is kept where the bound holds, and within noise where it lies in the 95% interval.
+        It is kept where both ends of the 95% interval hold the bound, and within noise where one
+        does; a number without an interval is judged itself.
         found: the metric; None where it was not measured.
         """
         bounds = {"at least": self.at_least, "at most": self.at_most, "gain of": self.gain}
@@ -74,12 +72,10 @@ class Promise:
         measured = "not measured"
         verdict: Kept = "broken"
         if value is not None:
-            measured = f"{value:.3f}{interval_text(interval)}"
+            measured = f"{value:.3f}{estimates.interval_text(interval)}"
             holds = operator.ge if self.at_most is None else operator.le
-            if holds(value, bound):
-                verdict = "kept"
-            elif any(holds(x, bound) for x in interval or ()):
-                verdict = "within noise"
+            held = [holds(x, bound) for x in interval or (value,)]
+            verdict = "kept" if all(held) else "within noise" if any(held) else "broken"
         return PromiseRow(self.stage, self.metric, f"{words} {bound:g}", measured, verdict)
 
 
@@ -227,7 +223,8 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         for settings in stages.values():
             is_due = cfg.overwrite or not (folders.folder_of(settings) / folders.FINAL).is_dir()
             if is_due and data_of_run(settings, folder) is None:
-                load(settings.definition.data, settings.data, settings.seed)
+                kind = settings.definition.rows_of(settings.config)
+                load(kind, settings.data, settings.seed)
     written = as_written(recipe, cfg.job, folder)
     with resume.held(stages[recipe.stages[0]], folder):
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
@@ -243,7 +240,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
     }
     if "ppo" in stages:
         if stages["ppo"].samples and (samples := measured.evaluation_files(places["ppo"])):
-            get_console().print(side_by_side(*samples, n=5))
+            get_console().print(tables.side_by_side(*samples, n=5))
         diminishing.repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:
         print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
@@ -319,7 +316,7 @@ def check_promises(title: str, rows: Sequence[PromiseRow], stages: Stages, writt
     """
     cells = [[row.stage, row.metric, row.promised, row.measured, row.verdict] for row in rows]
     columns = ["stage", "metric", "promised", "measured [95% interval]", ""]
-    table = Table(title=f"{title}: what it promises", columns=columns, rows=cells)
+    table = tables.Table(title=f"{title}: what it promises", columns=columns, rows=cells)
     get_console().print(table.console())
     changed = dict[str, None]()
     for step, found in stages.items():
@@ -343,7 +340,7 @@ def run_program(recipe: Recipe, file: Path, cfg: DictConfig, given: Sequence[str
     sys.path.insert(0, str(file.parent))
     program: Any = importlib.import_module(file.stem)
     for key in map(arguments.key_of, given):
-        if key == "advantage" or (key.startswith("ppo.") and key[4:] not in program.READS):
+        if key in arguments.READ_BY or (key.startswith("ppo.") and key[4:] not in program.READS):
             allowed = f"ppo.{', '.join(program.READS)}"
             raise ConfigError(f"recipe={cfg.recipe} does not read {key}; allowed: {allowed}")
     stages, _, _ = settings_of(recipe, given, cfg.job)

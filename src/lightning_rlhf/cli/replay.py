@@ -16,8 +16,7 @@ from lightning_rlhf.cli.arguments import Options, parse_command
 from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.validation import PositiveInt, check_value
 from lightning_rlhf.data.rollouts import FOLDER, file_of, read_recorded, recorded_iterations
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.report.run_page import StageReport, part, token_part, write_page
 from lightning_rlhf.report.tables import marked, scale, with_sign
 
@@ -29,7 +28,7 @@ OPTIONS: Options = {
 COLUMNS = {
     "advantages": ("advantage", "above 0 the update makes the token likelier, below 0 less likely"),
     "kl": ("KL", "log-probability of the policy less the reference's, nats; of a response the sum"),
-    "rewards": ("reward", "KL penalty, and at the last token the score"),
+    "rewards": ("reward", "KL penalty, and the score at the last token or where its parts end"),
     "returns": ("return", "target of the critic"),
     "values": ("value", "what the critic expected from there on"),
 }
@@ -78,15 +77,15 @@ def replay(arguments: Sequence[str]) -> None:
         "finite, then from the largest sum of |advantage| down"
     )
     print_responses(shown)
-    print_line(f"shown: {note}", "dim")
+    console.print_line(f"shown: {note}", "dim")
     sections = [
         ("", Markup("<p>{}.</p>").format(note) + token_part(shown)),
         ("Numbers of a token", part("table", list(COLUMNS.values()))),
     ]
     path = folder / f"replay_{iteration}.html"
-    with written_whole(path) as beside:
+    with storage.written_whole(path) as beside:
         write_page(beside, f"Iteration {iteration} of {folder}", [StageReport(sections=sections)])
-    print_line(f"page: {path}")
+    console.print_line(f"page: {path}")
 
 
 def print_responses(shown: Sequence[Mapping[str, Any]]) -> None:

@@ -29,9 +29,8 @@ from pydantic.dataclasses import dataclass
 from lightning_rlhf.callbacks.progress import is_evaluation, trained
 from lightning_rlhf.cli.arguments import key_of, parse_overrides, without_secrets
 from lightning_rlhf.cli.sweep import NEUTRAL, STOPPED, Job, Jobs, job_name, stopped_by
-from lightning_rlhf.core import validation
+from lightning_rlhf.core import errors, validation
 from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.metrics import METRICS, require_metrics
 from lightning_rlhf.evaluation.select import metric_of
 from lightning_rlhf.io.console import print_line
@@ -85,7 +84,7 @@ def read_study_config(options: Mapping[str, Any], cfg: DictConfig) -> StudyConfi
     study = validation.build(StudyConfig, plain, KEY)
     name, settings = study.metric, None
     better = METRICS[name].better if name in METRICS else None
-    with suppress(ConfigError):  # each job reports it, unless what is chosen mends it
+    with suppress(errors.ConfigError):  # each job reports it, unless what is chosen mends it
         settings = None if cfg.stage is None and cfg.recipe is not None else read_settings(cfg)
     if settings is not None:
         stage = settings.definition
@@ -95,7 +94,9 @@ def read_study_config(options: Mapping[str, Any], cfg: DictConfig) -> StudyConfi
             metric_of(settings, KEY, name, "max")
     words = [word for word, mode in DIRECTIONS.items() if better in (None, mode)]
     direction = study.direction or (words[0] if better else None)
-    require(direction in words, f"{KEY}.direction", direction, f"{' or '.join(words)} for {name}")
+    errors.require(
+        direction in words, f"{KEY}.direction", direction, f"{' or '.join(words)} for {name}"
+    )
     return replace(study, direction=direction)
 
 
@@ -122,7 +123,7 @@ def space_of(override: Override) -> distributions.BaseDistribution:
         kind: Any = distributions.IntDistribution if is_whole else distributions.FloatDistribution
         return kind(value.start, value.end, log="log" in value.tags)  # type: ignore[no-any-return]
     except ValueError as error:
-        raise ConfigError(
+        raise errors.ConfigError(
             f"{override.input_line}: {error}; allowed: values, interval(LOW,HIGH) of numbers, "
             "int(interval(LOW,HIGH)) of whole ones, tag(log,...) of either, with LOW above 0"
         ) from error
@@ -146,7 +147,7 @@ class Trials:
         self.fixed = [str(o.input_line) for o in overrides if not o.is_sweep_override()]
         self.space = {o.get_key_element(): space_of(o) for o in overrides if o.is_sweep_override()}
         if not self.space:
-            raise ConfigError(
+            raise errors.ConfigError(
                 "hydra/sweeper=optuna has nothing to choose; allowed: a sweep for at least one "
                 "key, as 'ppo.kl_coef=tag(log,interval(0.01,0.5))' or seed=1,2,3"
             )
@@ -172,7 +173,7 @@ class Trials:
         if was != now:
             old = " ".join(word for word in was if word not in now) or "defaults"
             new = " ".join(word for word in now if word not in was) or "defaults"
-            raise ConfigError(
+            raise errors.ConfigError(
                 f"the study {self.name} has trials of {old}, not of {new}; allowed: the same "
                 f"values and choices, or {KEY}.study_name=NAME for another study"
             )
@@ -195,7 +196,7 @@ class Trials:
         except Timeout:
             told = f"another command runs trials of the study {self.name}, and holds {file}"
             ways = f"one at a time, with {KEY}.n_jobs and a launcher for several trials"
-            raise ConfigError(f"{told}; allowed: {ways}") from None
+            raise errors.ConfigError(f"{told}; allowed: {ways}") from None
         with lock:
             trials = self.study.trials
             left = [trial.number for trial in trials if not trial.state.is_finished()]

@@ -23,8 +23,8 @@ from rich import get_console
 from rich.console import Console
 
 from lightning_rlhf.callbacks.stop import SIGNALS, Stopped
+from lightning_rlhf.cli import arguments
 from lightning_rlhf.cli import recipe as recipes
-from lightning_rlhf.cli.arguments import key_of, parse_overrides
 from lightning_rlhf.cli.launch import override_value, own_configs, run_command
 from lightning_rlhf.core.config import Mode
 from lightning_rlhf.core.errors import ConfigError, RLHFError, require
@@ -111,7 +111,7 @@ def job_name(overrides: Sequence[str], varied: Collection[str] | None) -> str | 
 
     varied: keys in the name; None for all.
     """
-    values = {key_of(word): word.partition("=")[2].strip("'\"") for word in overrides}
+    values = {arguments.key_of(word): word.partition("=")[2].strip("'\"") for word in overrides}
     keys = sorted(k for k in values if k not in NAMELESS and (varied is None or k in varied))
     ends = [key.rpartition(".")[2] for key in keys]
     shown = (end if ends.count(end) == 1 else key for key, end in zip(keys, ends, strict=True))
@@ -250,8 +250,8 @@ class Jobs:
         self.launcher, self.config = found.launcher, found.config
         self.loader = found.hydra_context.config_loader
         self.words, self.folder = words, Path(self.config.hydra.sweep.dir)
-        swept = [o.key_or_group for o in parse_overrides(words) if o.is_sweep_override()]
-        self.varied = [*swept, *map(key_of, params)]
+        swept = [o.key_or_group for o in arguments.parse_overrides(words) if o.is_sweep_override()]
+        self.varied = [*swept, *map(arguments.key_of, params)]
         self.goal: tuple[str, Mode] | None = None
         """Metric of a study, by which the jobs are sorted, with its direction."""
         self.results: list[Job] = []
@@ -264,7 +264,7 @@ class Jobs:
         whole = self.loader.load_sweep_config(self.config, list(overrides))
         cfg = OmegaConf.masked_copy(whole, [str(key) for key in whole if key != "hydra"])
         set_name(cfg, overrides, self.varied)
-        words = [word for word in overrides if key_of(word) != "job"]
+        words = [word for word in overrides if arguments.key_of(word) != "job"]
         words += [] if cfg.job is None else [f"job={override_value(cfg.job)}"]
         return Job(overrides=overrides, words=[*words, *more], cfg=cfg)
 

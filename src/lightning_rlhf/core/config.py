@@ -17,13 +17,12 @@ KernelChoice = Literal["auto", "fast", "plain"]
 Mode = Literal["min", "max"]
 """Direction in which a metric is better."""
 Normalization = Literal["none", "stored", "running"]
-LossType = Literal["sigmoid", "sigmoid_norm", "ipo"]
+LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "kto", "orpo", "simpo", "cpo"]
+SUMMED = ("sigmoid", "kto", "cpo")
+"""Losses that read the sum over the tokens of a response; the others read the mean."""
+REFERENCE_FREE = ("orpo", "simpo", "cpo")
+"""Losses that read the policy alone."""
 
-MissingEOS = Literal["none", "subtract", "replace"]
-KLEstimator = Literal["k1", "k2", "k3", "abs", "mse", "full"]
-Advantage = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++"]
-Reduction = Literal["token_mean", "sequence_mean", "constant"]
-CriticKind = Literal["head", "adapter", "model"]
 
 PolicyName = Annotated[
     validation.Text, validation.described("a final/ folder, a checkpoint file, a hub id")
@@ -33,16 +32,8 @@ PolicyNames = Annotated[
     Field(strict=False, min_length=1),
     validation.described("a list of final/ folders, checkpoint files and hub ids, null"),
 ]
-GROUPED = ("rloo", "grpo", "dr_grpo")
-"""Estimators that compare the responses to one prompt."""
-
-SamplerName = Annotated[
-    str,
-    Field(pattern=r"^(native|hf|vllm)$|:"),
-    validation.described("native, hf, vllm, 'path/to/file.py:Class' or 'package.module:Class'"),
-]
+SamplerName = Annotated[str, validation.name_or_path("native", "hf", "vllm", kind="Class")]
 """Name of a sampler, or path of a class that implements one."""
-AboveOne = Annotated[float, Field(gt=1)]
 LabelSmoothing = Annotated[float, Field(ge=0, lt=0.5)]
 """Assumed share of wrong labels."""
 
@@ -268,136 +259,42 @@ class DPOConfig(SupervisedConfig):
     """Settings of direct preference optimization."""
 
     beta: validation.PositiveFloat
-    """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at."""
+    """Factor of the log-ratios; with ipo, 1 / (2 beta) is the log-ratio that is aimed at, and with
+    orpo it weighs the loss."""
     loss_type: LossType
+    simpo_gamma: validation.NonNegativeFloat
+    """Margin by which simpo wants the reward of the chosen response to be larger."""
+    desirable_weight: validation.NonNegativeFloat
+    """Weight of the responses with the label true in kto."""
+    undesirable_weight: validation.NonNegativeFloat
+    """Weight of the responses with the label false in kto."""
     label_smoothing: LabelSmoothing
     reference_free: bool
     """True for a reference that gives every response the same probability."""
     sft_coef: validation.NonNegativeFloat
-    """Weight of the negative log-likelihood of the chosen responses, mean over their tokens."""
-
-
-@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
-class PPOStopConfig(StopConfig):
-    """Rules by which a run of PPO ends before its last iteration."""
-
-    max_kl: validation.PositiveFloat | None
-    """Largest kl_divergence, in nats a response, with which the run goes on; None is any."""
-
-
-@dataclass(frozen=True, kw_only=True, config=validation.STRICT)
-class PPOConfig(StageConfig):
-    """Settings of proximal policy optimization. None switches a rule off."""
-
-    step_key: ClassVar[str] = "minibatch_size"
-
-    # sampling
-    iterations: validation.PositiveInt
-    rollout_batch_size: validation.Count
-    samples_per_prompt: validation.Count
-    max_response_tokens: validation.PositiveInt
-    temperature: validation.Temperature
-    stop_strings: validation.Texts
-    rollout: SamplerName
-    generation_batch_size: validation.Count | None
-    # shaping of scores into rewards
-    score_normalization: Literal["none", "running", "running_scale"]
-    score_clip: validation.PositiveFloat | None
-    length_penalty: validation.NonNegativeFloat
-    missing_eos: MissingEOS
-    missing_eos_penalty: validation.NonNegativeFloat
-    whiten_rewards: bool
-    # the penalty for leaving the reference
-    kl_estimator: KLEstimator
-    kl_in: Literal["reward", "loss"]
-    kl_coef: validation.NonNegativeFloat
-    kl_control: Literal["fixed", "linear", "adaptive"]
-    kl_coef_end: validation.NonNegativeFloat
-    kl_target: validation.PositiveFloat
-    kl_horizon: validation.PositiveFloat
-    # advantages
-    advantage: Advantage
-    gamma: validation.Fraction
-    gae_lambda: validation.Fraction
-    whiten_advantages: Literal["none", "batch", "minibatch"]
-    # the policy's loss
-    clip_range: Annotated[float, Field(gt=0, lt=1)]
-    clip_range_high: validation.PositiveFloat | None
-    dual_clip: AboveOne | None
-    importance_cap: validation.PositiveFloat | None
-    """Largest weight of a token's loss, as `importance_weights`; None weighs all tokens by 1."""
-    loss_reduction: Reduction
-    ent_coef: validation.NonNegativeFloat
-    ptx_coef: validation.NonNegativeFloat
-    ptx_batch_size: validation.Count
-    # the critic
-    critic: CriticKind
-    critic_init: Literal["zero", "reward"]
-    critic_warmup: validation.NonNegativeInt
-    clip_range_vf: validation.PositiveFloat | None
-    vf_coef: validation.NonNegativeFloat
-    value_lr_factor: validation.PositiveFloat
-    # the inner loop
-    ppo_epochs: validation.PositiveInt
-    minibatch_size: validation.Count
-    target_kl: validation.PositiveFloat | None
-    max_ratio: AboveOne | None
-    # evaluation and warnings
-    val_samples_per_prompt: validation.Count
-    samples_every: validation.PositiveInt
-    kl_warning: validation.PositiveFloat | None
-    """Largest kl_divergence, in nats a response, without a warning."""
-    stop: Annotated[PPOStopConfig, validation.nested(PPOStopConfig)]
-
-    @property
-    def has_critic(self) -> bool:
-        """Return whether advantages are computed with a learned critic."""
-        return self.advantage == "gae"
-
-    @property
-    def prompts_per_iteration(self) -> int:
-        """Return the number of prompts; each gets samples_per_prompt responses."""
-        return self.rollout_batch_size // self.samples_per_prompt
-
-    @property
-    def group_size(self) -> int:
-        """Return the number of responses to one prompt that the advantage compares, 1 if none."""
-        return self.samples_per_prompt if self.advantage in GROUPED else 1
+    """Weight of the negative log-likelihood of the chosen responses, or of those with the label
+    true, mean over their tokens."""
 
     def __post_init__(self) -> None:
-        validation.check_divides(self, "samples_per_prompt", "rollout_batch_size")
-        validation.check_divides(self, "minibatch_size", "rollout_batch_size")
-        validation.check_divides(self, "microbatch_size", "minibatch_size")
-        is_adaptive, fifth = self.kl_control == "adaptive", 0.2 * self.rollout_batch_size
-        without = f"since advantage={self.advantage} has no critic"
-        for holds, key, allowed in (
-            (self.finetune == "lora" or self.rollout != "vllm", "rollout",
-             "native, hf where ppo.finetune=full: servers are sent adapters, not whole weights"),
-            (self.importance_cap is None or self.rollout not in ("native", "hf"), "importance_cap",
-             f"null where ppo.rollout={self.rollout}, which samples with the weights of the "
-             "training"),
-            (self.advantage not in GROUPED or self.samples_per_prompt > 1, "samples_per_prompt",
-             f"at least 2, which advantage={self.advantage} compares"),
-            (self.kl_in == "reward" or self.kl_estimator != "k1", "kl_estimator",
-             "k2, k3, abs, mse, full where ppo.kl_in=loss: the gradient of k1 is 0 on average, so "
-             "it would hold nothing back"),
-            (not is_adaptive or self.kl_coef > 0, "kl_coef",
-             "a number > 0 to start from where ppo.kl_control=adaptive"),
-            (not is_adaptive or self.kl_horizon > fifth, "kl_horizon",
-             f"> {fifth:g}, a fifth of ppo.rollout_batch_size: one batch must not turn kl_coef "
-             "negative"),
-            (self.critic_warmup < self.iterations, "critic_warmup",
-             f"< ppo.iterations, {self.iterations}, or the policy never learns"),
-            (self.critic_warmup == 0 or self.vf_coef > 0, "vf_coef",
-             "a number > 0 where ppo.critic_warmup lets the critic learn first"),
-            (self.has_critic or self.critic_warmup == 0, "critic_warmup", f"0, {without}"),
-            (self.has_critic or self.critic == "head", "critic", f"head, {without}"),
-            (self.has_critic or self.critic_init == "zero", "critic_init", f"zero, {without}"),
-            (self.critic_init == "zero" or self.critic != "head", "critic",
-             "adapter, model where ppo.critic_init=reward: a head on the policy's trunk cannot "
-             "read what the reward model's head was trained on"),
-        ):  # fmt: skip
-            validation.rule(holds, key, getattr(self, key), allowed)
+        super().__post_init__()
+        if self.loss_type == "kto":
+            why = "with loss_type=kto, which has labels of single responses and a reference"
+            validation.rule(
+                self.label_smoothing == 0, "label_smoothing", self.label_smoothing, f"0 {why}"
+            )
+            validation.rule(not self.reference_free, "reference_free", True, f"false {why}")
+            allowed = "at least 2 with loss_type=kto, which reads the responses to other prompts"
+            validation.rule(self.batch_size > 1, "batch_size", self.batch_size, allowed)
+
+    @property
+    def sums(self) -> bool:
+        """Return whether the loss reads the sum over the tokens of a response, or else the mean."""
+        return self.loss_type in SUMMED
+
+    @property
+    def has_reference(self) -> bool:
+        """Return whether the loss reads a reference."""
+        return not (self.reference_free or self.loss_type in REFERENCE_FREE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,58 @@
 """(Rollout, Scores) -> advantages -> Experience -> shuffled minibatches. Pure functions.
 
-The estimators of advantages are GAE, REINFORCE++, RLOO, GRPO and Dr. GRPO.
+An estimator of advantages is a function of an `AdvantageBatch`, which `ADVANTAGES` has by its name.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from lightning_rlhf.core import kl, masking, records, shaping
-from lightning_rlhf.core.config import PPOConfig, Term
+from lightning_rlhf.core import kl, masking, ppo_config, records, shaping
+from lightning_rlhf.core.config import Term
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdvantageBatch:
+    """All B responses of an iteration, of at most T tokens, that advantages are computed for.
+
+    Each config.samples_per_prompt rows in a row answer one prompt.
+    """
+
+    rewards: Float[Tensor, "B T"]
+    """Reward of each token: shaped score at the last token, minus the KL penalty if ppo.kl_in is
+    reward; whitened if ppo.whiten_rewards says so; 0 on padding."""
+    values: Float[Tensor, "B T"]
+    """V(s_t) of the critic, in units of reward; 0 on padding and without a critic."""
+    mask: Bool[Tensor, "B T"]
+    """True on response tokens, the end token included."""
+    component_scores: Float[Tensor, "B K"]
+    """Number that each component of the reward gives the whole response, before any shaping."""
+    weights: Float[Tensor, " K"]
+    """Factor with which each component enters the score."""
+    baseline: Float[Tensor, " B"]
+    """Return that was to be expected of each response: with remax that of the greedy response to
+    its prompt, with reinforce the moving average over the iterations before; 0 for others."""
+    config: ppo_config.PPOConfig
+    """Section of the stage, with gamma and the other keys."""
+
+    @cached_property
+    def returns(self) -> Float[Tensor, "B T"]:
+        """Rewards to go of each token, discounted; 0 on padding. The first is that of the row."""
+        return rewards_to_go(self.rewards, self.mask, gamma=self.config.gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advantages:
+    """What is learned from an `AdvantageBatch`; on padding any finite number."""
+
+    advantages: Float[Tensor, "B T"]
+    """Advantage of each response token, before it is whitened; above 0 makes it likelier."""
+    returns: Float[Tensor, "B T"] | None = None
+    """Targets of the critic; None for `AdvantageBatch.returns`, where there is no critic."""
 
 
 def gae(
@@ -20,7 +61,7 @@ def gae(
     mask: Bool[Tensor, "B T"],
     *,
     gamma: float,
-    gae_lambda: float,
+    gae_lambda: float | Float[Tensor, " B"],
 ) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
     """Compute generalised advantage estimation over right-padded responses.
 
@@ -28,8 +69,9 @@ def gae(
         A_t     = delta_t + gamma * gae_lambda * A_{t+1}
         R_t     = A_t + V_t
 
-    gae_lambda 1 gives the Monte-Carlo return minus the value, 0 the one-step error. A response
-    that was cut at its maximum length is treated as ended: no value is bootstrapped after it.
+    gae_lambda 1 gives the Monte-Carlo return minus the value, 0 the one-step error; a tensor has
+    one for each response. A response that was cut at its maximum length is treated as ended: no
+    value is bootstrapped after it.
 
     Returns: advantages and returns (the critic's targets), both 0 on padding.
     Source: Schulman et al. 2015, eq. 11-16, https://arxiv.org/abs/1506.02438
@@ -85,35 +127,130 @@ def group_centered(returns: Float[Tensor, " B"], group_size: int) -> Float[Tenso
 def group_normalised(returns: Float[Tensor, " B"], group_size: int) -> Float[Tensor, " B"]:
     """Return each response's return, standardised within its group (GRPO).
 
-        A_i = (R_i - mean R) / (std R + 1e-4)     population deviation; a group all alike gets 0
+        A_i = (R_i - mean R) / (std R + 1e-4)     a group all alike gets 0
 
+    std is that of a sample, over group_size - 1, as in other codebases; the paper does not say
+    which.
     Source: Shao et al. 2024, section 4.1.2, https://arxiv.org/abs/2402.03300
-    Departs: the population's deviation, as in whitening here; the paper does not say which.
     """
     # fp32 rounding could separate equal returns, and not every device has float64.
     groups = returns.cpu().double().view(-1, group_size)
     centered = groups - groups.mean(dim=1, keepdim=True)
-    deviation = groups.std(dim=1, correction=0, keepdim=True)
+    deviation = groups.std(dim=1, keepdim=True)
     return (centered / (deviation + 1e-4)).flatten().to(returns)
 
 
-BY_GROUP = {"rloo": leave_one_out, "grpo": group_normalised, "dr_grpo": group_centered}
+def with_critic(batch: AdvantageBatch) -> Advantages:
+    """Return `gae`, where ppo says so with a lambda apart for the critic, or one by length.
+
+        lambda_i = 1 - 1 / max(alpha * tokens_i, 1)     alpha = gae_lambda_alpha, if it is given
+
+    gae_lambda_alpha: towards 0 the one-step error for all, large the Monte-Carlo return.
+    gae_lambda_critic: that of the targets R_t; 1 = Monte-Carlo returns, 0 = one step.
+    Source: Yuan et al. 2025, section 3.2, https://arxiv.org/abs/2503.01491 (apart); Yue et al. 2025
+    (VAPO), section 4.2, https://arxiv.org/abs/2504.05118 (by length)
+    """
+    config, mask = batch.config, batch.mask
+    run = partial(gae, batch.rewards, batch.values, mask, gamma=config.gamma)
+    of_policy: float | Tensor = config.gae_lambda
+    if config.gae_lambda_alpha is not None:
+        tokens = mask.sum(dim=1).to(batch.rewards)
+        of_policy = 1 - 1 / (config.gae_lambda_alpha * tokens).clamp(min=1)
+    advantages, returns = run(gae_lambda=of_policy)
+    if config.gae_lambda_critic is not None:
+        _, returns = run(gae_lambda=config.gae_lambda_critic)
+    return Advantages(advantages=advantages, returns=returns)
+
+
+def above_baseline(batch: AdvantageBatch) -> Advantages:
+    """Return rewards to go minus the baseline of the response, the same at each of its tokens.
+
+        A_t = G_t - b        b is 0 for reinforce++, whose preset whitens over the batch
+
+    Source: Williams 1992, https://doi.org/10.1007/BF00992696 (reinforce); Li et al. 2023,
+    algorithm 1, https://arxiv.org/abs/2310.10505 (remax); Hu et al. 2025,
+    https://arxiv.org/abs/2501.03262 (reinforce++)
+    """
+    advantages = batch.returns - batch.baseline[:, None]
+    return Advantages(advantages=torch.where(batch.mask, advantages, 0))
+
+
+def by_component(batch: AdvantageBatch) -> Advantages:
+    """Return the weighted sum of components that are standardised each by itself (GDPO).
+
+        S_i = sum_k w_k (c_ik - mean_group c_k) / (std_group c_k + 1e-4)
+        A_i = (S_i - mean_batch S) / (std_batch S + 1e-4)
+
+    A component of a large spread does not drown another, as it does in the sum that grpo
+    standardises. A weight of 0 ignores a component, a large one all others. Rewards of tokens are
+    not read.
+    Source: Liu et al. 2026, section 3, https://arxiv.org/abs/2601.05242, as in TRL: over responses
+    """
+    parts = [
+        group_normalised(one, batch.config.samples_per_prompt)
+        for one in batch.component_scores.unbind(dim=1)
+    ]
+    total = (torch.stack(parts, dim=1) * batch.weights).sum(dim=1)
+    whole = group_normalised(total, len(total))
+    return Advantages(advantages=torch.where(batch.mask, whole[:, None], 0))
+
+
+Estimator = Callable[[AdvantageBatch], Advantages]
+
+
+def of_group(compare: Callable[[Float[Tensor, " B"], int], Float[Tensor, " B"]]) -> Estimator:
+    """Return the estimator that gives each token the comparison of its response with the group."""
+
+    def estimator(batch: AdvantageBatch) -> Advantages:
+        whole = compare(batch.returns[:, 0], batch.config.samples_per_prompt)
+        return Advantages(advantages=torch.where(batch.mask, whole[:, None], 0))
+
+    return estimator
+
+
+ADVANTAGES: dict[str, Estimator] = {
+    "gae": with_critic,
+    "rloo": of_group(leave_one_out),
+    "grpo": of_group(group_normalised),
+    "dr_grpo": of_group(group_centered),
+    "gdpo": by_component,
+    "reinforce++": above_baseline,
+    "reinforce": above_baseline,
+    "remax": above_baseline,
+}
+"""Value of ppo.advantage -> estimator; a run adds the one of the user's that it names."""
 
 
 def make_experience(
     rollout: records.Rollout,
     scores: records.Scores,
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     rewards: Float[Tensor, "B T"],
+    *,
+    terms: Sequence[Term] = shaping.AS_IT_IS,
+    baseline: Float[Tensor, " B"] | float = 0.0,
 ) -> records.Experience:
     """Return the Experience that PPO's update needs, from a rollout and its scores.
 
     rewards: reward of each response token, 0 on padding, as `token_rewards`.
+    terms: weights with which the components of the reward enter the score.
+    baseline: as in `AdvantageBatch`, or one number for all responses.
     """
     mask = rollout.response_mask
     if config.whiten_rewards:
         rewards = masking.masked_rescale(rewards, mask)
-    advantages, returns = estimate(rewards, rollout, config)
+    batch = AdvantageBatch(
+        rewards=rewards,
+        values=rollout.values,
+        mask=mask,
+        component_scores=scores.component_scores,
+        weights=scores.component_scores.new_tensor([term.weight for term in terms]),
+        baseline=torch.zeros_like(scores.score) + baseline,
+        config=config,
+    )
+    found = ADVANTAGES[config.advantage](batch)
+    advantages = torch.where(mask, found.advantages, 0)
+    returns = batch.returns if found.returns is None else torch.where(mask, found.returns, 0)
     if config.whiten_advantages == "batch":
         advantages = masking.masked_whiten(advantages, mask)
     return records.Experience(
@@ -138,13 +275,15 @@ def make_experience(
 def token_rewards(
     rollout: records.Rollout,
     scores: records.Scores,
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     *,
     kl_coef: float,
     moments: shaping.ScoreMoments,
     terms: Sequence[Term] = shaping.AS_IT_IS,
 ) -> Float[Tensor, "B T"]:
-    """Return the reward of each response token: `shape_rewards` of the shaped score; 0 on padding.
+    """Return the reward of each response token: `shape_rewards` of the shaped score and its parts.
+
+    It is 0 on padding.
 
     kl_coef: KL coefficient of the iteration.
     moments: moments of all scores so far, this batch included.
@@ -153,27 +292,13 @@ def token_rewards(
     mask = rollout.response_mask
     paid = shaping.paid_sum(scores.component_scores, terms, moments.components)
     score = shaping.shape_score(paid, rollout.ended, mask.sum(dim=1), config, moments.whole)
-    if config.kl_in == "loss":
-        return shaping.shape_rewards(score, torch.zeros_like(rollout.logprobs), mask, kl_coef=0.0)
-    priced = kl.priced(config, rollout.logprobs, scores.ref_logprobs, scores.vocabulary_kl)
-    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef)
-
-
-def estimate(
-    rewards: Float[Tensor, "B T"], rollout: records.Rollout, config: PPOConfig
-) -> tuple[Float[Tensor, "B T"], Float[Tensor, "B T"]]:
-    """Return the advantages by the estimator ppo.advantage, and the returns; both 0 on padding.
-
-    Estimators that compare responses to one prompt give all tokens of a response the same value.
-    """
-    mask = rollout.response_mask
-    if config.advantage == "gae":
-        return gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    returns = rewards_to_go(rewards, mask, gamma=config.gamma)
-    if config.advantage == "reinforce++":
-        return returns, returns
-    whole = BY_GROUP[config.advantage](returns[:, 0], config.samples_per_prompt)
-    return torch.where(mask, whole[:, None], 0), returns
+    parts, priced = None, torch.zeros_like(rollout.logprobs)
+    if scores.token_scores is not None:
+        parts = shaping.paid_parts(scores.token_scores, rollout.ended, terms, config, moments)
+    if config.kl_in == "reward":
+        logprobs, ref_logprobs = rollout.logprobs, scores.ref_logprobs
+        priced = kl.priced(config, logprobs, logprobs, ref_logprobs, scores.vocabulary_kl)
+    return shaping.shape_rewards(score, priced, mask, kl_coef=kl_coef, parts=parts)
 
 
 def minibatches(

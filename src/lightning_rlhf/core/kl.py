@@ -6,13 +6,14 @@ Schulman 2020, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.h
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 
 
 def k1(p_logprobs: Float[Tensor, "*n"], q_logprobs: Float[Tensor, "*n"]) -> Float[Tensor, "*n"]:
@@ -47,23 +48,91 @@ def absolute(
     return (p_logprobs - q_logprobs).abs()
 
 
-Estimator = Callable[[Float[Tensor, "*n"], Float[Tensor, "*n"]], Float[Tensor, "*n"]]
-ESTIMATORS: Mapping[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "mse": k2}
-"""Name in the configuration -> estimator; "mse" is TRL's name of k2. "full" sums over the
-vocabulary and needs more than the tokens' log-probabilities: `logprobs.vocabulary_kl`."""
+@dataclass(frozen=True, kw_only=True)
+class TokenLogprobs:
+    """Response tokens whose KL to the reference is estimated, of any shape: nats, each by itself.
+
+    On padding, which is not read, all are 0.
+    """
+
+    logprobs: Float[Tensor, "*n"]
+    """Log-probability of each token under the policy; with ppo.kl_in=loss it is the one that is
+    trained, and the estimate is differentiated with respect to it."""
+    old_logprobs: Float[Tensor, "*n"]
+    """The same under the policy at sampling; with ppo.kl_in=reward it is `logprobs`."""
+    ref_logprobs: Float[Tensor, "*n"]
+    """The same under the reference; without a gradient."""
+    vocabulary_kl: Float[Tensor, "*n"] | None = None
+    """KL over the whole vocabulary; None unless ppo.kl_estimator=full."""
+
+
+Estimator = Callable[[TokenLogprobs], Float[Tensor, "*n"]]
+
+
+def of_pair(formula: Callable[[Tensor, Tensor], Tensor]) -> Estimator:
+    """Return the estimator by a formula of the policy's and the reference's log-probabilities."""
+    return lambda tokens: formula(tokens.logprobs, tokens.ref_logprobs)
+
+
+def k3_plus(tokens: TokenLogprobs) -> Float[Tensor, "*n"]:
+    """Return the value of k3 with the gradient of k2, which on tokens of the policy is unbiased.
+
+        k2 + sg(k3 - k2)                             sg has no gradient
+
+    Source: Liu et al. 2025, https://arxiv.org/abs/2510.01555 (k2's gradient), as k3+ in verl
+    """
+    k2_losses = k2(tokens.logprobs, tokens.ref_logprobs)
+    return k2_losses + (k3(tokens.logprobs, tokens.ref_logprobs) - k2_losses).detach()
+
+
+def k3_weighted(tokens: TokenLogprobs) -> Float[Tensor, "*n"]:
+    """Return k3 times the probability ratio, unbiased in value and gradient after updates too.
+
+        w k3,   w = exp(log p - log p_old)           with a gradient of its own
+
+    The mean over tokens of p_old is sum_v p_v k3_v = KL(p || q), whatever p is, and so its gradient
+    is that of the KL. The price is the variance of w; in the reward, where w is 1, it is k3.
+    Source: DeepSeek-AI 2025, eq. 7, https://arxiv.org/abs/2512.02556
+    """
+    weight = torch.exp(tokens.logprobs - tokens.old_logprobs)
+    return weight * k3(tokens.logprobs, tokens.ref_logprobs)
+
+
+def over_vocabulary(tokens: TokenLogprobs) -> Float[Tensor, "*n"]:
+    """Return the KL over the whole vocabulary, `logprobs.vocabulary_kl`, without sampling."""
+    assert tokens.vocabulary_kl is not None
+    return tokens.vocabulary_kl
+
+
+ESTIMATORS: dict[str, Estimator] = {
+    "k1": of_pair(k1),
+    "k2": of_pair(k2),
+    "k3": of_pair(k3),
+    "k3+": k3_plus,
+    "k3_weighted": k3_weighted,
+    "abs": of_pair(absolute),
+    "mse": of_pair(k2),
+    "full": over_vocabulary,
+}
+"""Value of ppo.kl_estimator -> estimator; "mse" is TRL's name of k2. A run adds the one of the
+user's that it names."""
 
 
 def priced(
     config: PPOConfig,
     logprobs: Float[Tensor, "*n"],
+    old_logprobs: Float[Tensor, "*n"],
     ref_logprobs: Float[Tensor, "*n"],
     vocabulary_kl: Float[Tensor, "*n"] | None,
 ) -> Float[Tensor, "*n"]:
     """Return the KL to the reference that ppo.kl_coef multiplies, nats a token."""
-    if config.kl_estimator == "full":
-        assert vocabulary_kl is not None
-        return vocabulary_kl
-    return ESTIMATORS[config.kl_estimator](logprobs, ref_logprobs)
+    tokens = TokenLogprobs(
+        logprobs=logprobs,
+        old_logprobs=old_logprobs,
+        ref_logprobs=ref_logprobs,
+        vocabulary_kl=vocabulary_kl,
+    )
+    return ESTIMATORS[config.kl_estimator](tokens)
 
 
 def adapted_coef(
@@ -84,6 +153,23 @@ def adapted_coef(
     return kl_coef * (1 + error * episodes / horizon)
 
 
+def linear_coef(start: float, end: float, iteration: int, iterations: int) -> float:
+    """Return the coefficient of an iteration, on a line from the first iteration to the last.
+
+        start + (end - start) * min(1, iteration / (iterations - 1))
+
+    iteration: number of the iteration, from 0; a run of one has `start`.
+    """
+    done = min(1.0, iteration / max(1, iterations - 1))
+    return start + (end - start) * done
+
+
+def ent_coef(config: PPOConfig, iteration: int) -> float:
+    """Return the entropy coefficient of an iteration: from ent_coef on a line to ent_coef_end."""
+    start, end = config.ent_coef, config.ent_coef_end
+    return start if end is None else linear_coef(start, end, iteration, config.iterations)
+
+
 def next_kl_coef(
     kl_coef: float, kl: Float[Tensor, "B T"], config: PPOConfig, *, iteration: int
 ) -> float:
@@ -100,8 +186,8 @@ def next_kl_coef(
         case "fixed":
             return kl_coef
         case "linear":
-            start, done = config.kl_coef, min(1.0, (iteration + 1) / max(1, config.iterations - 1))
-            return start + (config.kl_coef_end - start) * done
+            ends = config.kl_coef, config.kl_coef_end
+            return linear_coef(*ends, iteration + 1, config.iterations)
         case "adaptive":
             mean, target, horizon = kl.sum(dim=1).mean().item(), config.kl_target, config.kl_horizon
             return adapted_coef(kl_coef, mean, target=target, horizon=horizon, episodes=len(kl))

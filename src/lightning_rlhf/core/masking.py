@@ -36,6 +36,16 @@ def picker(mask: Bool[Tensor, "*n"]) -> Callable[[Tensor], Tensor]:
     return pick
 
 
+def placed(x: Float[Tensor, " N"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, "*n"]:
+    """Return `x` where `mask` is True, row by row, and 0 elsewhere: the inverse of `picker`.
+
+    Neither it nor its gradient waits for a device where the mask is on the CPU.
+    """
+    index = upload(mask.flatten().nonzero().squeeze(1), x.device)
+    whole = x.new_zeros(mask.numel())
+    return whole.index_copy(0, index, x).view(mask.shape)
+
+
 def upload(x: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on `device`; one of the CPU, without waiting for what the device computes.
 

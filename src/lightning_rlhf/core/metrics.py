@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lightning_rlhf.core.config import Mode
-from lightning_rlhf.core.errors import require
+from lightning_rlhf.core import config, errors
 
 Phase = Literal["rollout", "update", "eval", "time", "compute", "rank"]
 """Part of an iteration in which a metric is measured, or what is measured of the whole."""
@@ -66,7 +65,7 @@ class Metric:
     """Healthy range or course of the metric; "-" where there is none."""
     label: str | None
     """Name of the metric in a sentence."""
-    better: Mode | None
+    better: config.Mode | None
     """Direction of a metric of an evaluation: whether the lowest or the highest value is the best;
     None where neither is."""
     band: tuple[float | None, float | None] | None
@@ -119,6 +118,23 @@ rollout/score_p95 | ppo | score: 95% quantile of the score over responses -> far
 rollout/groups_alike | ppo | share: share of prompts whose responses all have the same score, from
     which rloo, grpo and dr_grpo learn nothing but the KL -> below 0.5; near 1 nothing is learned:
     harder or easier prompts, more samples_per_prompt
+rollout/groups_alike_first | ppo | share: the same before ppo.resample_groups replaced any; only
+    with it -> what rollout/groups_alike would be
+rollout/resample_rounds | ppo | 1: rounds in which groups were replaced; only with
+    ppo.resample_groups -> below it; at it groups that are alike are left
+rollout/prompts_drawn | ppo | prompts: prompts of the batch and of those rounds together; likewise
+    -> near the batch; twice as many cost twice the sampling
+rollout/prompts_effective | ppo | prompts: prompts whose responses do not all have the same score;
+    where groups are compared, as the next two -> near the prompts of the batch
+rollout/score_std_within | ppo | score: root of the mean over prompts of the variance of the score
+    over a prompt's responses, denominator samples_per_prompt -> above 0; what the estimator learns
+    from
+rollout/score_std_between | ppo | score: standard deviation over prompts of the mean score of their
+    responses; its square and that of score_std_within sum to that of reward_std -> of any size; far
+    above score_std_within, prompts differ in difficulty more than responses in quality
+rollout/importance_masked | ppo | share: share of responses that ppo.importance_mask leaves out of
+    the policy's loss; only with it -> below 0.05; near 1 nothing is learned, and the sampler has
+    other weights
 rollout/reward/<component> | ppo | the component's: mean over responses of one of several components
     of the reward, before its weight -> no component rises at the cost of all others
 rollout/reward_paid | ppo | score: mean over responses of the score that PPO is paid, before its own
@@ -151,8 +167,8 @@ rollout/value_mean | ppo | score: mean over response tokens of the critic's valu
     0 without a critic -> follows shaped_return
 rollout/explained_variance | ppo | 1 | 0..: 1 - Var(returns - values) / Var(returns) over tokens;
     nan if no variance; 0 if no critic -> above 0 after warm-up; below 0 the critic hurts
-update/policy_loss | ppo | 1: mean over minibatches of the clipped surrogate -> near 0, slightly
-    negative
+update/policy_loss | ppo | 1: mean over minibatches of the loss ppo.policy_loss -> near 0,
+    slightly negative
 update/value_loss | ppo | score^2: mean over minibatches of half the clipped squared error of the
     value -> falls in the first iterations
 update/kl_loss | ppo | nats a token: mean over minibatches of the KL to the reference in the loss,
@@ -180,6 +196,7 @@ update/stopped | ppo | 1: 1 if approx_kl above target_kl ended the epochs, else 
 update/nonfinite | sft rm ppo dpo | 1: updates since the last row that were not made because loss or
     gradient is not finite -> 0
 update/kl_coef | ppo | 1: weight of the KL in this iteration's rewards or loss
+update/ent_coef | ppo | 1: weight of the entropy bonus in this iteration's loss
 update/lr | sft rm ppo dpo | 1: learning rate of the first parameter group when the batch started ->
     follows its schedule
 update/loss | sft | nats a token: negative log-likelihood, mean over target tokens of the latest
@@ -188,14 +205,18 @@ update/perplexity | sft | tokens: exp(update/loss) -> falls
 update/rm_loss | rm | nats a pair | ..0.693: -log sigmoid(chosen - rejected), mean over pairs of the
     latest trainer.log_every_n_steps steps -> falls below log 2 = 0.693, the loss of guessing
 update/accuracy | rm dpo | share | 0.5..: share of the same pairs with chosen > rejected, a tie
-    counting one half -> above 0.5; near 1 the model has memorised the pairs
-update/reward_chosen | rm dpo | reward: mean reward of chosen; of stage=dpo the implicit one, beta
-    log(policy / reference), of a token with loss_type sigmoid_norm and ipo
+    counting one half; with kto, of the responses on the right side of reward_reference -> above
+    0.5; near 1 the model has memorised the pairs
+update/reward_chosen | rm dpo | reward: mean reward of chosen, with kto of those with the label
+    true; of stage=dpo the implicit one, beta log(policy / reference), of a token with loss_type
+    sigmoid_norm, ipo, orpo and simpo, and beta log(policy) where the loss reads no reference
 update/reward_rejected | rm dpo | reward: mean reward of rejected, likewise
 update/reward_margin | rm dpo | reward: mean of chosen - rejected -> grows, then flattens
+update/reward_reference | dpo | reward | 0..: with kto, mean of the reward that the others are
+    compared with, beta times the estimated KL -> between reward_rejected and reward_chosen
 update/dpo_loss | dpo | 1: preference loss of loss_type with label_smoothing, without the SFT term,
-    mean over pairs of the latest trainer.log_every_n_steps steps -> falls below that of the
-    reference: log 2 = 0.693, with ipo 1 / (2 beta)^2
+    mean over pairs of the latest trainer.log_every_n_steps steps, with kto over responses -> falls
+    below that of the reference: log 2 = 0.693, with ipo 1 / (2 beta)^2, with kto 1/2
 update/logps_chosen | dpo | nats a response: mean over the same pairs of the log-probability of
     chosen under the policy -> falls less than logps_rejected; far below its start the policy
     forgets what SFT learned: raise beta or sft_coef
@@ -221,6 +242,8 @@ eval/reward_rejected | rm dpo | reward | the reward of rejected responses: mean 
     likewise
 eval/reward_margin | rm dpo | reward | max | 0.. | the reward of chosen less rejected responses:
     mean of chosen - rejected -> positive
+eval/reward_reference | dpo | reward | the reward that those of kto are compared with: as
+    update/reward_reference, of batches of validation responses
 eval/dpo_loss | dpo | 1 | min | the preference loss on held-out pairs: preference loss as
     update/dpo_loss, mean over all validation pairs -> falls; a rise is overfitting
 eval/logps_chosen | dpo | nats a response | the log-probability of chosen responses, nats: mean over
@@ -291,6 +314,8 @@ compute/generated_tokens | ppo | tokens: response tokens sampled so far, end tok
 compute/scored_tokens | ppo | tokens: prompt and response tokens read without a gradient so far,
     once for each model that reads them: reference, reward models, a critic apart, the policy where
     it annotates
+compute/judge_tokens | ppo | tokens: tokens that judge models have read and written so far, also of
+    evaluations; only with a judge as reward
 compute/trained_tokens | sft rm ppo dpo | tokens: prompt and response tokens read with a gradient so
     far, once for each epoch of PPO
 compute/rollout_flops | ppo | FLOP: floating-point operations of sampling so far
@@ -307,7 +332,7 @@ compute/peak_memory | sft rm ppo dpo | bytes: largest memory so far: of tensors 
 """)
 """Name -> definition of every metric, in the order of docs/metrics.md."""
 
-Goal = Sequence[tuple[str, Mode]]
+Goal = Sequence[tuple[str, config.Mode]]
 """Metrics that tell which evaluation is the best, and whether the lowest or the highest is.
 
 A later metric decides where the ones before it are equal; among evaluations that are equal in all
@@ -315,7 +340,7 @@ of them, the earliest is the best.
 """
 
 
-def signed(value: float, mode: Mode) -> float:
+def signed(value: float, mode: config.Mode) -> float:
     """Return the value with the sign by which the larger one is better; NaN is the worst."""
     return -math.inf if math.isnan(value) else SIGNS[mode] * value
 
@@ -324,7 +349,7 @@ def require_metrics(key: str, goal: Goal, metrics: Mapping[str, float]) -> None:
     """Raise ConfigError naming `key` where an evaluation lacks a metric of `goal`."""
     measured = ", ".join(sorted(name for name in metrics if name.startswith("eval/")))
     for name, _ in goal:
-        require(name in metrics, key, name, measured or "none, as no metric was logged")
+        errors.require(name in metrics, key, name, measured or "none, as no metric was logged")
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -8,8 +8,10 @@ Masks are boolean, True = real token. The value on padding is stated per field.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.masking import upload
+from lightning_rlhf.core.masking import real_tokens, upload
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +88,7 @@ def _whole(tensors: Sequence[Tensor]) -> Tensor:
 class Demonstrations(Record):
     """Prompts with the response to imitate, right-padded."""
 
-    ON_CPU = ("mask", "target_mask")
+    ON_CPU: ClassVar[tuple[str, ...]] = ("mask", "target_mask")
 
     tokens: Int[Tensor, "B S"]
     """Prompt then response; any id on padding."""
@@ -95,6 +97,22 @@ class Demonstrations(Record):
     target_mask: Bool[Tensor, "B S"]
     """True on the tokens to be predicted: the response with its end token, and with
     data.train_on=all what the assistant wrote in the prompt; on the CPU."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Labels(Demonstrations):
+    """Prompts with a response each that is labelled good or bad."""
+
+    ON_CPU = (*Demonstrations.ON_CPU, "label", "other_target_mask")
+
+    label: Bool[Tensor, " B"]
+    """True where the response is good; on the CPU."""
+    other_tokens: Int[Tensor, "B R"]
+    """The same prompts, each with the response of another row, right-padded."""
+    other_target_mask: Bool[Tensor, "B R"]
+    """True on those responses; on the CPU."""
+    kl: Float[Tensor, " B"] | None = None
+    """KL of the policy to the reference that the whole batch estimates, nats; None counts as 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +172,16 @@ class Responses(Record):
         """Response tokens; any id on padding."""
         return self.tokens[:, -self.response_mask.shape[1] :]
 
+    @classmethod
+    def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return the records of all parts as one; shorter prompts are padded on the left too."""
+        widths = [one.mask.shape[1] - one.response_mask.shape[1] for one in parts]
+        found = []
+        for one, width in zip(parts, widths, strict=True):
+            left = (max(widths) - width, 0)
+            found.append(replace(one, tokens=F.pad(one.tokens, left), mask=F.pad(one.mask, left)))
+        return super().joined(found)
+
 
 @dataclass(frozen=True, kw_only=True)
 class SampledResponses(Responses):
@@ -189,6 +217,8 @@ class DecodedResponses:
     {"role", "content"}; the other columns are unchanged from the data."""
     responses: Sequence[str]
     """B texts, without end token or stop string."""
+    decode: Callable[[Sequence[int]], str]
+    """Function that returns the text of the first tokens of a response."""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -200,7 +230,31 @@ class DecodedResponses:
             rollout=self.rollout.select(rows),
             rows=[self.rows[i] for i in numbers],
             responses=[self.responses[i] for i in numbers],
+            decode=self.decode,
         )
+
+    @cached_property
+    def tokens(self) -> list[list[int]]:
+        """Return the tokens of each response, its end token included."""
+        return real_tokens(self.rollout.responses, self.rollout.response_mask)
+
+    def token_at(self, row: int, end: int) -> int:
+        """Return the number of the token of response `row` that ends its first `end` characters.
+
+        It is the first token with which they are whole, and the last of the response, its end token
+        included, where `end` is the length of the text.
+        """
+        tokens, text = self.tokens[row], self.responses[row]
+        if end == len(text):
+            return len(tokens) - 1
+
+        def whole(count: int) -> int:
+            shown = self.decode(tokens[:count])
+            while not text.startswith(shown):  # a character of which some bytes are missing
+                shown = shown[:-1]
+            return len(shown)
+
+        return bisect_left(range(1, len(tokens)), end, key=whole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,6 +267,9 @@ class Scores(Record):
     """Weighted sum of the components."""
     ref_logprobs: Float[Tensor, "B T"]
     """Log-probability of each response token under the reference, nats; 0 on padding."""
+    token_scores: Float[Tensor, "B K T"] | None = None
+    """Part of each component's number that belongs to a response token, 0 where none does; what
+    they leave of the number belongs to the last token. None counts as 0."""
     vocabulary_kl: Float[Tensor, "B T"] | None = None
     """KL of policy to reference over the whole vocabulary, nats a token; None unless
     ppo.kl_estimator=full."""
@@ -234,7 +291,8 @@ class Experience(Responses):
     """KL of the policy at sampling to the reference, always by estimator k1, nats a token; 0 on
     padding."""
     rewards: Float[Tensor, "B T"]
-    """Reward of each token: shaped score at the last token minus the KL penalty; 0 on padding."""
+    """Reward of each token: its part of the shaped score, of which the last token has what the
+    others leave, minus the KL penalty; 0 on padding."""
     advantages: Float[Tensor, "B T"]
     """Advantage of each response token, whitened over the batch where ppo.whiten_advantages=batch;
     0 on padding."""
@@ -264,6 +322,45 @@ def known_mask(batch: Responses) -> Bool[Tensor, "B T"]:
     return torch.arange(batch.response_mask.shape[1]) < batch.counts[:, 1:]
 
 
+def all_alike(score: Float[Tensor, " B"], group_size: int) -> Bool[Tensor, " G"]:
+    """Return which groups, `group_size` responses in a row, have the same score throughout."""
+    groups = score.view(-1, group_size)
+    return (groups == groups[:, :1]).all(dim=1)
+
+
+def resample_alike(
+    rollout: Rollout,
+    scores: Scores,
+    group_size: int,
+    rounds: int,
+    draw: Callable[[int, int], tuple[Rollout, Scores]],
+) -> tuple[Rollout, Scores, tuple[Rollout, ...]]:
+    """Replace groups whose responses all have the same score by groups of further prompts.
+
+    A group that is alike has advantage 0 and no gradient, so that without it more of the batch is
+    learned from. Each round replaces all such groups, at their places, until there is none. Groups
+    that are alike after the last round stay. 0 rounds replace none.
+
+    draw: function from the number of prompts and that of the round, from 0, to responses and their
+        scores; none of its groups needs to differ.
+    Returns: the batch and its scores, and the responses that were replaced in each round.
+    Source: Yu et al. 2025, section 3.2, https://arxiv.org/abs/2503.14476
+    Departs: there all groups of a further batch are sampled, and as many rounds as are needed.
+    """
+    replaced = []
+    for number in range(rounds):
+        is_alike = all_alike(scores.score, group_size).cpu()
+        if not is_alike.any():
+            break
+        more, more_scores = draw(int(is_alike.sum()), number)
+        rows, places = torch.arange(len(rollout)), is_alike.repeat_interleave(group_size)
+        replaced.append(rollout.select(rows[places]))
+        rows[places] = len(rollout) + torch.arange(len(more))
+        rollout = Rollout.joined([rollout, more]).select(rows)
+        scores = Scores.joined([scores, more_scores]).select(rows)
+    return rollout, scores, tuple(replaced)
+
+
 @dataclass(frozen=True, kw_only=True)
 class PPOTerms:
     """Loss and statistics of PPO on a minibatch, or a micro-batch's shares of them; 0-d.
@@ -278,7 +375,7 @@ class PPOTerms:
     entropy in it weighs each token as the losses do, and differs from the field `entropy`. A
     subclass of `PPOModule` may add terms."""
     policy_loss: Tensor
-    """Clipped surrogate; lower is better."""
+    """Loss of the policy that ppo.policy_loss names; lower is better."""
     kl_loss: Tensor
     """KL to the reference that ppo.kl_in=loss adds, nats a token; 0 where it is in the reward."""
     value_loss: Tensor
@@ -291,7 +388,7 @@ class PPOTerms:
     approx_kl: Tensor
     """KL of the policy at sampling to the current policy, estimator k3, nats a token."""
     clip_fraction: Tensor
-    """Share of tokens whose ratio is outside the clip range."""
+    """Share of tokens that are `PolicyLosses.clipped`: whose ratio is outside the clip range."""
     value_clip_fraction: Tensor
     """Share of tokens whose value is outside old_value +- clip_range_vf."""
     ratio_mean: Tensor

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -29,11 +29,15 @@ class IterationResult:
     """Statistics of each minibatch, in their order."""
     kl_coef: float
     """KL coefficient of the iteration."""
+    ent_coef: float
+    """Entropy coefficient of the iteration."""
     padding: Float[Tensor, ""]
     """Share of the positions read for scoring that hold no token."""
     seconds: Mapping[str, float]
     """Seconds of each phase: `rollout` samples and annotates, `score` reads reward and reference,
     `update` makes all optimizer steps, and `other` is what came since the previous iteration."""
+    replaced: tuple[records.Rollout, ...] = ()
+    """Responses that ppo.resample_groups replaced, round by round."""
 
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
@@ -115,18 +119,50 @@ class DPOScores(PairScores):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LabelScores(records.Record):
+    """Scores of responses with a label; result of `validation_step` of DPO with loss_type=kto."""
+
+    reward: Float[Tensor, " B"]
+    """Implicit reward of each response, as in `DPOScores`."""
+    reference: Float[Tensor, " B"]
+    """Reward that those of the batch are compared with: beta times the KL."""
+    label: Bool[Tensor, " B"]
+    """True where the response is good."""
+    losses: Float[Tensor, " B"]
+    """Loss of each response, without the SFT term."""
+    logprob: Float[Tensor, " B"]
+    """Log-probability of each response under the policy, sum over its tokens, nats."""
+    tokens: Int[Tensor, " B"]
+    """Number of tokens of each response."""
+    loss_name: ClassVar[str] = DPOScores.loss_name
+
+    @property
+    def chosen_logprob(self) -> Float[Tensor, " B"]:
+        """Return the log-probability of each good response; 0 of a bad one."""
+        return torch.where(self.label, self.logprob, 0)
+
+    @property
+    def ranked_right(self) -> Float[Tensor, " B"]:
+        """Return 1 where a reward is above the reference if good and below it if bad, 1/2 at a tie,
+        else 0."""
+        lead = torch.where(self.label, 1, -1) * (self.reward - self.reference)
+        return (lead > 0).float() + 0.5 * (lead == 0).float()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Step:
     """Result of `training_step` of SFT, a reward model and DPO."""
 
     loss: Float[Tensor, ""]
     """Loss before the update: of SFT the cross-entropy, mean over the target tokens, nats; of a
-    reward model the mean over the pairs; of DPO that of the pairs with the SFT term of the tokens.
+    reward model the mean over the pairs; of DPO that of the pairs, or labelled responses, with the
+    SFT term of the tokens.
     """
     grad_norm: Float[Tensor, ""]
     """Global norm of the gradient before clipping."""
     is_made: bool
     """False where the update was not made, because it is not finite."""
-    scores: SFTScores | PairScores
+    scores: SFTScores | PairScores | LabelScores
     """Scores of the batch before the update, as `validation_step` returns them."""
 
     @property

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core.config import MissingEOS, PPOConfig, Term
-from lightning_rlhf.core.records import Experience, Scores
+from lightning_rlhf.core import ppo_config, records
+from lightning_rlhf.core.config import Term
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class ScoreMoments:
         """Return the moments before the first score."""
         return cls(NO_SCORES, (NO_SCORES,) * components)
 
-    def including(self, scores: Scores | Experience) -> ScoreMoments:
+    def including(self, scores: records.Scores | records.Experience) -> ScoreMoments:
         """Return the moments after another batch."""
         parts = zip(self.components, scores.component_scores.cpu().unbind(dim=1), strict=True)
         components = tuple(moments.including(part) for moments, part in parts)
@@ -96,8 +96,34 @@ def paid_sum(
     return weighted_sum(torch.stack(columns, dim=1), terms)
 
 
+def paid_parts(
+    token_scores: Float[Tensor, "B K T"],
+    ended: Bool[Tensor, " B"],
+    terms: Sequence[Term],
+    config: ppo_config.PPOConfig,
+    moments: ScoreMoments,
+) -> Float[Tensor, "B T"]:
+    """Return the part of the score for PPO that each token has: sum_k weight_k * part_kt / std_k.
+
+    The deviation std_k is as in `paid_sum`, and the sum is divided as `shape_score` divides the
+    score; neither mean is subtracted. 0 where missing_eos=replace replaces the score.
+    """
+    stds = [
+        seen.std if term.normalization == "running" else 1.0
+        for term, seen in zip(terms, moments.components, strict=True)
+    ]
+    factors = [term.weight / std for term, std in zip(terms, stds, strict=True)]
+    parts = (token_scores * token_scores.new_tensor(factors)[:, None]).sum(dim=1)
+    if config.score_normalization != "none":
+        parts = parts / moments.whole.std
+    return torch.where(ended[:, None], parts, 0) if config.missing_eos == "replace" else parts
+
+
 def apply_missing_eos(
-    score: Float[Tensor, " B"], ended: Bool[Tensor, " B"], rule: MissingEOS, penalty: float
+    score: Float[Tensor, " B"],
+    ended: Bool[Tensor, " B"],
+    rule: ppo_config.MissingEOS,
+    penalty: float,
 ) -> Float[Tensor, " B"]:
     """Return the score after the rule for responses without an end token or stop string.
 
@@ -118,7 +144,7 @@ def shape_score(
     score: Float[Tensor, " B"],
     ended: Bool[Tensor, " B"],
     tokens: Int[Tensor, " B"],
-    config: PPOConfig,
+    config: ppo_config.PPOConfig,
     moments: RunningMoments,
 ) -> Float[Tensor, " B"]:
     """Return the score for PPO: normalised, clipped, minus the length penalty, after the end rule.
@@ -126,9 +152,11 @@ def shape_score(
         s = (score - mean) / std         score_normalization=running; running_scale: score / std
         s = clip(s, -score_clip, score_clip)
         s = s - length_penalty * tokens
+        s = s - clip((tokens - overlong_after) / overlong_ramp, 0, 1)          unless it is null
 
     tokens: number of tokens of each response.
-    Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729
+    Source of the running scale: Engstrom et al. 2020, section 2, https://arxiv.org/abs/2005.12729;
+    of the soft overlong penalty: Yu et al. 2025, eq. 13, https://arxiv.org/abs/2503.14476
     """
     if config.score_normalization == "running":
         score = (score - moments.mean) / moments.std
@@ -137,6 +165,8 @@ def shape_score(
     if config.score_clip is not None:
         score = score.clamp(-config.score_clip, config.score_clip)
     score = score - config.length_penalty * tokens
+    if config.overlong_after is not None:
+        score = score - ((tokens - config.overlong_after) / config.overlong_ramp).clamp(0, 1)
     return apply_missing_eos(score, ended, config.missing_eos, config.missing_eos_penalty)
 
 
@@ -146,21 +176,27 @@ def shape_rewards(
     mask: Bool[Tensor, "B T"],
     *,
     kl_coef: float,
+    parts: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Return rewards per token: a penalty for leaving the reference, and the score at the last.
+    """Return rewards per token: a penalty for leaving the reference, and the score in its parts.
 
-        r_t = -kl_coef * kl_t + [t is the last real token] * score
+        r_t = -kl_coef * kl_t + part_t + [t is the last real token] * (score - sum_u part_u)
 
-    kl_coef 0 means no penalty. Returns 0 on padding.
+    Without KL they sum to the score, whatever the parts are. kl_coef 0 means no penalty.
+
+    parts: parts of the score, 0 on padding; None leaves the whole score to the last token.
+    Returns 0 on padding.
     Source: Ziegler et al. 2019, eq. 2, https://arxiv.org/abs/1909.08593
     """
+    parts = torch.zeros_like(kl) if parts is None else parts
+    score = score - parts.sum(dim=1)
     position = torch.arange(mask.shape[1], device=mask.device)
     last = torch.where(mask, position, -1).amax(dim=1, keepdim=True)
-    rewards = -kl_coef * kl + torch.where(position == last, score[:, None], 0)
+    rewards = -kl_coef * kl + (parts + torch.where(position == last, score[:, None], 0))
     return torch.where(mask, rewards, 0)
 
 
-def rewards_overflow(experience: Experience) -> bool:
+def rewards_overflow(experience: records.Experience) -> bool:
     """Return whether the sum of the squared rewards is not finite in fp32.
 
     Whitening of advantages, the critic's loss and the gradient norm contain such squares. Where the

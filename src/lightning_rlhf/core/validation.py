@@ -38,6 +38,17 @@ def described(words: str) -> FieldInfo:
     return Field(description=words)  # type: ignore[no-any-return]
 
 
+def name_or_path(*names: str, kind: str) -> FieldInfo:
+    """Return an annotation of a text that is one of the names, or the path of a user's object.
+
+    kind: kind of the object as a path ends with it: Class, function.
+    """
+    paths = f"'path/to/file.py:{kind}' or 'package.module:{kind}'"
+    words = f"{', '.join(names)}, {paths}"
+    pattern = rf"^({'|'.join(map(re.escape, names))})$|:"
+    return Field(pattern=pattern, description=words)  # type: ignore[no-any-return]
+
+
 PositiveInt = Annotated[int, Field(ge=1, le=LARGEST)]
 NonNegativeInt = Annotated[int, Field(ge=0, le=LARGEST)]
 Count = Annotated[int, Field(ge=1, le=MOST)]

@@ -22,8 +22,8 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.core.records import Demonstrations, Preferences, Prompts, Record
-from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
+from lightning_rlhf.core.records import Demonstrations, Labels, Preferences, Prompts, Record
+from lightning_rlhf.data import lengths
 
 _EPOCH, _POOL = 0, 1  # two independent streams of random numbers
 
@@ -137,6 +137,14 @@ class StageData(LightningDataModule):
         own = torch.Generator()
         return DataLoader(examples, collate_fn=self.collate, generator=own, **options)
 
+    def further(self, number: int, count: int) -> Any:
+        """Return the first `count` examples of batch `number` of those behind the run's last one.
+
+        Like the others they are a function of (seed, number), which a resumed run draws again.
+        """
+        positions = self.schedule.batch(self.schedule.batches + number)[:count]
+        return self.collate([self.train[i] for i in positions])
+
     def state_dict(self) -> dict[str, Any]:
         """Return the number of batches trained on and everything that their order depends on."""
         # `processed` counts a batch as soon as training_step returns; `completed` is still one
@@ -204,7 +212,9 @@ def _digest(parts: Iterable[bytes]) -> str:
     return found.hexdigest()[:16]
 
 
-def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int) -> Demonstrations:
+def collate_demonstrations(
+    examples: Sequence[lengths.DemonstrationTokens], pad_id: int
+) -> Demonstrations:
     """Return demonstrations right-padded to the longest [B,S].
 
     Their targets are the responses, and the learned tokens of the prompts of dialogues.
@@ -217,7 +227,7 @@ def collate_demonstrations(examples: Sequence[DemonstrationTokens], pad_id: int)
     return Demonstrations(tokens=tokens, mask=mask, target_mask=target_mask)
 
 
-def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Preferences:
+def collate_preferences(examples: Sequence[lengths.PreferenceTokens], pad_id: int) -> Preferences:
     """Return preference pairs, each side right-padded to its longest sequence: [B,S] and [B,R]."""
     chosen, chosen_mask = pad([[*e.prompt, *e.chosen] for e in examples], pad_id, "right")
     rejected, rejected_mask = pad([[*e.prompt, *e.rejected] for e in examples], pad_id, "right")
@@ -228,7 +238,22 @@ def collate_preferences(examples: Sequence[PreferenceTokens], pad_id: int) -> Pr
     )  # fmt: skip
 
 
-def collate_prompts(examples: Sequence[PromptTokens], pad_id: int) -> Prompts:
+def collate_labels(examples: Sequence[lengths.LabelTokens], pad_id: int) -> Labels:
+    """Return responses with labels, right-padded [B,S], and the prompts with others [B,R]: each
+    with the response half a batch further."""
+    half = len(examples) // 2
+    pairs = zip(examples, (*examples[half:], *examples[:half]), strict=True)
+    mixed = [lengths.DemonstrationTokens(one.prompt, other.response) for one, other in pairs]
+    others = collate_demonstrations(mixed, pad_id)
+    return Labels(
+        **vars(collate_demonstrations(examples, pad_id)),
+        label=torch.tensor([e.label for e in examples]),
+        other_tokens=others.tokens,
+        other_target_mask=others.target_mask,
+    )
+
+
+def collate_prompts(examples: Sequence[lengths.PromptTokens], pad_id: int) -> Prompts:
     """Return prompts left-padded to the longest [B,P]."""
     tokens, mask = pad([e.prompt for e in examples], pad_id, "left")
     return Prompts(tokens=tokens, mask=mask, index=torch.tensor([e.index for e in examples]))

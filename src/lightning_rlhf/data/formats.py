@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from lightning_rlhf.data import rows
 from lightning_rlhf.io.user_code import FAULTS
 
-Kind = Literal["demonstrations", "preferences", "prompts"]
+Kind = Literal["demonstrations", "preferences", "prompts", "labels"]
 Found = rows.Messages | rows.Demonstration | rows.Preference | rows.Scored
 AUTO = "auto"
 """The format of the rows is found by their columns."""
@@ -24,13 +24,16 @@ NEEDS = {
     "demonstrations": 'stage=sft and ppo.ptx_coef > 0 need demonstrations {"prompt", "response"}',
     "preferences": 'stage=rm and stage=dpo need preference pairs {"prompt", "chosen", "rejected"}',
     "prompts": 'stage=ppo and stage=rank need prompts {"prompt"}',
+    "labels": 'dpo.loss_type=kto needs labels {"prompt", "response", "label"}, or preference pairs '
+    '{"prompt", "chosen", "rejected"}',
 }
 """Description of the data that each kind's stage needs, for errors."""
-NATIVE = ("prompt", "response", "messages", "chosen", "rejected", "margin")
+NATIVE = ("prompt", "response", "messages", "chosen", "rejected", "margin", "label")
 """Columns of the package's own forms."""
 _ORDER: Mapping[Kind, tuple[str, ...]] = {
     "demonstrations": ("response", "chosen", "messages"),
     "preferences": ("chosen", "rejected"),
+    "labels": ("chosen", "rejected"),
     "prompts": ("prompt", "messages", "chosen"),
 }
 """Columns of the package's own forms that hold data of a kind, in the order of preference."""
@@ -64,14 +67,17 @@ def flag_in(row: rows.Row, field: str) -> bool:
 
 
 def native(row: rows.Row, kind: Kind) -> Found:
-    """Read {"prompt"}, with "response" or with "chosen" and "rejected", whole dialogues {"chosen",
-    "rejected"}, or {"messages"}."""
-    order = _ORDER[kind]
+    """Read {"prompt"}, with "response", perhaps a "label", or with "chosen" and "rejected", whole
+    dialogues {"chosen", "rejected"}, or {"messages"}."""
+    order, are_compared = _ORDER[kind], kind in ("preferences", "labels")
     fields = [field for field in order if field in row]
-    if not fields or (kind == "preferences" and len(fields) < 2):
-        lacking = next(field for field in order if field not in fields)
+    if are_compared and not fields and "label" in row:
+        return _kto(row, kind)
+    if not fields or (are_compared and len(fields) < 2):
+        is_single = kind == "labels" and "response" in row
+        lacking = "label" if is_single else next(field for field in order if field not in fields)
         raise rows.missing(lacking, row, NEEDS[kind])
-    if kind == "preferences":
+    if are_compared:
         chosen, rejected = (rows.split_last(rows.dialogue(row, side), side) for side in order)
         turns = enumerate(zip_longest(chosen.prompt, rejected.prompt), start=1)
         if differing := [number for number, (one, other) in turns if one != other]:
@@ -207,20 +213,20 @@ def _helpsteer(row: rows.Row, kind: Kind) -> Found:
     return rows.Preference(prompt, chosen, rejected, abs(margin))
 
 
-def _completion(row: rows.Row, kind: Kind) -> Found:
+def _completion(row: rows.Row, kind: Kind, field: str = "completion") -> Found:
     """Read {"prompt", "completion"}, each a text or a list of messages."""
     if kind == "prompts":
         return native(row, kind)
-    return rows.split_last(rows.dialogue(row, "completion"), "completion")
+    return rows.split_last(rows.dialogue(row, field), field)
 
 
 def _kto(row: rows.Row, kind: Kind) -> Found:
-    """Read {"prompt", "completion", "label"}; only true ones are demonstrations."""
+    """Read {"prompt", "completion" or "response", "label"}; only true ones are demonstrations."""
     is_good = kind == "prompts" or flag_in(row, "label")
     if not is_good and kind == "demonstrations":
         raise rows.UnusedRow("its label is false")
-    found = _completion(row, kind)
-    if isinstance(found, rows.Demonstration) and kind == "preferences":
+    found = _completion(row, kind, "response" if "response" in row else "completion")
+    if isinstance(found, rows.Demonstration) and kind in ("preferences", "labels"):
         return rows.Scored(found.prompt, found.response, float(is_good), is_graded=False)
     return found
 
@@ -280,7 +286,8 @@ class Format:
 
 
 _SFT: tuple[Kind, ...] = ("demonstrations", "prompts")
-_RM: tuple[Kind, ...] = ("preferences", "prompts")
+_COMPARED: tuple[Kind, ...] = ("preferences", "labels")
+_RM: tuple[Kind, ...] = (*_COMPARED, "prompts")
 _ALL: tuple[Kind, ...] = get_args(Kind)
 _PROMPTS: tuple[Kind, ...] = ("prompts",)
 _POST, _SCORES = "subreddit title post", "score_chosen score_rejected"
@@ -291,6 +298,7 @@ FORMATS = tuple(
         ("native", native, _SFT, "prompt response", "", ""),
         ("native", native, _SFT, "messages", "", ""),
         ("native", native, _ALL, "chosen rejected", "margin", ""),
+        ("native", native, _COMPARED, "prompt response label", "", ""),
         ("native", native, _SFT, "chosen", "", ""),
         ("native", native, _PROMPTS, "prompt", "", ""),
         ("alpaca", _alpaca, _SFT, "instruction output", "input", "instruction"),

@@ -55,6 +55,14 @@ class DemonstrationTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class LabelTokens(DemonstrationTokens):
+    """Tokens of a prompt and of a response that is good or bad."""
+
+    label: bool = True
+    """True for a good response."""
+
+
+@dataclass(frozen=True, slots=True)
 class PreferenceTokens:
     """Tokens of a prompt, of the preferred response and of the other one."""
 
@@ -108,7 +116,7 @@ class _Dropped(Exception):
 
 
 def tokenise(read: rows.Rows[Any], chat: ChatFormat, config: DataConfig) -> Tokenised[Any]:
-    """Return the tokens of demonstrations, of preferences or of prompts.
+    """Return the tokens of demonstrations, of preferences, of labelled responses or of prompts.
 
     With data.train_on=all the earlier turns of the assistant are learned too; pairs whose two
     responses have the same tokens are dropped; prompts keep their positions in `read`.
@@ -150,6 +158,9 @@ def tokenise(read: rows.Rows[Any], chat: ChatFormat, config: DataConfig) -> Toke
                 if chosen == rejected:
                     raise _Dropped("chosen and rejected are the same tokens")
                 examples.append(PreferenceTokens(prompt, chosen, rejected, row.margin or 0.0))
+            elif isinstance(row, rows.Label):
+                answer = response(row.response, cut)
+                examples.append(LabelTokens(prompt, answer, label=row.is_good))
             else:
                 answer = response(row.response, cut)
                 learned = turn_targets(chat, messages) if config.train_on == "all" else ()

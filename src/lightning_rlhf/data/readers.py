@@ -37,7 +37,7 @@ _UNREADABLE = (ArrowException, OSError, ValueError, OverflowError)
 _ONE_A_LINE = "allowed: one JSON object a line"
 Numbered = Iterator[tuple[int, rows.Row | rows.BadRow]]
 """Rows of a source with their numbers, from 1; one that cannot be read is the reason why."""
-S = TypeVar("S", rows.Demonstration, rows.Preference, rows.Prompt)
+S = TypeVar("S", rows.Demonstration, rows.Preference, rows.Prompt, rows.Label)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def load(kind: formats.Kind, config: DataConfig, seed: int) -> TrainVal[Any]:
         ConfigError: no source is set.
         DataError, HubError: a source cannot be read, or has too few prompts to hold some out.
     """
-    split, key = getattr(config, kind), f"data.{kind}"
+    section = "preferences" if kind == "labels" else kind
+    split, key = getattr(config, section), f"data.{section}"
     if split.train is None:
         raise ConfigError(f"{key}.train is not set; {formats.NEEDS[kind]}: {key}.train=path.jsonl")
     for part, source in (("train", split.train), ("val", split.val)):  # before rows are read
@@ -103,7 +104,8 @@ def read(
     A prompt that comes with responses is kept once, at its first occurrence; rows that hold
     only a prompt are all kept, since their other columns may differ. Scored responses to one prompt
     are paired, each with every other that has another score; the number of a pair is that of the
-    row with the chosen response.
+    row with the chosen response. For labels, responses with one are not paired, and pairs are
+    taken apart.
 
     format: name of a format, or "path.py:function"; see `own_row`.
     columns: column of the format -> column of the source that is read as it.
@@ -144,7 +146,9 @@ def read(
         reasons = f": {rows.counts_text(left_out)}" if left_out else ", it is empty"
         raise DataError(f"{source} holds no row that can be used{reasons}{advice}")
     found = rows.Rows(source, tuple(records), left_out, unit, tuple(numbers))
-    return rows.paired(found) if isinstance(records[0], rows.Scored) else found
+    if isinstance(records[0], rows.Scored) and (kind != "labels" or records[0].is_graded):
+        found = rows.paired(found)
+    return rows.labelled(found) if kind == "labels" else found
 
 
 def _open(

@@ -125,6 +125,15 @@ class Scored:
     """True if a difference of two scores is the strength of a preference."""
 
 
+@dataclass(frozen=True, slots=True)
+class Label:
+    """A prompt with a response that is good or bad."""
+
+    prompt: Messages
+    response: str
+    is_good: bool
+
+
 @dataclass(frozen=True)
 class Rows(Generic[T]):
     """Usable rows of one source, in the order of the file."""
@@ -171,6 +180,24 @@ def paired(read: Rows[Scored]) -> Rows[Preference]:
     if not pairs:
         raise DataError(f"{read.source} holds no pair of responses: {counts_text(left_out)}")
     return Rows(read.source, tuple(pairs), left_out, read.unit, tuple(numbers))
+
+
+def labelled(read: Rows[Preference | Scored]) -> Rows[Label]:
+    """Return responses with labels, in the file's order: both of a pair, or those with a score,
+    which are good above 0. Raises DataError where all of them are good, or bad."""
+    found: list[Label] = []
+    numbers: list[int] = []
+    for row, number in zip(read.rows, read.numbers, strict=True):
+        if isinstance(row, Scored):
+            sides = [(row.response, row.score > 0)]
+        else:
+            sides = [(row.chosen, True), (row.rejected, False)]
+        found += [Label(row.prompt, *side) for side in sides]
+        numbers += [number] * len(sides)
+    if len({row.is_good for row in found}) == 1:
+        lacking, allowed = not found[0].is_good, "responses with either label, or pairs"
+        raise DataError(f"{read.source} has no row with the label {lacking}; allowed: {allowed}")
+    return Rows(read.source, tuple(found), read.left_out, read.unit, tuple(numbers))
 
 
 def prompt_row(messages: Messages) -> dict[str, Any]:

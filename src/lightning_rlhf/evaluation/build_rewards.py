@@ -5,16 +5,11 @@ It is read with the verdicts that fitness reports gave on it.
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
-import sys
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,21 +17,19 @@ from jaxtyping import Float
 from omegaconf import OmegaConf
 
 from lightning_rlhf.core import memory
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, require
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.validation import build
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message, prompt_row
-from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.user_code import load_function
+from lightning_rlhf.io import console, user_code
 from lightning_rlhf.models import build_roles, checkpoint, classifier, loading
 from lightning_rlhf.models.config import REWARD, SFT, ModelConfig
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rewards import config as kinds
-from lightning_rlhf.rewards import weighted
+from lightning_rlhf.rewards import http, weighted
 from lightning_rlhf.rewards.functions import FunctionReward
-from lightning_rlhf.rewards.http import HTTPReward
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.console import CONF
@@ -73,7 +66,7 @@ def prepare_reward(run: Run, columns: Collection[str]) -> BuildReward:
     parts = [prepare_source(run, *item, columns) for item in settings.reward.items()]
 
     def build(roles: Roles, batch_size: memory.MicrobatchSize) -> weighted.Reward:
-        with Working("loading the reward"):
+        with console.Working("loading the reward"):
             sources = tuple(part(roles, batch_size) for part in parts)
         terms = tuple(config.term(name) for name, config in settings.reward.items())
         return weighted.Reward(terms, sources)
@@ -88,11 +81,13 @@ def prepare_source(
     key, role = stage.reward_key(run.settings, name), folders.reward_role(run.settings, name)
     match config:
         case kinds.FunctionConfig():
-            function = load_function(config.path, f"{key}.path")
-            scorer = FunctionReward(function, config.arguments, key).for_columns(columns)
+            function = user_code.load_function(config.path, f"{key}.path")
+            scorer = FunctionReward.of(function, config.arguments, key).for_columns(columns)
+            if str(getattr(function, "__module__", "")).startswith("lightning_rlhf."):
+                scorer.call(scorer.function, [], [])  # which checks the arguments
             return lambda *_: scorer
         case kinds.HTTPConfig():
-            server = HTTPReward(config, key, partial(print_line, style="yellow"))
+            server = http.HTTPReward(config, key, partial(console.print_line, style="yellow"))
             server.greet()
             return lambda *_: server
         case kinds.TextModelConfig():
@@ -106,7 +101,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
 
     The latter comes with its adapter on the base, or with whole weights of its own.
     """
-    final, moments, coef = run.parents.get(role), (0.0, 1.0), 0.0
+    final, moments, coef, ends = run.parents.get(role), (0.0, 1.0), 0.0, None
     if final is not None and isinstance(config, kinds.HeadConfig):
         if final.require_manifest("rm").chat_template != str(run.tokenizer.chat_template):
             raise CheckpointError(
@@ -114,7 +109,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
                 "read other text than it was trained on. Train it again from this SFT model, or "
                 f"let it read text: reward=model reward.name_or_path={final.path}"
             )
-        coef = config.uncertainty_coef
+        coef, ends = config.uncertainty_coef, config.step_separator
         if config.normalization == "stored":
             moments = final.reward_moments()
 
@@ -131,7 +126,7 @@ def head_reward(run: Run, key: str, role: str, config: kinds.ComponentConfig) ->
         if owner is not roles:
             owner.to(run.device)
         rewards = partial(owner.rewards, role=role)
-        return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role)
+        return weighted.LearnedReward(rewards, *moments, coef, batch_size, owner, role, ends)
 
     return load
 
@@ -242,11 +237,13 @@ def text_scorer(source: str, overrides: Sequence[str]) -> Score:
     allowed = "none, stored: to a server every request is the first"
     require(config.normalization != "running", "reward.normalization", "running", allowed)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    with Working("loading the reward model"):
+    with console.Working("loading the reward model"):
         reward = text_reward(config, "reward", final, device)()
     if final.verdict is not None:
         advice = " It is served all the same." * final.verdict.is_unfit
-        print_line(f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style)
+        console.print_line(
+            f"reward {final.path}: {final.verdict.words}{advice}", final.verdict.style
+        )
 
     def score(prompts: list[Messages], responses: list[str], columns: Columns) -> list[float]:
         rows = [prompt_row(tuple(map(Message.of, prompt))) for prompt in prompts]
@@ -278,7 +275,7 @@ def build_critic(run: Run, roles: Roles) -> Critic:
         mean, std = (0.0, 1.0) if is_raw else reward.reward_moments()
         scale = mean, std / component.weight
     add = partial(build_roles.add_critic, roles, settings.model, settings.config.critic)
-    with Working("loading the critic"):
+    with console.Working("loading the critic"):
         sft = run.parents.get(SFT)
         return Critic(*add(sft=sft, reward=reward, scale=scale, seed=settings.seed))
 
@@ -315,7 +312,7 @@ def verdicts_on(run: Run, *, refuses: bool, shown: bool = True) -> dict[str, che
         if verdict is not None:
             words, style = verdict.words, verdict.style
             words += " PPO is run on it all the same." * (refuses and verdict.is_unfit)
-        print_line(f"reward {name}: {words}", style)
+        console.print_line(f"reward {name}: {words}", style)
     return {name: verdict for name, verdict in verdicts.items() if verdict is not None}
 
 
@@ -340,22 +337,5 @@ def evaluated(settings: stage.Settings, name: str) -> dict[str, checkpoint.Verdi
 
 def code_of(settings: stage.Settings) -> dict[str, str]:
     """Return the hash of the file of each function of the reward, by component."""
-    found = {}
-    for name, config in settings.reward.items():
-        if isinstance(config, kinds.FunctionConfig):
-            where = os.path.expanduser(config.path.rpartition(":")[0])
-            file = Path(where) if where.endswith(".py") else file_of_module(where)
-            code = file.read_bytes() if file is not None and file.is_file() else b""
-            found[name] = hashlib.sha256(code).hexdigest()
-    return found
-
-
-ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
-"""Ends of the files of a module."""
-
-
-def file_of_module(name: str) -> Path | None:
-    """Return the file of a module, of which no package is imported; None where there is none."""
-    inside = name.replace(".", "/")
-    files = (Path(place, inside + end) for place in sys.path for end in ENDS)
-    return next(filter(Path.is_file, files), None)
+    own = {n: x.path for n, x in settings.reward.items() if isinstance(x, kinds.FunctionConfig)}
+    return {name: user_code.code_digest(path) for name, path in own.items()}

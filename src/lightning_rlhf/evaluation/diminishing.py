@@ -20,12 +20,9 @@ from scipy.signal import lfilter
 from lightning_rlhf.callbacks.files import SAMPLES
 from lightning_rlhf.core.errors import CheckpointError, counted
 from lightning_rlhf.core.metrics import FLOPS, GOLD, HELD_OUT, KL, REWARD
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import json_lines, written_whole
-from lightning_rlhf.io.user_code import nearest_path
+from lightning_rlhf.io import console, storage, user_code
+from lightning_rlhf.report import estimates, figures
 from lightning_rlhf.report.curves import PALETTE, PURPLE, Curves, Series, frontier_plots
-from lightning_rlhf.report.estimates import Interval, mean_interval, single
-from lightning_rlhf.report.figures import draw_plots
 from lightning_rlhf.runs import folders, measured
 
 NUMBERS, PICTURE = "diminishing.json", "diminishing.png"
@@ -66,7 +63,7 @@ class Fit:
     """Start, gain and scale of `saturating`."""
     knee: float
     """Share from which a further AHEAD buys less than GAIN of the gain; inf is beyond the run."""
-    interval: Interval
+    interval: estimates.Interval
     """90% interval of the knee; an end of inf is beyond the run."""
 
 
@@ -125,7 +122,7 @@ class GoldStop:
     gold_at_end: float
     reward_rise: float
     """Reward at the end less the one at `stop`, mean over the same prompts."""
-    reward_interval: Interval
+    reward_interval: estimates.Interval
     """95% interval of `reward_rise`."""
 
     @property
@@ -336,7 +333,7 @@ def find_gold_stop(
     scores = scores[:, known]
     means = scores.mean(axis=1)
     best = int(np.argmax(means))
-    _, high = mean_interval(scores - scores[best], SEED)
+    _, high = estimates.mean_interval(scores - scores[best], SEED)
     within = np.flatnonzero(high >= 0)
     stop = int(within[means[within] >= means[-1]][0])
     rise = (reward[steps[-1]] - reward[steps[stop]])[known]
@@ -350,7 +347,7 @@ def find_gold_stop(
         gold_at_best=float(means[best]),
         gold_at_end=float(means[-1]),
         reward_rise=float(rise.mean()),
-        reward_interval=single(mean_interval(rise, SEED)),
+        reward_interval=estimates.single(estimates.mean_interval(rise, SEED)),
     )
 
 
@@ -365,7 +362,7 @@ def paired_stop(folder: Path) -> GoldStop | None:
     reward: dict[int, ndarray] = {}
     prompts: list[int] = []
     for path in sorted((folder / SAMPLES).glob("eval_*.jsonl"), reverse=True):
-        samples = [sample for _, sample in json_lines(path)]
+        samples = [sample for _, sample in storage.json_lines(path)]
         with measured.damage_named(path):
             found = [sample["index"] for sample in samples]
             prompts = prompts or found
@@ -390,7 +387,7 @@ def print_diminishing(folder: Path, title: str) -> int:
         return iterations
     found = measure_returns(curves)
     conclusion = conclude(found, paired_stop(folder))
-    with written_whole(folder / NUMBERS) as beside:
+    with storage.written_whole(folder / NUMBERS) as beside:
         text = json.dumps(conclusion, indent=1, allow_nan=False)
         beside.write_text(f"{text}\n", encoding="utf-8")
     *others, by_compute = frontier_plots(curves, conclusion)
@@ -402,7 +399,7 @@ def print_diminishing(folder: Path, title: str) -> int:
             series.append(Series(label=f"fit of {NAMES[curve.metric]}", color=color, points=line))
     sentence = conclusion["sentence"]
     heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
-    draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
+    figures.draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
     repeat_conclusion(folder)
     return iterations
 
@@ -414,7 +411,7 @@ def repeat_conclusion(folder: Path) -> None:
     """
     with measured.damage_named(folder / NUMBERS) as file:
         if (found := measured.optional_json(file)) is not None:
-            print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
+            console.print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:
@@ -422,7 +419,7 @@ def again(folder: Path) -> None:
     allowed = "allowed: a run of stage=ppo, as outputs/<run>/<model>/ppo"
     if not folder.is_dir():
         found = "is no folder" if folder.exists() else "does not exist"
-        raise CheckpointError(f"{folder} {found}{nearest_path(str(folder))}; {allowed}")
+        raise CheckpointError(f"{folder} {found}{user_code.nearest_path(str(folder))}; {allowed}")
     count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
         found = f"{folder / folders.METRICS} has {counted(count, 'iteration')} of stage=ppo"

@@ -14,12 +14,10 @@ from rich import get_console
 
 from lightning_rlhf.callbacks.evaluation import evaluation_metrics
 from lightning_rlhf.callbacks.loggers import log_table
-from lightning_rlhf.core import kl
+from lightning_rlhf.core import errors, kl
 from lightning_rlhf.core.config import PolicyEvalConfig, RankConfig
-from lightning_rlhf.core.errors import DataError, counted
 from lightning_rlhf.core.metrics import BEST_JUDGE, HELD_OUT, JUDGE
-from lightning_rlhf.data.formats import Kind, formats_of
-from lightning_rlhf.data.lengths import note_on_few
+from lightning_rlhf.data import formats, lengths
 from lightning_rlhf.data.rows import BadRow, counts_text
 from lightning_rlhf.evaluation import evaluate_reward, policies
 from lightning_rlhf.io.console import json_line, print_line
@@ -27,12 +25,11 @@ from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
 from lightning_rlhf.report.tables import verdict_lines
+from lightning_rlhf.rollout.sampler import GREEDY
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 
 CUT = "cut at max_response_tokens"
-GREEDY = 1e-6
-"""Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
 
 
 class EvalPolicy(stage.Stage):
@@ -67,7 +64,7 @@ class EvalPolicy(stage.Stage):
             task.references = policies.fitting_tokens(run, demonstrations, limit)
         shown = f"{', '.join(sources)} and the SFT model on {len(task.prompts)} held-out prompts, "
         shown += f"{count} sampled responses and a greedy one to each"
-        print_line(", ".join([shown, *note_on_few(len(task.prompts), to_validate=True)]))
+        print_line(", ".join([shown, *lengths.note_on_few(len(task.prompts), to_validate=True)]))
         ways = {"sampled": (config.temperature, count), "greedy": (GREEDY, 1)}
         best = {} if n is None else {f"best of {n}": (config.temperature, n * count)}
         found = task.respond(sources, ways, ways | best)
@@ -105,12 +102,12 @@ def evaluation_of(
     settings, prompts = task.run.settings, len(task.prompts)
     config: PolicyEvalConfig = settings.config
     ks = (1, config.samples_per_prompt) if config.pass_k is None else config.pass_k
-    passed = comparison.passes(found, prompts, ks)
+    passed = comparison.passes(found, prompts, ks, settings.seed)
     numbers: dict[str, dict[str, dict[str, float | None]]] = {}
     for policy in found:
         sampled, greedy = (evaluation_metrics(policy.samples[one]) for one in comparison.DECODINGS)
         del greedy["eval/kl"]
-        sampled |= passed[policy.name]
+        sampled |= {name: mean for name, (mean, _) in passed[policy.name].items()}
         if policy.perplexity is not None:
             sampled["eval/perplexity"] = policy.perplexity
         if policy.best_of is not None:
@@ -135,6 +132,10 @@ def evaluation_of(
         "sources": {name: str(source.path) for name, source in sources.items()},
         "verdicts": task.verdicts,
         "policies": numbers,
+        "pass_intervals": {
+            policy: {name: interval for name, (_, interval) in of.items()}
+            for policy, of in passed.items()
+        },
         "comparisons": comparisons,
     }
 
@@ -184,9 +185,9 @@ def rank_samples(
     rows: Ranked = {"preferences": [], "demonstrations": [], "accepted": []}
     left_out: Counter[str] = Counter()
 
-    def is_read(row: Mapping[str, Any], kind: Kind) -> bool:
+    def is_read(row: Mapping[str, Any], kind: formats.Kind) -> bool:
         try:
-            formats_of("native", kind)[0].read(row, kind)
+            formats.formats_of("native", kind)[0].read(row, kind)
         except BadRow as bad:
             left_out[bad.reason] += 1
             return False
@@ -250,14 +251,16 @@ class Rank(stage.Stage):
         task = policies.Task(run, config.prompts, config.max_prompts)
         count = config.samples_per_prompt
         name, start = next(iter(sources.items()), (SFT, run.parents.get(SFT)))
-        print_line(f"{count} responses of {name} to each of {counted(len(task.prompts), 'prompt')}")
+        print_line(
+            f"{count} responses of {name} to each of {errors.counted(len(task.prompts), 'prompt')}"
+        )
         ways = {"sampled": (config.temperature, count)}
         (policy,) = task.respond(sources, ways, {} if sources else ways)
         answers = policy.samples["sampled"]
         samples = [{**one, "messages": task.rows[one["index"]]["messages"]} for one in answers]
         ranked, left_out = rank_samples(samples, config)
         if not ranked["demonstrations"]:
-            raise DataError(
+            raise errors.DataError(
                 f"no response can be used: {counts_text(left_out)}; "
                 f"rank.max_response_tokens is {config.max_response_tokens}"
             )
@@ -288,7 +291,7 @@ class Rank(stage.Stage):
         print_line(f"left out: {counts_text(left_out) or 'none'}")
         final = run.folder / folders.FINAL
         for kind, rows in files.items():
-            print_line(f"written: {final / kind}.jsonl, {counted(len(rows), 'row')}")
+            print_line(f"written: {final / kind}.jsonl, {errors.counted(len(rows), 'row')}")
         empty, cut = [kind for kind in files if not files[kind]], left_out[CUT]
         if empty or 2 * cut > len(samples):
             print_line(

@@ -16,17 +16,15 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_rlhf.callbacks.loggers import close_loggers, log_pictures
-from lightning_rlhf.core import masking, memory, records, shaping
+from lightning_rlhf.core import errors, masking, memory, records, shaping
 from lightning_rlhf.core.config import EvalConfig, RMConfig
-from lightning_rlhf.core.errors import CheckpointError, DataError, HubError
 from lightning_rlhf.core.metrics import check_names
 from lightning_rlhf.data import batches, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.problems import find_problems, print_problems
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
-from lightning_rlhf.evaluation import build_rewards
-from lightning_rlhf.evaluation.run_report import leave_report
+from lightning_rlhf.evaluation import build_rewards, run_report
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models import build_roles, checkpoint
@@ -65,15 +63,15 @@ def leave_final(run: Run, metrics: Mapping[str, float]) -> Iterator[tuple[Path, 
         finally:
             with Working("closing the loggers"):
                 close_loggers(loggers, exit_code)
-    leave_report(folder, run.settings.definition)
+    run_report.leave_report(folder, run.settings.definition)
 
 
 def divided(
     reward: Reward, decoded: records.DecodedResponses, replicas: Replicas
 ) -> Float[Tensor, "B K"]:
     """Return the components of all responses, of which each process scores a share."""
-    mine = replicas.share(masking.by_length(decoded.rollout.mask))
-    parts = reward(decoded.select(mine)).tolist() if len(mine) else []
+    mine = collector.whole_groups(decoded.rollout, replicas)
+    parts = reward(decoded.select(mine))[0].tolist() if len(mine) else []
     return torch.tensor(replicas.merged(mine, parts), device=decoded.rollout.tokens.device)
 
 
@@ -240,7 +238,10 @@ def check_formats(run: Run, reward: Reward) -> None:
             continue
         assert isinstance(source, LearnedReward | TextReward)
         with Working(f"checking the format of reward {name}"):
-            result = check_format(run, name, replace(source, uncertainty_coef=0.0))
+            source = replace(source, uncertainty_coef=0.0)
+            if isinstance(source, LearnedReward):
+                source = replace(source, step_separator=None)
+            result = check_format(run, name, source)
         if isinstance(result, str):
             print_line(f"reward {name}: no held-out pairs to check its format with: {result}")
             continue
@@ -252,7 +253,7 @@ def check_formats(run: Run, reward: Reward) -> None:
             is_text = result.problems or result.rendered != result.own_rendered
             advice = "Mend the text" if is_text else "Its numbers differ by dtype or quantization"
             way = f"{stage.reward_key(settings, name)}.format_check=warn goes on all the same"
-            raise CheckpointError(f"{lines[0]}. {advice}; or {way}")
+            raise errors.CheckpointError(f"{lines[0]}. {advice}; or {way}")
 
 
 def check_format(
@@ -269,7 +270,7 @@ def check_format(
     if not pairs and data.preferences.train is not None:
         try:
             val = readers.load("preferences", data, seed).val
-        except (DataError, HubError) as error:  # PPO does not need the pairs
+        except (errors.DataError, errors.HubError) as error:  # PPO does not need the pairs
             return f"data.preferences: {error}"
         fits = fitting_pairs(readers.draw_rows(val, data.max_val_rows, seed), chat, data)
         some = fits.rows[: format_check.COUNT]
@@ -319,7 +320,7 @@ class EvalReward(stage.Stage):
         fits = fitting_pairs(rows.val, run.chat, data)
         pairs = readers.draw_rows(fits, data.max_val_rows, settings.seed).rows
         if not pairs:
-            raise DataError(
+            raise errors.DataError(
                 f"no held-out pair of {fits.source} is within data.max_prompt_tokens "
                 f"({data.max_prompt_tokens}) and data.max_response_tokens "
                 f"({data.max_response_tokens})"

@@ -353,7 +353,7 @@ class Task:
 
         roles: models on the device, whose reference is the SFT model.
         """
-        run, names, found = self.run, [term.name for term in reward.terms], []
+        run, found = self.run, []
         numbers = torch.cat([torch.arange(0), *(numbers for numbers, _ in parts)])
         with Working("scoring the responses", len(numbers)) as working:
             for _, rollout in working.track(parts, lambda part: len(part[1])):
@@ -367,7 +367,7 @@ class Task:
                     over_vocabulary=False,
                 ).to("cpu")
                 result = results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
-                found += evaluation.judged_samples(result, names, self.judge)
+                found += evaluation.judged_samples(result, reward, self.judge)
             return run.replicas.merged(numbers, found)
 
 

@@ -12,8 +12,7 @@ from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import RLHFError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, FITNESS, HELD_OUT, HELD_OUT_KL, label_of
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import delete, json_lines, written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report import comparison, fitness_page, run_page
@@ -45,11 +44,11 @@ def leave_report(folder: Path, definition: Stage) -> None:
     the same folder may have left meanwhile.
     """
     try:
-        delete(folder / FAILED)
+        storage.delete(folder / FAILED)
         if (folder / CONFIG).is_file() and files.read_rows(folder / METRICS):
-            print_line(f"report: {write([measured.read_run(folder, definition)], folder)}")
+            console.print_line(f"report: {write([measured.read_run(folder, definition)], folder)}")
     except (RLHFError, OSError) as error:
-        print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
+        console.print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
 
 def write(runs: Sequence[measured.RunFiles], folder: Path) -> Path:
@@ -58,7 +57,7 @@ def write(runs: Sequence[measured.RunFiles], folder: Path) -> Path:
         promises = [run_page.PromiseRow(**row) for row in measured.optional_json(path) or ()]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
     stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
-    with written_whole(folder / PAGE, kind="page") as beside:
+    with storage.written_whole(folder / PAGE, kind="page") as beside:
         run_page.write_page(beside, name, stages, promises)
     return folder / PAGE
 
@@ -257,11 +256,13 @@ def pairs(folder: Path) -> list[Pair]:
     path = final / comparison.SAMPLES
     if (final / comparison.NUMBERS).is_file() and path.is_file():
         with measured.damage_named(path):
-            rows = [row for _, row in json_lines(path) if row["decoding"] == "greedy"][:PAIRS]
+            rows = [row for _, row in storage.json_lines(path) if row["decoding"] == "greedy"][
+                :PAIRS
+            ]
             return [pair_of(row["prompt"], *list(row["responses"].items())[:2]) for row in rows]
     kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
     with measured.damage_named(shown):
-        rows = [row for _, row in json_lines(shown)] if shown.is_file() else []
+        rows = [row for _, row in storage.json_lines(shown)] if shown.is_file() else []
         names = {"prompt": "prompt", "before": "demonstration", "after": "response"}
         return [{key: row[name] for key, name in names.items()} | kinds for row in rows]
 
@@ -281,7 +282,7 @@ def token_samples(path: Path) -> list[dict[str, Any]]:
 
     Samples without numbers of their tokens are left out.
     """
-    samples = [sample for _, sample in json_lines(path)] if path.is_file() else []
+    samples = [sample for _, sample in storage.json_lines(path)] if path.is_file() else []
     found = []
     with measured.damage_named(path):
         for sample in samples:

@@ -12,12 +12,11 @@ from lightning_rlhf.callbacks import checkpoints, files
 from lightning_rlhf.callbacks.compute import PREFIX as COMPUTE
 from lightning_rlhf.callbacks.progress import metric_text, position
 from lightning_rlhf.callbacks.stopping import AVERAGE
-from lightning_rlhf.core import errors
-from lightning_rlhf.core.config import Mode, PPOStopConfig, StageConfig
+from lightning_rlhf.core import errors, ppo_config
+from lightning_rlhf.core.config import Mode, StageConfig
 from lightning_rlhf.core.metrics import EVAL_PART, JUDGE, Goal
 from lightning_rlhf.core.metrics import METRICS as DEFINITIONS
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.modules.optim import StageModule, check_parameters, trainable_state
 from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.runs.folders import ENDING, METRICS, Ending, Export, Value, read_ending
@@ -84,7 +83,9 @@ def check_final(settings: Settings, steps: int | None) -> None:
             )
     if not isinstance(step, int):
         return
-    if stop.patience is not None or (isinstance(stop, PPOStopConfig) and stop.max_kl is not None):
+    if stop.patience is not None or (
+        isinstance(stop, ppo_config.PPOStopConfig) and stop.max_kl is not None
+    ):
         allowed = "allowed where a rule may end the run: last, best"
         raise errors.ConfigError(f"{stage}.final is {step}; {allowed}")
     if steps is not None:
@@ -117,7 +118,7 @@ def choose(
     stopped = None if last == steps else reason or "a callback"
     if stopped is not None and saver.replicas.is_first:
         by, why = ("callback", "") if reason is None else ("rule", f": {reason}")
-        print_line(f"a {by} ended the run after step {last} of {steps}{why}")
+        console.print_line(f"a {by} ended the run after step {last} of {steps}{why}")
     allowed = f"last, best, since the run was ended after step {last}"
     errors.require(step <= last, f"{saver.origin.stage}.final", step, allowed)
     ending = ending_of(folder, saver.goal, str(final), step, last, stopped)
@@ -135,8 +136,8 @@ def choose(
             for name, value in ending.metrics.items()
             if value.chosen is not None and value.last is not None
         )
-        print_line(f"final/ is step {step} (final={final}): {found}")
-    with written_whole(folder / ENDING) as beside:
+        console.print_line(f"final/ is step {step} (final={final}): {found}")
+    with storage.written_whole(folder / ENDING) as beside:
         beside.write_text(json.dumps(asdict(ending), indent=2) + "\n")
     return None if step == last else measured_at(folder, step)
 

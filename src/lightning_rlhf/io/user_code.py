@@ -7,13 +7,14 @@ import importlib.util
 import os
 import sys
 from asyncio import CancelledError
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.errors import ConfigError, quoted, require
 
 FAULTS = (Exception, SystemExit, GeneratorExit, CancelledError)
 """Exceptions that count as a fault of a user's code: all but Ctrl-C. `sys.exit()` there would end a
@@ -100,9 +101,11 @@ def load_object(source: str, key: str, what: str, is_one: Callable[[Any], bool])
         return found[name]
     own = module.__name__
     others = {n for n, x in found.items() if callable(x) and getattr(x, "__module__", None) != own}
+    others -= {*getattr(module, "__all__", ())}
     there = sorted(n for n in found.keys() - others if n[0] != "_")
     shown = f"; {name} is {vars(module)[name]!r}" if name in vars(module) else ""
-    raise ConfigError(f"{key} is {source!r}; {where} has no {what} {name!r}, it has {there}{shown}")
+    has = f"{where} has no {what} {name!r}, it has {quoted(there)}{shown}"
+    raise ConfigError(f"{key} is {source!r}; {has}")
 
 
 def _of_file(path: str) -> ModuleType:
@@ -119,6 +122,52 @@ def _of_file(path: str) -> ModuleType:
             del sys.modules[name]
             raise
     return sys.modules[name]
+
+
+def enter_formulas(doors: Mapping[str, tuple[Any, Any, str]], config: Any, stage: str) -> None:
+    """Enter the functions of the user's that a section names in the tables of formulas.
+
+    doors: key -> table of functions by name; function that tries one with the section and returns
+        what is wrong, as the end of "FUNCTION, ...", or None; description of those that pass.
+
+    Raises ConfigError where there is no such function, or where it fails or has a fault.
+    """
+    for key, (table, fault_of, allowed) in doors.items():
+        source = getattr(config, key)
+        if ":" not in source:
+            continue
+        function = load_function(source, f"{stage}.{key}")
+        try:
+            fault = fault_of(function, config=config)
+        except FAULTS as error:
+            fault = f"which fails on a made-up batch: {error!r}"
+        if fault is not None:
+            raise ConfigError(f"{stage}.{key} is {source!r}, {fault}; allowed: {allowed}")
+        table[source] = function
+
+
+def code_digest(source: str) -> str:
+    """Return a hash of the file that the path of an object names; of nothing where there is none.
+
+    source: as for `load_object`; no package of it is imported, and one is all of its files.
+    """
+    where = os.path.expanduser(source.rpartition(":")[0])
+    file = Path(where) if where.endswith(".py") else file_of_module(where)
+    files = [file] if file is not None and file.is_file() else []
+    if file is not None and file.name == "__init__.py":
+        files = sorted(file.parent.glob("*.py"))
+    return hashlib.sha256(b"".join(one.read_bytes() for one in files)).hexdigest()
+
+
+ENDS = ("/__init__.py", ".py", *EXTENSION_SUFFIXES)
+"""Ends of the files of a module."""
+
+
+def file_of_module(name: str) -> Path | None:
+    """Return the file of a module, of which no package is imported; None where there is none."""
+    inside = name.replace(".", "/")
+    files = (Path(place, inside + end) for place in sys.path for end in ENDS)
+    return next(filter(Path.is_file, files), None)
 
 
 def nearest_path(source: str) -> str:

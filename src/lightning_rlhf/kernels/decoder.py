@@ -19,8 +19,7 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from lightning_rlhf.core.masking import upload
-from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.lora import is_plain_lora
+from lightning_rlhf.kernels import layers, lora
 
 _NAMES = ("Llama", "Qwen2", "Qwen3")
 TRUNKS = {f"{name}Model": name for name in _NAMES} | {"Qwen3_5TextModel": "Qwen3_5"}
@@ -139,7 +138,7 @@ def merged_adapters(model: nn.Module) -> Iterator[None]:
                     layers.own_class(layer.base_layer) in layers.LINEAR
                     and weight.dtype == torch.float32
                     and not torch.is_autocast_enabled(weight.device.type)
-                    and is_plain_lora(layer)
+                    and lora.is_plain_lora(layer)
                 ):
                     swapped.append((parent, name, layer))
                     setattr(parent, name, _plain(layer))

@@ -11,9 +11,7 @@ from transformers import PreTrainedModel
 
 from lightning_rlhf.core.config import KernelChoice
 from lightning_rlhf.core.errors import ConfigError, first_line
-from lightning_rlhf.kernels import layers
-from lightning_rlhf.kernels.decoder import TRUNKS, Packing, family, packed_class
-from lightning_rlhf.kernels.lora import FusedLoRALinear
+from lightning_rlhf.kernels import decoder, layers, lora
 
 LAYERS = 4
 """Number of layers from which rounding in 16 bits grows."""
@@ -41,9 +39,9 @@ def use_kernels(choice: KernelChoice, model: PreTrainedModel) -> Kernels:
     place, allowed = "the CPU" if device == "cpu" else device, "auto, plain"
     if choice == "plain":
         return Kernels("plain", "model.kernels=plain")
-    if family(model) is None:
+    if decoder.family(model) is None:
         reason = f"{name} has layers of another kind"
-        allowed = f"auto, plain, or a model of {', '.join(sorted(TRUNKS.values()))}"
+        allowed = f"auto, plain, or a model of {', '.join(sorted(decoder.TRUNKS.values()))}"
     elif any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
         reason = "the weights are sharded"
     elif choice == "auto" and device != "cpu":
@@ -66,7 +64,7 @@ def patch_layers(model: nn.Module) -> None:
     for layer in model.modules():
         kind = layers.fast_class(type(layer))  # type: ignore[arg-type]
         if type(layer) is LoRALinear and type(layer.base_layer) in layers.LINEAR:
-            kind = FusedLoRALinear
+            kind = lora.FusedLoRALinear
         layer.__class__ = kind or type(layer)
 
 
@@ -94,10 +92,10 @@ def patch_fault(model: PreTrainedModel) -> str | None:
     patch_layers(model)
     layers.use_fast_sdpa(model, fast=True)
     for layer in trunk.layers:  # which then accept a `Packing`
-        layer.__class__ = packed_class(type(layer))  # type: ignore[arg-type]
+        layer.__class__ = decoder.packed_class(type(layer))  # type: ignore[arg-type]
         layer.is_last = layer is trunk.layers[-1]
     try:
-        packing = Packing.of(wanted)
+        packing = decoder.Packing.of(wanted)
         found = trunk(input_ids=tokens, use_cache=False, packing=packing).last_hidden_state
     except Exception as error:  # code written for other layers may raise anything
         return f"the fast layers fail: {first_line(error)}"

@@ -11,9 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lightning_rlhf.core.config import CriticKind
+from lightning_rlhf.core import memory, ppo_config
 from lightning_rlhf.core.errors import CheckpointError, ConfigError
-from lightning_rlhf.core.memory import total_memory
 from lightning_rlhf.kernels.patch import rounding, same_logits
 from lightning_rlhf.models import checkpoint, loading
 from lightning_rlhf.models import config as names
@@ -224,7 +223,7 @@ def check_room(
     Counted are what is allocated before the first token, and the cache of one row.
     prompt, response: largest numbers of tokens; `key` is the configuration key of the latter.
     """
-    config, there = roles.causal_lm.config.get_text_config(), total_memory(device)
+    config, there = roles.causal_lm.config.get_text_config(), memory.total_memory(device)
     a_token = rows * SAMPLING_BYTES + cache_bytes(config, roles.causal_lm.dtype)
     need = (prompt + response) * a_token
     if need > there:
@@ -277,7 +276,7 @@ def add_policy(roles: Roles, config: ModelConfig, seed: int) -> None:
 def add_critic(
     roles: Roles,
     config: ModelConfig,
-    kind: CriticKind,
+    kind: ppo_config.CriticKind,
     *,
     sft: checkpoint.Final | None,
     reward: checkpoint.Final | None,

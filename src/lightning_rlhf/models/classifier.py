@@ -13,8 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lightning_rlhf.core.config import PAIR, ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, RewardError, require
-from lightning_rlhf.models.checkpoint import check_references, check_weights, local_folder, naming
-from lightning_rlhf.models.loading import read_weights
+from lightning_rlhf.models import checkpoint, loading
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,13 +112,13 @@ def load_classifier(config: ClassifierConfig, key: str, device: torch.device) ->
         ConfigError: an option does not fit the model.
     """
     source, key_of_source = config.name_or_path, f"{key}.name_or_path"
-    folder = local_folder(source, key_of_source, config.revision)
+    folder = checkpoint.local_folder(source, key_of_source, config.revision)
     own, label, reader = check_classifier(folder, config, key)
     stored = own.dtype or torch.float32
     kept = stored if config.dtype is None else getattr(torch, config.dtype)
     placed = {} if config.quantization == "none" else {"device_map": {"": device}}
     kind = transformers.AutoModelForSequenceClassification
-    model = read_weights(kind, folder, config, kept, source, key_of_source, **placed)
+    model = loading.read_weights(kind, folder, config, kept, source, key_of_source, **placed)
     if not placed:
         model.to(device)
     model.eval().requires_grad_(False)
@@ -134,9 +133,9 @@ def check_classifier(
     Raises the errors of `load_classifier`: CheckpointError for a model that is no sequence
     classifier, ConfigError where `label` names no single output or there is no chat template.
     """
-    check_references(folder / "config.json")
+    checkpoint.check_references(folder / "config.json")
     trusts = {"trust_remote_code": config.trust_remote_code}
-    with naming(str(folder), f"{key}.name_or_path"):
+    with checkpoint.naming(str(folder), f"{key}.name_or_path"):
         own = transformers.AutoConfig.from_pretrained(folder, **trusts)
     kinds = own.architectures or []
     if kinds and not any("SequenceClassification" in kind for kind in kinds):
@@ -153,8 +152,8 @@ def check_classifier(
     fits = limit is None or most is None or most <= limit
     require(fits, f"{key}.max_tokens", most, allowed)
     source, template = config.tokenizer or str(folder), config.chat_template
-    there = local_folder(source, f"{key}.tokenizer", None)
-    with naming(source, f"{key}.tokenizer"):
+    there = checkpoint.local_folder(source, f"{key}.tokenizer", None)
+    with checkpoint.naming(source, f"{key}.tokenizer"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(there, **trusts)
     if template not in (None, PAIR):
         file = Path(str(template)).expanduser()
@@ -165,7 +164,7 @@ def check_classifier(
     none = f"since the tokenizer of {source} has none"
     allowed = f"{PAIR} for tokenizer(prompt, response), or a Jinja file of the dialogues, {none}"
     require(is_known, f"{key}.chat_template", template, allowed)
-    check_weights(folder)
+    checkpoint.check_weights(folder)
     assert isinstance(label, int)
     return own, label, tokenizer
 

@@ -22,9 +22,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from lightning_rlhf.core.config import ClassifierConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, first_line
 from lightning_rlhf.core.memory import total_memory
-from lightning_rlhf.models import checkpoint
+from lightning_rlhf.models import checkpoint, heads
 from lightning_rlhf.models.config import ModelConfig
-from lightning_rlhf.models.heads import restore_padding
 
 DESCRIPTION = ("config.json", "*.py")
 """Patterns of the files on the hub that describe a model: configuration, and code with it."""
@@ -84,7 +83,7 @@ def load_causal_lm(
         folder = checkpoint.local_folder(source, key, None if weights else config.revision)
         checkpoint.check_weights(folder)
         model = read_weights(transformers.AutoModelForCausalLM, folder, config, dtype, source, key)
-        restore_padding(model)
+        heads.restore_padding(model)
     model.recomputes = config.gradient_checkpointing
     return model.eval().requires_grad_(trainable)
 

@@ -85,10 +85,8 @@ def linear_layers(
 
 
 def layer_matrices(module: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices of the layers of all language models in a module, adapters included.
-
-    Embeddings, output layers and scalar heads are outside of the layers.
-    """
+    """Return the matrices of the layers of all language models in a module, adapters included;
+    embeddings, output layers and scalar heads are outside of the layers."""
     layers = (part for part in module.modules() if isinstance(part, GradientCheckpointingLayer))
     return {p for layer in layers for p in layer.parameters() if p.ndim == 2}
 
@@ -167,10 +165,8 @@ class Roles(nn.Module):
 
     @property
     def row_multiple(self) -> int:
-        """Return the number to a multiple of which rows of products are best rounded up.
-
-        It is 1 unless a library compiles for each number of rows.
-        """
+        """Return the number to a multiple of which rows of products are best rounded up; it is 1
+        unless a library compiles for each number of rows."""
         weight = self.causal_lm.get_input_embeddings().weight
         return layers.ROWS if layers.compiles_by_shape(weight) else 1
 
@@ -422,17 +418,22 @@ class Roles(nn.Module):
             self._merged = before
 
     def rewards(
-        self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"], role: str = REWARD
-    ) -> Float[Tensor, "B H"]:
-        """Return the output of each of the H heads of a reward role at each row's last real token.
+        self,
+        tokens: Int[Tensor, "B S"],
+        mask: Bool[Tensor, "B S"],
+        role: str = REWARD,
+        wanted: Bool[Tensor, "B S"] | None = None,
+    ) -> Float[Tensor, "N H"]:
+        """Return the output of each of the H heads of a reward role at some tokens, row by row.
 
         Where `mask` is on the CPU, the device of the tokens is not waited for.
+        wanted: mask of the real tokens at which it is read; None is the last of each row.
         """
         with self.use_role(role):
-            tokens, mask = from_first_real(tokens, mask)
-            lengths = mask.sum(dim=1)
-            last = torch.arange(mask.shape[1], device=mask.device) == lengths[:, None] - 1
-            return self.heads[role](self.hidden_at(tokens, last))
+            if wanted is None:
+                wanted = mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+            moved, real = from_first_real(tokens, mask)
+            return self.heads[role](self.hidden_at(moved, from_first_real(wanted, mask)[0] & real))
 
     def reward(self, tokens: Int[Tensor, "B S"], mask: Bool[Tensor, "B S"]) -> Float[Tensor, " B"]:
         """Return the raw reward of each sequence: the mean over the heads of the reward role."""

@@ -15,10 +15,8 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
-from lightning_rlhf.core import errors
+from lightning_rlhf.core import errors, memory
 from lightning_rlhf.core.config import StageConfig
-from lightning_rlhf.core.errors import CheckpointError, NotFiniteError, require
-from lightning_rlhf.core.memory import MicrobatchSize
 from lightning_rlhf.models.roles import layer_matrices
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
@@ -52,13 +50,13 @@ def check_parameters(module: nn.Module, checkpoint: Mapping[str, Any]) -> None:
         for state in (checkpoint["state_dict"], trainable_state(module))
     )
     if held.keys() != own.keys():
-        raise CheckpointError(
+        raise errors.CheckpointError(
             f"the checkpoint does not fit the model: it lacks {len(own.keys() - held.keys())} of "
             f"the trained parameters and has {len(held.keys() - own.keys())} others"
         )
     for name in own:
         if held[name] != own[name]:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 f"the checkpoint does not fit the model: its {name} is {held[name]}, the model's "
                 f"{own[name]}"
             )
@@ -150,7 +148,7 @@ class StageModule(L.LightningModule):
         stage: str,
         config: StageConfig,
         replicas: Replicas,
-        microbatch: MicrobatchSize | None = None,
+        microbatch: memory.MicrobatchSize | None = None,
     ) -> None:
         """Make the module before its first step.
 
@@ -166,7 +164,7 @@ class StageModule(L.LightningModule):
         self.config = config
         self.replicas = replicas
         key = f"{stage}.microbatch_size"
-        self.microbatch = microbatch or MicrobatchSize(key, config.microbatch_rows)
+        self.microbatch = microbatch or memory.MicrobatchSize(key, config.microbatch_rows)
         self.optimizer_class: partial[Any] = partial(AdamW)
         """Class of the optimizer with arguments; a run sets it to the section `optimizer`."""
         self.iteration = 0
@@ -182,10 +180,12 @@ class StageModule(L.LightningModule):
         """Raise ConfigError unless the Trainer has one epoch, and the processes of `replicas`."""
         trainer, size = self.trainer, self.replicas.size
         once = "1: the data of a whole run are one epoch, however often it repeats examples"
-        require(trainer.max_epochs == 1, "max_epochs of the Trainer", trainer.max_epochs, once)
+        errors.require(
+            trainer.max_epochs == 1, "max_epochs of the Trainer", trainer.max_epochs, once
+        )
         given = f"{size}, that of the module's argument `replicas`"
         found = trainer.world_size
-        require(found == size, "the number of the Trainer's processes", found, given)
+        errors.require(found == size, "the number of the Trainer's processes", found, given)
 
     def add_gradient(self, loss: Tensor) -> Tensor:
         """Add the gradient of a 0-d loss to that of the trained parameters; return it detached.
@@ -258,7 +258,7 @@ class StageModule(L.LightningModule):
         stage, allowed, made = self.stage, self.config.max_nonfinite, self.global_step
         if self.nonfinite == allowed:
             self.nonfinite = 0  # for a run that resumes here
-            raise NotFiniteError(
+            raise errors.NotFiniteError(
                 stage, in_a_row=allowed, loss=float(loss), grad_norm=float(grad_norm), made=made
             )
         if self.nonfinite == 1:

@@ -1,7 +1,7 @@
 """Proximal policy optimization from a reward model."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
@@ -11,21 +11,21 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core import errors, kl, losses, masking, memory, records, results, shaping
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core import policy_losses as formulas
 from lightning_rlhf.core.experience import make_experience, minibatches, token_rewards, whitened
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.chat import ChatFormat
+from lightning_rlhf.io.user_code import code_digest, enter_formulas
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules import optim
-from lightning_rlhf.modules.supervised import PTX
+from lightning_rlhf.modules import optim, supervised
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.parallel.sharding import clear
 from lightning_rlhf.rewards.weighted import Reward
-from lightning_rlhf.rollout.collector import Collector
+from lightning_rlhf.rollout import collector, score
 from lightning_rlhf.rollout.sampler import Sampler
-from lightning_rlhf.rollout.score import Critic, padding_share, policy_outputs, response_hidden
 
-TRAINING, EVALUATION = 0, 1  # numbers of the random-number streams
+TRAINING, EVALUATION, RESAMPLING, GREEDY = 0, 1, 2, 3  # numbers of the random-number streams
 
 
 class PPOModule(optim.StageModule):
@@ -46,7 +46,7 @@ class PPOModule(optim.StageModule):
         reward: Reward,
         config: PPOConfig,
         *,
-        critic: Critic | None,
+        critic: score.Critic | None,
         chat: ChatFormat,
         prompts: Mapping[str, Sequence[dict[str, Any]]],
         seed: int,
@@ -54,12 +54,12 @@ class PPOModule(optim.StageModule):
         sampler: Sampler | None = None,
         stage: str = "ppo",
         replicas: Replicas = ONE,
-        ptx: PTX | None = None,
+        ptx: supervised.PTX | None = None,
     ) -> None:
         """Build the module before its first iteration.
 
         Args:
-            critic: one for advantage=gae, None for the others.
+            critic: one where `config.has_critic`, else None.
             prompts: split ("train", "val") -> rows of the data.
             microbatch, stage, replicas: as for `StageModule`; the reward's model shares the former.
             sampler: sampler of the responses; None builds the one that `config.rollout` names.
@@ -74,17 +74,26 @@ class PPOModule(optim.StageModule):
             self.critic_roles = critic.roles  # so that Lightning moves and saves it
         self.seed = seed
         self.chat = chat
-        self.collector = Collector(
+        self.collector = collector.Collector(
             roles=roles, reward=reward, config=config, critic=critic, chat=chat, prompts=prompts,
             microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
+        own = {key: getattr(config, key) for key in formulas.DOORS}
+        self.digests = {key: code_digest(name) for key, name in own.items() if ":" in name}
+        """Key of a formula of the user's -> hash of its code."""
         self.update_number = 0
         """Number of the current update in its iteration, from 0."""
+        self.further: Callable[[int, int], records.Prompts] | None = None
+        """Function that gives prompts for ppo.resample_groups, as `StageData.further`."""
+        self.replaced: tuple[records.Rollout, ...] = ()
+        """Responses that ppo.resample_groups replaced in this iteration, round by round."""
         self.kl_coef = config.kl_coef
         """KL coefficient of the current iteration."""
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
+        self.mean_return = 0.0
+        """With advantage=reinforce, decayed sum of (1 - baseline_decay) * mean return so far."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()
@@ -104,9 +113,10 @@ class PPOModule(optim.StageModule):
         experience = self.experience = self.make_experience(rollout)
         score_s = self.lap()
         updates = tuple(map(self.update, self.minibatches(experience, generator)))
-        padding = padding_share(experience.mask, self.microbatch.rows)
+        padding = score.padding_share(experience.mask, self.microbatch.rows)
         seconds = {"rollout": rollout_s, "score": score_s, "update": self.lap(), "other": other_s}
-        result = results.IterationResult(experience, updates, self.kl_coef, padding, seconds)
+        coefs, replaced = (self.kl_coef, kl.ent_coef(self.config, self.iteration)), self.replaced
+        result = results.IterationResult(experience, updates, *coefs, padding, seconds, replaced)
         self.end_iteration(experience)
         self.log_headline(result.headline)
         return {results.RESULT: result}
@@ -135,15 +145,55 @@ class PPOModule(optim.StageModule):
 
     def make_experience(self, rollout: records.Rollout) -> records.Experience:
         """Return what an iteration learns from: responses with scores, rewards per token,
-        advantages and returns.
+        advantages and returns; ppo.resample_groups replaces some of the responses.
 
         Raises: RewardError where the reward gives no numbers, which names the iteration.
         """
+        config, draw = self.config, self.sample_further
+        sizes = config.samples_per_prompt, config.resample_groups
+        found = records.resample_alike(rollout, self.score(rollout), *sizes, draw)
+        rollout, scores, self.replaced = found
+        rewards, terms = self.shape_rewards(rollout, scores), self.collector.reward.terms
+        baseline = self.baseline(rollout, scores)
+        return make_experience(rollout, scores, config, rewards, terms=terms, baseline=baseline)
+
+    def score(self, rollout: records.Rollout) -> records.Scores:
+        """Return the scores of responses to training prompts; raises as `make_experience`."""
         try:
-            scores = self.collector.score(self.collector.decode(rollout, "train"))
+            return self.collector.score(self.collector.decode(rollout, "train"))
         except errors.RewardError as error:
             raise errors.RewardError(f"iteration {self.iteration + 1}: {error}") from error
-        return make_experience(rollout, scores, self.config, self.shape_rewards(rollout, scores))
+
+    def sample_further(self, count: int, number: int) -> tuple[records.Rollout, records.Scores]:
+        """Return responses to `count` further prompts, and scores, of a round of `resample_alike`;
+        prompts and random numbers are a function of the seed, the iteration and the round."""
+        assert self.further is not None
+        place = self.iteration * self.config.resample_groups + number
+        prompts = self.further(place, count).to(self.device)
+        rollout = self.roll_out(prompts, self.generator(RESAMPLING, place))
+        return rollout, self.score(rollout)
+
+    def baseline(
+        self, rollout: records.Rollout, scores: records.Scores
+    ) -> Float[Tensor, " B"] | float:
+        """Return the baseline of each response, or of all, by ppo.advantage.
+
+            remax       score of the greedy response to the prompt, as PPO is paid, without the KL
+            reinforce   sum_j d^j M_(k-j) / sum_j d^j,   d = baseline_decay, j = 1 .. k
+
+        M_k: mean return of iteration k, counted from 0; the sum is 0 in the first iteration.
+        """
+        config = self.config
+        if config.advantage == "reinforce" and self.iteration > 0:
+            return self.mean_return / (1 - config.baseline_decay**self.iteration)
+        if config.advantage != "remax":
+            return 0.0
+        generator = self.generator(GREEDY, self.iteration)
+        greedy = self.collector.greedy(rollout, generator, self.weights_version)
+        found = self.score(greedy)
+        moments, terms = self.moments.including(scores), self.collector.reward.terms
+        paid = token_rewards(greedy, found, config, kl_coef=0.0, moments=moments, terms=terms)
+        return paid.sum(dim=1).repeat_interleave(config.samples_per_prompt)
 
     def shape_rewards(
         self, rollout: records.Rollout, scores: records.Scores
@@ -172,6 +222,9 @@ class PPOModule(optim.StageModule):
         """Advance, after the updates, all that changes from one iteration to the next."""
         self.lr_schedulers().step()  # type: ignore[union-attr, call-arg]
         self.moments = self.moments.including(experience)
+        if self.config.advantage == "reinforce":
+            decay, mean = self.config.baseline_decay, experience.returns[:, 0].mean().item()
+            self.mean_return = decay * self.mean_return + (1 - decay) * mean
         self.kl_coef = kl.next_kl_coef(
             self.kl_coef, experience.kl, self.config, iteration=self.iteration
         )
@@ -196,7 +249,7 @@ class PPOModule(optim.StageModule):
         loss, norm, approx_kl, ratio_mean = torch.stack(compared).cpu()
         # Before the limits: an infinite ratio exceeds one, and must still count as not finite.
         try:
-            is_finite = self.check_finite(loss, norm)
+            is_finite = self.check_finite(torch.where(ratio_mean.isinf(), ratio_mean, loss), norm)
         except errors.NotFiniteError as error:
             error.rewards_overflow = shaping.rewards_overflow(self.experience or minibatch)
             raise
@@ -244,8 +297,8 @@ class PPOModule(optim.StageModule):
         for micro_batch, weight in zip(minibatch.split(size), weights.split(size), strict=False):
             loss_terms = partial(self.loss_terms, micro_batch, weight, tokens, self.kl_coef)
             with torch.set_grad_enabled(policy_learns):
-                hidden = response_hidden(self.roles, micro_batch)
-                policy: losses.PolicyOutputs | None = policy_outputs(
+                hidden = score.response_hidden(self.roles, micro_batch)
+                policy: losses.PolicyOutputs | None = score.policy_outputs(
                     self.roles, hidden, micro_batch, config
                 )
             parts, values = [], None
@@ -281,39 +334,46 @@ class PPOModule(optim.StageModule):
     ) -> records.PPOTerms:
         """Return the loss and statistics of a micro-batch; arguments as for `ppo_terms`.
 
-        With ppo.importance_cap, `importance_weights` are factors of the policy's losses. A subclass
-        adds terms of its own to the loss here. With a critic apart it is called twice a
-        micro-batch: with `policy` alone, then with `values` alone.
+        `importance_factors` are factors of the policy's losses where ppo.importance_cap or _mask
+        asks for them. A subclass adds terms of its own to the loss here. With a critic apart it is
+        called twice a micro-batch: with `policy` alone, then with `values` alone.
         """
-        policy_losses = None if policy is None else self.policy_losses(policy, micro_batch)
-        cap, told = self.config.importance_cap, micro_batch.sampler_logprobs
-        if policy_losses is not None and cap is not None:
-            if told is None:
-                allowed = "null for a sampler that is exact, or tells no log-probabilities"
-                raise errors.ConfigError(
-                    errors.refusal(f"{self.stage}.importance_cap", cap, allowed)
-                )
-            pick = masking.picker(records.known_mask(micro_batch))
-            known = pick(micro_batch.old_logprobs), pick(told)
-            policy_losses = policy_losses * losses.importance_weights(*known, cap)
+        policy_losses = clipped = None
+        if policy is not None:
+            found = self.policy_losses(policy, micro_batch)
+            if isinstance(found, Tensor):  # of a subclass
+                found = formulas.PolicyLosses(losses=found)
+            policy_losses, clipped = found.losses, found.clipped
+        factors = losses.importance_factors(micro_batch, self.config, self.stage)
+        if policy_losses is not None and factors is not None:
+            policy_losses = policy_losses * masking.picker(records.known_mask(micro_batch))(factors)
         return losses.ppo_terms(
             micro_batch, weights, tokens, self.config, kl_coef=kl_coef, policy=policy,
-            policy_losses=policy_losses, values=values,
+            ent_coef=kl.ent_coef(self.config, self.iteration),
+            policy_losses=policy_losses, values=values, clipped=clipped,
         )  # fmt: skip
 
     def policy_losses(
         self, policy: losses.PolicyOutputs, batch: records.Experience
-    ) -> Float[Tensor, " N"]:
-        """Return the policy's loss at each response token of a micro-batch, as `policy_loss`.
+    ) -> formulas.PolicyLosses | Float[Tensor, " N"]:
+        """Return the policy's loss at each response token of a micro-batch, by ppo.policy_loss.
 
-        A subclass returns another here, such as one whose ratio is that of the whole response.
+        A subclass returns another here, such as one that reads more than a `PolicyBatch` has.
         """
-        pick, config = masking.picker(records.known_mask(batch)), self.config
-        return losses.policy_loss(
-            policy.logprobs, pick(batch.old_logprobs), pick(batch.advantages),
-            clip_range=config.clip_range, clip_range_high=config.clip_range_high,
-            dual_clip=config.dual_clip,
-        )  # fmt: skip
+        mask = records.known_mask(batch)
+        pick = masking.picker(mask)
+        found = formulas.POLICY_LOSSES[self.config.policy_loss](
+            formulas.PolicyBatch(
+                logprobs=masking.placed(policy.logprobs, mask),
+                old_logprobs=batch.old_logprobs,
+                ref_logprobs=batch.ref_logprobs,
+                advantages=batch.advantages,
+                mask=batch.response_mask,
+                config=self.config,
+            )
+        )
+        clipped = None if found.clipped is None else pick(found.clipped)
+        return formulas.PolicyLosses(losses=pick(found.losses), clipped=clipped)
 
     def backpropagate(self, terms: records.PPOTerms) -> records.PPOTerms:
         """Add the gradient of the terms' loss; return them without a graph.
@@ -340,8 +400,15 @@ class PPOModule(optim.StageModule):
         scores = self.collector.score(decoded)
         return results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
 
+    def setup(self, stage: str) -> None:
+        """Find the formulas of the user's, which an export does not load."""
+        enter_formulas(formulas.DOORS, self.config, self.stage)
+
     def on_fit_start(self) -> None:
         super().on_fit_start()
+        rounds, has_more = self.config.resample_groups, self.further is not None
+        allowed = "0 for a module whose `further` is None, which gives it prompts"
+        errors.require(rounds == 0 or has_more, f"{self.stage}.resample_groups", rounds, allowed)
         self.lap()
 
     def generator(self, stream: int, number: int) -> torch.Generator:
@@ -360,6 +427,7 @@ class PPOModule(optim.StageModule):
         checkpoint["moments"] = asdict(self.moments)
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
+        checkpoint |= {"formulas": self.digests, "mean_return": self.mean_return}
         if self.ptx is not None:
             checkpoint["ptx"] = self.ptx.digest
 
@@ -367,6 +435,11 @@ class PPOModule(optim.StageModule):
         super().on_load_checkpoint(checkpoint)
         if self.ptx is not None:
             self.ptx.check(checkpoint)
+        for key, digest in self.digests.items():
+            if checkpoint["formulas"].get(key) != digest:
+                own = f"{self.stage}.{key}={getattr(self.config, key)}"
+                raise errors.CheckpointError(f"the code of {own} is not the one that it began with")
+        self.mean_return = checkpoint["mean_return"]
         self.kl_coef = checkpoint["kl_coef"]
         stored = checkpoint["moments"]
         self.moments = shaping.ScoreMoments(

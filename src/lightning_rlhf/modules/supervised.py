@@ -9,11 +9,10 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from lightning_rlhf.core import masking, records, results
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig, SupervisedConfig
-from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core import errors, masking, ppo_config, records, results
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig, SupervisedConfig
 from lightning_rlhf.core.logprobs import token_logprobs
-from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, preference_loss
+from lightning_rlhf.core.losses import bradley_terry_loss, centering_loss, kto_loss, preference_loss
 from lightning_rlhf.data.batches import Schedule, collate_demonstrations, digest_examples
 from lightning_rlhf.data.lengths import DemonstrationTokens
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
@@ -210,7 +209,8 @@ class DPOModule(SupervisedModule):
 
         mean over pairs of `preference_loss` - sft_coef * mean over tokens of log pi(chosen token)
 
-    The reference is the same base with the policy's adapter switched off, or a frozen base.
+    The reference is the same base with the policy's adapter switched off, or a frozen base. Where
+    the loss reads none, log-probabilities take the place of log-ratios.
     Source: Rafailov et al. 2023, section 4, https://arxiv.org/abs/2305.18290; the SFT term, Pang et
     al. 2024, eq. 1, https://arxiv.org/abs/2404.19733
     Departs: the SFT term of Pang et al. is a mean over the tokens of each response by itself; here
@@ -232,37 +232,41 @@ class DPOModule(SupervisedModule):
     ) -> tuple[Tensor, results.DPOScores]:
         (pairs, tokens), scores = total, self.scores(micro_batch)
         nll = -scores.chosen_logprob.sum() / tokens
-        loss = scores.pair_losses.sum() / pairs + self.config.sft_coef * nll
+        loss = scores.losses.sum() / pairs + self.config.sft_coef * nll
         return loss, scores.detach()
 
     def scores(self, micro_batch: records.Preferences) -> results.DPOScores:
         """Return log-probabilities, implicit rewards and losses of the pairs."""
-        config, (tokens, mask) = self.config, micro_batch.stacked()
-        positions = torch.arange(mask.shape[1], device=mask.device)
-        targets = mask & (positions >= micro_batch.prompt_tokens.repeat(2)[:, None])
-        if config.reference_free:
-            reference = torch.zeros(len(tokens), device=tokens.device)
-        else:
-            with torch.no_grad():
-                reference = self.logprobs(REFERENCE, tokens, targets)
-        logprobs = self.logprobs(POLICY, tokens, targets)
-        counts = masking.upload(targets.sum(dim=1), tokens.device)
-        ratios = logprobs - reference
-        # Sums over the tokens of a response with loss_type=sigmoid, else means.
-        summed = ratios if config.loss_type == "sigmoid" else ratios / counts
-        chosen, rejected = summed.chunk(2)
+        config, (tokens, _) = self.config, micro_batch.stacked()
+        logprobs, ratios, counts = self.log_ratios(tokens, target_mask(micro_batch))
+        chosen, rejected = ratios.chunk(2)
         chosen_logprob, rejected_logprob = logprobs.chunk(2)
         return results.DPOScores(
             chosen=(config.beta * chosen).detach(),
             rejected=(config.beta * rejected).detach(),
-            pair_losses=preference_loss(
-                chosen, rejected, beta=config.beta, loss_type=config.loss_type,
-                label_smoothing=config.label_smoothing,
-            ),
+            pair_losses=preference_loss(chosen, rejected, config),
             chosen_logprob=chosen_logprob,
             rejected_logprob=rejected_logprob,
             chosen_tokens=counts[: len(micro_batch)],
-        )  # fmt: skip
+        )
+
+    def log_ratios(
+        self, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
+    ) -> tuple[Float[Tensor, " B"], Float[Tensor, " B"], Int[Tensor, " B"]]:
+        """Return what a loss reads of each row's target tokens.
+
+        Returns: their log-probability under the policy, summed, nats; its difference to that under
+            the reference, where there is one, summed or mean as the loss wants; their number.
+        """
+        if self.config.has_reference:
+            with torch.no_grad():
+                reference = self.logprobs(REFERENCE, tokens, targets)
+        else:
+            reference = torch.zeros(len(tokens), device=tokens.device)
+        logprobs = self.logprobs(POLICY, tokens, targets)
+        counts = masking.upload(targets.sum(dim=1), tokens.device)
+        ratios = logprobs - reference
+        return logprobs, ratios if self.config.sums else ratios / counts, counts
 
     def logprobs(
         self, role: str, tokens: Int[Tensor, "B S"], targets: Bool[Tensor, "B S"]
@@ -273,6 +277,66 @@ class DPOModule(SupervisedModule):
             found = target_logprobs(roles, tokens, targets)
         mask = masking.upload(targets[:, 1:], found.device)
         return found.new_zeros(mask.shape).masked_scatter(mask, found).sum(dim=1)
+
+
+class KTOModule(DPOModule):
+    """Loss of single responses that are labelled good or bad, plus an SFT term on the good ones.
+
+        mean over responses of `kto_loss` - sft_coef * mean over tokens of log pi(good token)
+
+    The KL of a batch is estimated on its prompts with each other's responses, by the policy as it
+    is, without a gradient: kl = max(0, mean over rows of log pi(y' | x) - log pi_ref(y' | x)).
+    Source: Ethayarajh et al. 2024, section 4, https://arxiv.org/abs/2402.01306
+    Departs: y' is the response half a batch further instead of the next one, which may be another
+    one to the same prompt.
+    """
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, results.Step]:
+        return super().training_step(self.with_kl(batch), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().validation_step(self.with_kl(batch), batch_idx)
+
+    @torch.no_grad()
+    def with_kl(self, batch: records.Labels) -> records.Labels:
+        """Return the batch with the KL that all of its rows, in all processes, estimate."""
+        rows = batch.select(self.replicas.rows)
+
+        def summed(size: int) -> Tensor:
+            total = torch.zeros((), device=self.device)
+            for part in rows.split(size):
+                total += self.log_ratios(part.other_tokens, part.other_target_mask)[1].sum()
+            return total
+
+        total = self.replicas.sum(self.microbatch.fitting(summed))
+        return replace(batch, kl=(total / len(batch)).clamp(min=0).repeat(len(batch)))
+
+    def total(self, batch: records.Labels) -> tuple[int, Tensor]:  # type: ignore[override]
+        """Return the numbers of responses and of tokens of good ones, which is at least 1."""
+        tokens = batch.target_mask[batch.label].sum().clamp(min=1)
+        return len(batch), masking.upload(tokens, self.device)
+
+    def scores(self, micro_batch: records.Labels) -> results.LabelScores:  # type: ignore[override]
+        """Return log-probabilities, implicit rewards and losses of the responses."""
+        batch, beta = micro_batch, self.config.beta
+        logprobs, ratios, counts = self.log_ratios(batch.tokens, batch.target_mask)
+        kl = torch.zeros_like(ratios) if batch.kl is None else batch.kl
+        label = masking.upload(batch.label, ratios.device)
+        return results.LabelScores(
+            reward=(beta * ratios).detach(),
+            reference=beta * kl,
+            label=label,
+            losses=kto_loss(ratios, label, kl, self.config),
+            logprob=logprobs,
+            tokens=counts,
+        )
+
+
+def target_mask(batch: records.Preferences) -> Bool[Tensor, "2B W"]:
+    """Return a mask of the response tokens of both sides, as `Preferences.stacked` orders them."""
+    _, mask = batch.stacked()
+    positions = torch.arange(mask.shape[1], device=mask.device)
+    return mask & (positions >= batch.prompt_tokens.repeat(2)[:, None])
 
 
 class PTX:
@@ -291,7 +355,12 @@ class PTX:
     """
 
     def __init__(
-        self, examples: Sequence[DemonstrationTokens], config: PPOConfig, *, pad_id: int, seed: int
+        self,
+        examples: Sequence[DemonstrationTokens],
+        config: ppo_config.PPOConfig,
+        *,
+        pad_id: int,
+        seed: int,
     ) -> None:
         """Set up the batches; pad_id: id of the padding token; seed: seed of their order."""
         self.examples = examples
@@ -335,7 +404,7 @@ class PTX:
     def check(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise CheckpointError where a checkpoint was trained on other demonstrations."""
         if "ptx" in checkpoint and checkpoint["ptx"] != self.digest:
-            raise CheckpointError(
+            raise errors.CheckpointError(
                 "the demonstrations of ppo.ptx_coef are others now, or in another order (digest "
                 f"{self.digest}, was {checkpoint['ptx']})"
             )

@@ -11,11 +11,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, distributed, nn
 from torch.distributed.rendezvous import rendezvous
 
-from lightning_rlhf.core import errors
-from lightning_rlhf.core.records import Record
+from lightning_rlhf.core import errors, records
 from lightning_rlhf.parallel.world import World
 
-R = TypeVar("R", bound=Record)
+R = TypeVar("R", bound=records.Record)
 T = TypeVar("T")
 BUCKET = 2**24
 """Largest number of elements that are copied and summed at once, unless a gradient is larger: 64

@@ -2,20 +2,19 @@
 
 import json
 import math
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, product
 from pathlib import Path
-from statistics import fmean
 from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
 from numpy import ndarray
 
-from lightning_rlhf.core.errors import counted
+from lightning_rlhf.core import errors, metrics
 from lightning_rlhf.core.kl import best_of_kl
-from lightning_rlhf.core.metrics import JUDGE, PASS, label_of
 from lightning_rlhf.io.console import json_line
 from lightning_rlhf.report import estimates
 from lightning_rlhf.report.tables import ABSENT, Table, plain, spread, table
@@ -133,16 +132,17 @@ def number_table(samples: Sequence[Sample], number: str, prompts: int) -> Any:
 
 
 def passes(
-    policies: Sequence[PolicySamples], prompts: int, ks: Sequence[int]
-) -> dict[str, dict[str, float]]:
+    policies: Sequence[PolicySamples], prompts: int, ks: Sequence[int], seed: int
+) -> dict[str, dict[str, tuple[float, estimates.Interval | None]]]:
     """Return the mean over prompts of pass@k of the sampled responses.
 
-    Returns: policy -> "eval/pass@<k>/<score>" -> the mean.
+    Returns: policy -> "eval/pass@<k>/<score>" -> the mean and its 95% interval, by bootstrap over
+    prompts; None for one prompt.
 
     Only scores that are 0 or 1 in every response of every policy have one. A prompt counts where at
     least k of its responses have the score.
     """
-    found: dict[str, dict[str, float]] = {policy.name: {} for policy in policies}
+    found: dict[str, dict[str, Any]] = {policy.name: {} for policy in policies}
     for name in scores(policies):
         tables = [number_table(policy.samples["sampled"], name, prompts) for policy in policies]
         if not all(np.isin(one.compressed(), (0, 1)).all() for one in tables):
@@ -150,8 +150,11 @@ def passes(
         for policy, one in zip(policies, tables, strict=True):
             rows = [(row.compressed() == 1).tolist() for row in one]
             for k in ks:
-                if usable := [pass_at_k(row, k) for row in rows if len(row) >= k]:
-                    found[policy.name][f"{PASS}{k}/{name}"] = fmean(usable)
+                usable = np.array([pass_at_k(row, k) for row in rows if len(row) >= k])
+                if len(usable):
+                    ends = estimates.rate_interval(usable, seed) if len(usable) > 1 else None
+                    interval = None if ends is None else estimates.single(ends)
+                    found[policy.name][f"{metrics.PASS}{k}/{name}"] = usable.mean().item(), interval
     return found
 
 
@@ -206,8 +209,8 @@ def write_evaluation(
     (folder / SAMPLES).write_text(lines, encoding="utf-8")
     sections = [
         f"# {plain(title, CHARACTERS)}",
-        f"Measured on {counted(content['prompts'], 'held-out prompt')}, with "
-        f"{counted(content['samples_per_prompt'], 'sampled response')} and one greedy "
+        f"Measured on {errors.counted(content['prompts'], 'held-out prompt')}, with "
+        f"{errors.counted(content['samples_per_prompt'], 'sampled response')} and one greedy "
         f"response to each; temperature {content['temperature']:g}.",
         *(plain(f"Reward {n}: {v.words}", CHARACTERS) for n, v in content["verdicts"].items()),
     ]
@@ -238,6 +241,7 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
     Returns: "sampled", "sampled, paired", the same of "greedy", and "pass@k" where there is any.
     """
     policies: Mapping[str, Mapping[str, Mapping[str, float | None]]] = content["policies"]
+    intervals = content.get("pass_intervals", {})
     tables: dict[str, Table] = {}
     passed: list[list[str]] = []
     number, interval = estimates.number_text, estimates.interval_text
@@ -249,13 +253,18 @@ def evaluation_tables(content: Mapping[str, Any], *, is_brief: bool = False) -> 
         columns = [found.get(decoding, {}) for found in policies.values()]
         rows: list[list[str]] = []
         for name in dict.fromkeys(name for column in columns for name in column):
-            label = name if name.startswith(JUDGE) else label_of(name).removeprefix("the ")
+            label = (
+                name
+                if name.startswith(metrics.JUDGE)
+                else metrics.label_of(name).removeprefix("the ")
+            )
             label = label.removeprefix("eval/").removesuffix(" on held-out prompts")
             row = [label, *(number(column.get(name)) for column in columns)]
-            if not name.startswith(PASS):
+            if not name.startswith(metrics.PASS):
                 rows.append(row)
             elif is_shown(label.partition("/")[2]):
-                passed.append(row)
+                ends = [intervals.get(policy, {}).get(name) for policy in policies]
+                passed.append([label, *map(operator.add, row[1:], map(interval, ends))])
         title = f"{decoding.capitalize()} responses"
         paired = [
             [

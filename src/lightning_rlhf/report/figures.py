@@ -19,8 +19,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, PercentFormatter
 from numpy import ndarray
 
-from lightning_rlhf.io.console import visible_line
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.report import curves, estimates
 from lightning_rlhf.report.fitness import Fitness
 
@@ -124,7 +123,7 @@ def draw_plots(path: Path, title: str, plots: Sequence[curves.Plot]) -> None:
                 at = axes.transAxes
                 axes.text(0.5, 0.5, "not measured", transform=at, ha="center", color=GREY)
             axes.legend(handles=handles, ncols=max(1, len(handles)), handlelength=1.6, **LEGEND)
-        with written_whole(path) as beside:
+        with storage.written_whole(path) as beside:
             figure.savefig(beside, dpi=DPI, format="png")
 
 
@@ -163,7 +162,7 @@ def shown_range(plot: curves.Plot) -> Limits:
 
 def draw(axes: Axes, plot: curves.Plot) -> list[Artist]:
     """Draw a plot; return the artists of its legend."""
-    axes.set_xlabel(visible_line(plot.x_label), parse_math=False)
+    axes.set_xlabel(console.visible_line(plot.x_label), parse_math=False)
     xs = [x for series in plot.series for x, _ in series.points]
     xs += [x for area in plot.areas for x in area.x]
     is_whole = all(float(x).is_integer() for x in xs)
@@ -263,7 +262,7 @@ def _tip(series: curves.Series, x: float, y: float) -> str:
 
 def _text(words: str) -> Markup:
     """Return foreign text for HTML: hidden characters shown, markup escaped."""
-    return escape(visible_line(words))
+    return escape(console.visible_line(words))
 
 
 def figure_of(plot: curves.Plot) -> Markup:

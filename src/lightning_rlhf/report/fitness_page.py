@@ -15,10 +15,9 @@ from typing import Literal
 from lightning_rlhf.core.errors import counted, percent
 from lightning_rlhf.data.problems import LONGER_SHARE, Problems
 from lightning_rlhf.models.checkpoint import PAGE, Verdict
+from lightning_rlhf.report import figures, run_page
 from lightning_rlhf.report.estimates import MOMENTS, number_text
-from lightning_rlhf.report.figures import draw_fitness
 from lightning_rlhf.report.fitness import LONGER, SHORTER, Fitness, Numbers
-from lightning_rlhf.report.run_page import TEMPLATES
 from lightning_rlhf.report.tables import plain, table
 from lightning_rlhf.rewards.format_check import PROBES
 
@@ -293,7 +292,7 @@ class FitnessReport:
 
     def write(self, folder: Path) -> None:
         """Write report.md, fitness.json and the picture of the scores into an existing folder."""
-        draw_fitness(folder / PICTURE, self.title, self.fitness)
+        figures.draw_fitness(folder / PICTURE, self.title, self.fitness)
         problems, findings = self.problems, [*self.findings, *self.in_pairs]
         checks, data = [], []
         for one in findings:
@@ -305,7 +304,7 @@ class FitnessReport:
             data.append("\n  - ".join([f"- {problem.line}", *examples]))
         data.append("Not looked through." if problems is None else f"- {problems.length.line}")
         thresholds = [f"- **{x.name}**, {x.threshold:g}: {x.reason}." for x in CHECKS + PAIR_CHECKS]
-        template = (TEMPLATES / "fitness.md").read_text(encoding="utf-8")
+        template = (run_page.TEMPLATES / "fitness.md").read_text(encoding="utf-8")
         text = template.format(
             title=plain(self.title, CHARACTERS),
             conclusions="\n\n".join(f"**{plain(some, 10 * CHARACTERS)}**" for some in self.words),

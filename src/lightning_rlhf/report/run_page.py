@@ -15,9 +15,8 @@ from markupsafe import Markup
 
 from lightning_rlhf.core.errors import counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT_KL, Goal, heading_of, label_of
-from lightning_rlhf.report import tables
+from lightning_rlhf.report import figures, tables
 from lightning_rlhf.report.estimates import Interval, interval_text
-from lightning_rlhf.report.figures import figure_of
 from lightning_rlhf.report.tables import BLUE, GREEN, ORANGE, RED, Table, colour, marked, shown
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -100,7 +99,7 @@ def environment() -> Environment:
     found = Environment(loader=loader, autoescape=True, finalize=shown, undefined=StrictUndefined)
     found.trim_blocks = found.lstrip_blocks = True
     colors = {"above": GREEN, "below": RED, "rose": ORANGE, "fell": BLUE}
-    found.globals.update(draw=figure_of, colors=colors, kept=KEPT, marks=MARKS, words=WORDS)
+    found.globals.update(draw=figures.figure_of, colors=colors, kept=KEPT, marks=MARKS, words=WORDS)
     found.filters |= {"cut": tables.cut, "marked": marked, "duration": duration, "clauses": clauses}
     found.filters["breakable"] = lambda name: Markup("/<wbr>").join(map(shown, name.split("/")))
     return found

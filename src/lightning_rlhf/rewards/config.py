@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
-from lightning_rlhf.core import validation
+from lightning_rlhf.core import errors, validation
 from lightning_rlhf.core.config import ClassifierConfig, Normalization, Term
-from lightning_rlhf.core.errors import require
 
 if TYPE_CHECKING:
     from urllib3.util import Url
@@ -44,7 +43,7 @@ def parsed(url: str, key: str) -> Url:
     except LocationParseError:
         parts = parse_url("")
     is_whole = parts.scheme in ("http", "https") and bool(parts.host)
-    require(is_whole, key, redacted(url), ALLOWED)
+    errors.require(is_whole, key, redacted(url), ALLOWED)
     return parts
 
 
@@ -55,7 +54,7 @@ def token_in(variable: str, key: str) -> str:
     """
     token = os.environ.get(variable, "").strip()
     is_token = re.fullmatch(r"[!-~]+", token) is not None
-    require(is_token, key, variable, "an environment variable that holds a token, or null")
+    errors.require(is_token, key, variable, "an environment variable that holds a token, or null")
     return token
 
 
@@ -118,6 +117,8 @@ class HeadConfig(LearnedConfig):
 
     checkpoint: Checkpoint | None
     """final/ folder or hub id; None is that of the same run."""
+    step_separator: Annotated[str, Field(min_length=1)] | None
+    """Text that ends a step of a response, whose last token is scored; None scores the whole."""
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -137,7 +138,9 @@ class TextModelConfig(LearnedConfig, ClassifierConfig):
         kind = torch.accelerator.current_accelerator(check_available=True)
         devices = ["cpu", *(f"{kind}:{i}" for i in range(torch.accelerator.device_count()))]
         known = {*devices, *(device.partition(":")[0] for device in devices)}
-        require(self.device in known, f"{key}.device", self.device, f"null, {', '.join(devices)}")
+        errors.require(
+            self.device in known, f"{key}.device", self.device, f"null, {', '.join(devices)}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)

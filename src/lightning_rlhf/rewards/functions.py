@@ -1,8 +1,9 @@
 """Reward that a Python function computes from the texts, and functions for it.
 
 reward.path=lightning_rlhf.rewards.functions:NAME takes prompts and responses, B texts each, and
-returns B numbers. A parameter after the `*` is an argument (reward.arguments), one before it a
-column of the data. Words are separated by white space; a character is a Unicode code point.
+returns B numbers, or parts of them (`weighted.Parts`). A parameter after the `*` is an argument
+(reward.arguments), one before it a column of the data. Words are separated by white space; a
+character is a Unicode code point.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pydantic import Field
 
 from lightning_rlhf.core.errors import ConfigError, RewardError, quoted, require
 from lightning_rlhf.core.records import DecodedResponses
-from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, Texts, check_value
+from lightning_rlhf.core.validation import NonNegativeInt, PositiveInt, Texts, build, check_value
 from lightning_rlhf.io.user_code import FAULTS
 
 Unit = Literal["words", "characters"]
@@ -150,7 +151,7 @@ def _compiled(argument: str, pattern: str) -> re.Pattern[str]:
 
 @dataclass(frozen=True)
 class FunctionReward:
-    """Reward of `function(prompts, responses, **columns, **arguments)`, one number per response.
+    """Reward of `function(prompts, responses, **columns, **arguments)`, a number per response.
 
     `prompts` and `responses` are lists of B texts. A column of the data's rows, "messages"
     included, is a list of B values, None where a row lacks it; the function receives the columns
@@ -158,13 +159,27 @@ class FunctionReward:
     """
 
     function: Callable[..., Any]
-    """Function that returns B numbers: a list, a tuple, a tensor or an array."""
+    """Function that returns B numbers, as a list, a tuple, a tensor or an array, or for a response
+    its `Parts`. It is given all responses to a prompt in one call, as neighbours."""
     arguments: Mapping[str, Any]
     """Arguments of every call; an argument takes precedence over a column of the same name."""
     name: str
     """Key of the reward in the configuration, which errors name."""
     columns: Collection[str] = ()
     """Columns of the data, besides those that the rows of a batch have."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], arguments: Any, name: str) -> FunctionReward:
+        """Return the reward of a function, or of a class that is made of the arguments once.
+
+        Raises ConfigError where the class does not take them.
+        """
+        if not isinstance(function, type):
+            return cls(function, arguments, name)
+        try:
+            return cls(build(function, arguments, f"{name}.arguments"), {}, name)
+        except FAULTS as error:
+            raise ConfigError(f"{name}: the class {function.__qualname__}: {error}") from error
 
     def for_columns(self, columns: Collection[str]) -> FunctionReward:
         """Return the same reward for data in which all or some rows have these columns.
@@ -192,14 +207,26 @@ class FunctionReward:
         return replace(self, columns=tuple(taken))
 
     def __call__(self, decoded: DecodedResponses) -> Any:
-        rows, responses = decoded.rows, list(decoded.responses)
+        return self.call(self.function, decoded.rows, list(decoded.responses))
+
+    def explain(self, decoded: DecodedResponses) -> Any:
+        """Return what the function's own `explain` says of each response, a text or None."""
+        own = getattr(self.function, "explain", None)
+        return None if own is None else self.call(own, decoded.rows, list(decoded.responses))
+
+    def call(
+        self, function: Callable[..., Any], rows: Sequence[Any], responses: Sequence[str]
+    ) -> Any:
+        """Return `function` of the texts, columns and arguments; its faults are an RLHFError."""
         prompts = [row["prompt"] for row in rows]
         columns = self.for_columns(dict.fromkeys([*self.columns, *chain(*rows)])).columns
         given = {name: [row.get(name) for row in rows] for name in columns}
         try:
-            return self.function(prompts, responses, **{**given, **self.arguments})
+            return function(prompts, responses, **{**given, **self.arguments})
         except ConfigError as error:
             raise ConfigError(f"{self._called} refuses: {error}") from error
+        except RewardError as error:
+            raise RewardError(f"{self._called}: {error}") from error
         except FAULTS as error:
             code = getattr(inspect.unwrap(self.function), "__code__", None)
             frames = traceback.extract_tb(error.__traceback__)
@@ -228,5 +255,5 @@ class FunctionReward:
 
     @property
     def _called(self) -> str:
-        shown = getattr(self.function, "__qualname__", repr(self.function))
+        shown = getattr(self.function, "__qualname__", type(self.function).__qualname__)
         return f"{self.name}: the function {shown}"

@@ -21,8 +21,7 @@ from starlette.routing import Route
 from typing_extensions import TypedDict
 
 from lightning_rlhf.core.errors import ConfigError, RLHFError, counted, quoted
-from lightning_rlhf.io.console import visible
-from lightning_rlhf.io.user_code import FAULTS
+from lightning_rlhf.io import console, user_code
 
 BODY_BYTES = 2**26
 """Maximum size of a request, bytes: 64 responses of a million characters."""
@@ -171,9 +170,9 @@ class RewardServer:
             scores = [float(x) for x in self._score(asked.prompts, asked.responses, asked.columns)]
         except RLHFError as error:  # e.g. the template rejects a dialogue
             raise HTTPException(422, str(error)) from None
-        except FAULTS as error:  # their texts may quote those of others
+        except user_code.FAULTS as error:  # their texts may quote those of others
             told = "".join(traceback.format_exception(error)).rstrip()
-            _log.error("a request could not be scored\n%s", visible(told))
+            _log.error("a request could not be scored\n%s", console.visible(told))
             raise HTTPException(500, f"{type(error).__name__}: {error}") from None
         finally:
             self.is_scoring = False

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import math
+import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor, nn
 
 from lightning_rlhf.core import config, masking, memory, records, shaping
 from lightning_rlhf.core.errors import RewardError, counted, quoted
 from lightning_rlhf.io.user_code import user_number
 
-Source = Callable[[records.DecodedResponses], Float[Tensor, " B"] | Sequence[float | None]]
-"""Function that returns one number for each response."""
+Parts = Sequence[tuple[int, float]]
+"""Numbers of a response, each with the number of characters of the text at whose end it is paid."""
+Source = Callable[[records.DecodedResponses], Float[Tensor, " B"] | Sequence[float | Parts | None]]
+"""Function that returns for each response one number, or parts whose sum it is."""
 
 
 @dataclass(frozen=True)
@@ -43,41 +47,78 @@ class Reward:
                 found[term.name] = module, str(getattr(source, "role", ""))
         return found
 
-    @torch.no_grad()
-    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, "B K"]:
-        """Return the number of each component for each response, before weights.
+    def explain(self, decoded: records.DecodedResponses) -> list[dict[str, str]]:
+        """Return for each response what the components say of it in words, by their names."""
+        found = [dict[str, str]() for _ in decoded.responses]
+        for term, source in zip(self.terms, self.sources, strict=True):
+            texts = source.explain(decoded) if hasattr(source, "explain") else None
+            for told, text in zip(found, texts or (), strict=False):
+                told |= {} if text is None else {term.name: str(text)}
+        return found
 
-        Raises RewardError where a number is missing or not finite; names component, prompt and
-        response.
+    def spent(self) -> dict[str, float]:
+        """Return what the components have cost since the last call, by the name of the metric."""
+        total = Counter[str]()
+        for source in self.sources:
+            own = getattr(getattr(source, "function", None), "spent", dict)
+            total.update(own())
+        return dict(total)
+
+    @torch.no_grad()
+    def __call__(
+        self, decoded: records.DecodedResponses
+    ) -> tuple[Float[Tensor, "B K"], Float[Tensor, "B K T"]]:
+        """Return the numbers of each component before weights: of responses, and of their tokens.
+
+        Raises RewardError as `checked` does.
         """
         columns = [
             checked(source(decoded), decoded, term.name)
             for term, source in zip(self.terms, self.sources, strict=True)
         ]
-        return torch.stack(columns, dim=1)
+        numbers, parts = (torch.stack(column, dim=1) for column in zip(*columns, strict=True))
+        return numbers, parts
 
 
-def checked(found: Any, decoded: records.DecodedResponses, name: str) -> Float[Tensor, " B"]:
+def checked(
+    found: Any, decoded: records.DecodedResponses, name: str
+) -> tuple[Float[Tensor, " B"], Float[Tensor, "B T"]]:
     """Return the numbers that a component gave, in fp32 on the device of the responses.
 
-    Raises RewardError unless they are one finite number for each response.
+    Returns: the number of each response, the sum of its parts where it gave `Parts`; and these
+        parts at the tokens of `DecodedResponses.token_at`, 0 at the others.
+    Raises RewardError unless there is for each response a finite number, or a list of finite
+        numbers at ends within its text; names component, prompt and response.
     """
     numbers = found.tolist() if hasattr(found, "tolist") else found  # a tensor or an array
     if not isinstance(numbers, list | tuple) or len(numbers) != len(decoded):
         given = f"{quoted(numbers)} for {counted(len(decoded), 'response')}"
         raise RewardError(f"reward {name!r} gave {given}; allowed: a list of one number for each")
-    floats: list[float] = []
-    for number, row, response in zip(numbers, decoded.rows, decoded.responses, strict=True):
+    sums, placed = list[float](), torch.zeros(decoded.rollout.response_mask.shape)
+    for i, (number, response) in enumerate(zip(numbers, decoded.responses, strict=True)):
+        pairs: Any = [(None, number)]
+        allowed = "a finite number"
+        if isinstance(number, list | tuple):
+            pairs = number
+            allowed = f"a list of (end, finite number), with ends from 0 to its {len(response)}"
         try:
-            floats.append(torch.tensor(user_number(number), dtype=torch.float32).item())
-            is_finite = math.isfinite(floats[-1])
+            parts = [(end, user_number(x)) for end, x in pairs]
+            sums.append(torch.tensor(sum(x for _, x in parts), dtype=torch.float32).item())
+            fits = all(end is None or end in range(len(response) + 1) for end, _ in parts)
+            fits &= math.isfinite(sums[-1])
         except (OverflowError, RuntimeError, TypeError, ValueError):
-            is_finite = False
-        if not is_finite:
-            asked = f"the response {quoted(response)} to the prompt {quoted(row['prompt'])}"
-            given = f"reward {name!r} gave {quoted(number)} for {asked}"
-            raise RewardError(f"{given}; allowed: a finite number")
-    return torch.tensor(floats, dtype=torch.float32, device=decoded.rollout.tokens.device)
+            fits = False
+        if not fits:
+            prompt = quoted(decoded.rows[i]["prompt"])
+            asked = f"the response {quoted(response)} to the prompt {prompt}"
+            raise RewardError(
+                f"reward {name!r} gave {quoted(number)} for {asked}; allowed: {allowed}"
+            )
+        for end, x in parts:
+            if end is not None:
+                placed[i, decoded.token_at(i, end)] += x
+    device = decoded.rollout.tokens.device
+    return torch.tensor(sums, dtype=torch.float32, device=device), placed.to(device)
 
 
 @dataclass(frozen=True)
@@ -89,8 +130,9 @@ class LearnedReward:
     arbitrary origin and scale; stage=rm measured mean and std, so that the SFT model's mean is 0.
     """
 
-    rewards: Callable[[Int[Tensor, "B S"], Bool[Tensor, "B S"]], Float[Tensor, "B H"]]
-    """Reward model: function from (tokens, mask) to the number of each of H heads for each row."""
+    rewards: Callable[..., Float[Tensor, "N H"]]
+    """Reward model: function from (tokens, mask) to the number of each of H heads for each row, and
+    with a third argument, `wanted`, at each token of this mask; see `Roles.rewards`."""
     mean: float
     """Mean of the raw reward over SFT samples."""
     std: float
@@ -103,9 +145,14 @@ class LearnedReward:
     """Model that computes the rewards; None where it is not known."""
     role: str = ""
     """Role in which `module` reads."""
+    step_separator: str | None = None
+    """Text that ends a step of a response; the model is read at the last token of each step, and
+    once more at that of the response. None reads it there alone."""
 
     @torch.no_grad()
-    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, " B"]:
+    def __call__(self, decoded: records.DecodedResponses) -> Float[Tensor, " B"] | list[Parts]:
+        if self.step_separator is not None:
+            return self.by_step(decoded, re.escape(self.step_separator))
         tokens, mask = decoded.rollout.tokens, decoded.rollout.mask
         order = masking.by_length(mask)
         parts = self.batch_size.fitting(
@@ -113,6 +160,32 @@ class LearnedReward:
         )
         rewards = torch.cat(parts)[order.argsort()]
         return standardised(rewards, self.mean, self.std, self.uncertainty_coef)
+
+    def by_step(self, decoded: records.DecodedResponses, separator: str) -> list[Parts]:
+        """Return the standardised reward at the last token of each step of each response.
+
+        Of steps that end in the same token the last counts. separator: a regular expression.
+        """
+        tokens, mask = decoded.rollout.tokens, decoded.rollout.mask
+        first = mask.shape[1] - decoded.rollout.response_mask.shape[1]
+        ends, wanted = list[dict[int, int]](), torch.zeros(mask.shape, dtype=torch.bool)
+        for i, text in enumerate(decoded.responses):
+            stops = [*(found.end() for found in re.finditer(separator, text)), len(text)]
+            ends.append({first + decoded.token_at(i, end): end for end in stops})
+            wanted[i, [*ends[i]]] = True
+        order, wanted = masking.by_length(mask), wanted.to(mask.device)
+        parts = self.batch_size.fitting(
+            lambda size: [
+                self.rewards(tokens[rows], mask[rows], wanted=wanted[rows])
+                for rows in order.split(size)
+            ]
+        )
+        scores = standardised(torch.cat(parts), self.mean, self.std, self.uncertainty_coef)
+        read = scores.new_zeros(mask.shape).masked_scatter(wanted[order], scores)[order.argsort()]
+        return [
+            [(end, row[column]) for column, end in some.items()]
+            for row, some in zip(read.tolist(), ends, strict=True)
+        ]
 
 
 def standardised(

@@ -11,8 +11,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from lightning_rlhf.core import masking, memory, records
-from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.errors import CheckpointError, ConfigError, RLHFError, require
+from lightning_rlhf.core.errors import CheckpointError, ConfigError, RewardError, RLHFError, require
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import pad
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Message
@@ -21,9 +21,8 @@ from lightning_rlhf.models.config import REFERENCE
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel.replicas import ONE, Replicas
 from lightning_rlhf.rewards.weighted import Reward, Source, checked
+from lightning_rlhf.rollout import native, server
 from lightning_rlhf.rollout import sampler as samplers
-from lightning_rlhf.rollout import server
-from lightning_rlhf.rollout.native import NativeSampler
 from lightning_rlhf.rollout.score import Critic, annotate, score
 
 OURS = ("native", "hf", "vllm")
@@ -47,7 +46,7 @@ def build_sampler(
         kind = roles.causal_lm.config.model_type
         require(roles.caches, key, name, f"hf, for {kind}, which takes no cache")
         on_trunk = critic is not None and critic.shares_trunk
-        return NativeSampler(roles, params, critic.head if critic and on_trunk else None)
+        return native.NativeSampler(roles, params, critic.head if critic and on_trunk else None)
     if name == "hf":
         return samplers.HFSampler(roles, params)
     require(name != "vllm", key, name, "the argument `sampler` too, a ServerSampler")
@@ -95,7 +94,9 @@ def decode_responses(
     asked = [rows[index] for index in rollout.index.tolist()]
     tokens = masking.real_tokens(rollout.responses, rollout.response_mask)
     texts = [chat.decode_response(response) for response in tokens]
-    return records.DecodedResponses(rollout=rollout, rows=asked, responses=texts)
+    return records.DecodedResponses(
+        rollout=rollout, rows=asked, responses=texts, decode=chat.decode_response
+    )
 
 
 def encode_responses(
@@ -105,7 +106,9 @@ def encode_responses(
     prompts = [chat.prompt_tokens(tuple(map(Message.of, row["messages"]))) for row in rows]
     encoded = [chat.response_tokens(text) for text in responses]
     rollout = as_responses(prompts, encoded, chat.pad_token_id)
-    return records.DecodedResponses(rollout=rollout, rows=rows, responses=responses)
+    return records.DecodedResponses(
+        rollout=rollout, rows=rows, responses=responses, decode=chat.decode_response
+    )
 
 
 def as_responses(
@@ -140,7 +143,7 @@ def score_texts(
         some = slice(start, start + AT_ONCE)
         decoded = encode_responses(rows[some], responses[some], chat)
         decoded = replace(decoded, rollout=decoded.rollout.to(device))
-        parts.append(checked(source(decoded), decoded, name).cpu())
+        parts.append(checked(source(decoded), decoded, name)[0].cpu())
     return torch.cat(parts)
 
 
@@ -178,7 +181,7 @@ def shard(
 
 
 def sample_local(
-    sampler: NativeSampler | samplers.HFSampler | server.ServerSampler,
+    sampler: native.NativeSampler | samplers.HFSampler | server.ServerSampler,
     batches: Iterable[ShardedBatch],
     generator: torch.Generator,
 ) -> Iterator[tuple[Int[Tensor, " R"], records.SampledResponses]]:
@@ -208,12 +211,24 @@ def sample_reference(
     batches: batches of prompts, none of which is divided; role: role of the SFT model.
     Call it before a reward model is trained: full fine-tuning changes the SFT model's weights.
     """
-    sampler = (NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
+    sampler = (native.NativeSampler if roles.caches else samplers.HFSampler)(roles, params)
     with roles.use_role(role):
         drawn = sample_local(sampler, batches, generator)
         local = [(int(numbers[0]), sampled.to("cpu")) for numbers, sampled in drawn]
     firsts = torch.tensor([first for first, _ in local])
     return replicas.merged(firsts, [part for _, part in local])
+
+
+def whole_groups(batch: records.Responses, replicas: Replicas) -> Int[Tensor, " M"]:
+    """Return the numbers of the responses that this process scores, ascending.
+
+    Neighbours that respond to one prompt are scored in one process, as a reward may compare them.
+    The groups are dealt out from the one of the fewest tokens to the longest.
+    """
+    _, group, counts = batch.index.unique_consecutive(return_inverse=True, return_counts=True)
+    tokens = torch.zeros_like(counts).index_add(0, group, batch.mask.sum(dim=1))
+    mine = replicas.share(tokens.argsort(stable=True))
+    return torch.isin(group, mine).nonzero().squeeze(1)
 
 
 def reward_moments(rewards: Float[Tensor, " B"]) -> tuple[float, float]:
@@ -265,7 +280,7 @@ class Collector:
         is_served = isinstance(self.sampler, server.ServerSampler)  # all of whose rows are read
         self.annotation_rows = self.microbatch if is_served else all_rows
         """Number of rows that the policy reads at a time, for a sampler without its numbers."""
-        self.annotated = not isinstance(self.sampler, NativeSampler)
+        self.annotated = not isinstance(self.sampler, native.NativeSampler)
         """True if the policy read the latest responses for log-probabilities or values."""
 
     def roll_out(
@@ -291,6 +306,24 @@ class Collector:
         if isinstance(self.sampler, server.ServerSampler):
             self.sampler.check_gap(found)
         return found
+
+    def greedy(
+        self, rollout: records.Rollout, generator: torch.Generator, version: int
+    ) -> records.Rollout:
+        """Return the greedy response to each prompt of a rollout, for a sampler of the package.
+
+        version: as for `roll_out`. The log-probabilities are those at the lowest temperature.
+        """
+        one = slice(None, None, self.config.samples_per_prompt)
+        width = rollout.tokens.shape[1] - rollout.response_mask.shape[1]
+        prompts = records.Prompts(
+            tokens=rollout.tokens[one, :width],
+            mask=rollout.mask[one, :width],
+            index=rollout.index[one],
+        )
+        params = replace(self.sampler.params, temperature=samplers.GREEDY)
+        cold = replace(self, sampler=replace(self.sampler, params=params))
+        return cold.roll_out(prompts, generator, version=version)
 
     def sample(
         self,
@@ -333,7 +366,8 @@ class Collector:
     def score(self, decoded: records.DecodedResponses) -> records.Scores:
         """Return the scores of the reward and of the reference; each process scores its share.
 
-        Raises: RewardError where the reward gives no number for a response.
+        Raises: RewardError where the reward gives no number for a response, or one in parts that a
+            clip would have to bound.
         """
         config = self.config
         is_full = config.kl_estimator == "full" and config.kl_in == "reward"
@@ -343,5 +377,14 @@ class Collector:
             given = self.roles, decoded.select(some), self.reward
             return self.microbatch.fitting(lambda rows: read(*given, batch_size=rows))
 
-        shortest_first = masking.by_length(decoded.rollout.mask)
-        return self.replicas.joined(self.replicas.share(shortest_first), scored)
+        found = self.replicas.joined(whole_groups(decoded.rollout, self.replicas), scored)
+        assert found.token_scores is not None
+        for term, parts in zip(self.reward.terms, found.token_scores.unbind(dim=1), strict=True):
+            clip = config.score_clip if term.clip is None else term.clip
+            if clip is not None and parts.any():
+                given = (
+                    f"reward {term.name!r} gave parts of a score, and the score is to be clipped"
+                )
+                allowed = f"null for clip of the reward and for {self.stage}.score_clip"
+                raise RewardError(f"{given} at {clip:g}, which bounds no part; allowed: {allowed}")
+        return found

@@ -25,6 +25,8 @@ from lightning_rlhf.models.roles import Roles
 
 Share = Int[Tensor, " M"]
 """Numbers of the prompts of a batch that a sampler responds to, ascending."""
+GREEDY = 1e-6
+"""Temperature at which a token whose logit is largest by more than 2e-5 has probability 1."""
 
 
 @dataclass(frozen=True, kw_only=True)

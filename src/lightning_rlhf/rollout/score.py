@@ -10,8 +10,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from lightning_rlhf.core import losses, masking, memory, records, shaping
-from lightning_rlhf.core.config import PPOConfig
 from lightning_rlhf.core.logprobs import token_logprobs, vocabulary_kl
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.models.config import POLICY, REFERENCE, VALUE
 from lightning_rlhf.models.heads import ScalarHeads
 from lightning_rlhf.models.roles import Roles
@@ -70,7 +70,7 @@ def score(
 
     over_vocabulary: whether to measure the KL over the whole vocabulary too, by one more pass.
     """
-    components, rollout, reference = reward(decoded), decoded.rollout, roles.reference
+    (components, parts), rollout, reference = reward(decoded), decoded.rollout, roles.reference
 
     def read(rows: records.SampledResponses) -> tuple[Tensor, ...]:
         with reference.use_role(REFERENCE):
@@ -86,6 +86,7 @@ def score(
         component_scores=components,
         score=shaping.weighted_sum(components, reward.terms),
         ref_logprobs=ref_logprobs,
+        token_scores=parts,
         vocabulary_kl=kl[0] if kl else None,
     )
 
@@ -217,8 +218,9 @@ def policy_outputs(
     hidden: hidden states of the role, as `response_hidden` returns them.
     """
     kl = None
+    learn_entropy = config.ent_coef > 0 or bool(config.ent_coef_end)
     logprobs, entropy = response_logprobs(
-        roles, hidden, micro_batch, config.temperature, learn_entropy=config.ent_coef > 0
+        roles, hidden, micro_batch, config.temperature, learn_entropy=learn_entropy
     )
     if config.kl_in == "loss" and config.kl_estimator == "full":
         with torch.no_grad(), roles.reference.use_role(REFERENCE):

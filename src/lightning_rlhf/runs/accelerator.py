@@ -1,7 +1,5 @@
 """The device that a run computes on, its settings, libraries, and strategy of several processes."""
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os
@@ -22,7 +20,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from transformers.utils import logging as transformers_logging
 
 from lightning_rlhf.core import errors
-from lightning_rlhf.core.config import PPOConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.io.console import print_line
 from lightning_rlhf.parallel import replicas as group
 from lightning_rlhf.parallel.world import IN_LAUNCHER, World, world

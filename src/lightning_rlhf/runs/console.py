@@ -1,7 +1,5 @@
 """Output of the command line, and the paths of shipped files."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

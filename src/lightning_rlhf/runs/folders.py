@@ -140,8 +140,8 @@ VOLATILE = (
 )  # fmt: skip
 """Keys that may differ between two calls of a run: names of its folder, and keys that do not change
 its results."""
-DECIDES = r"reward\.(components\.[^.]+\.)?unfit"
-"""Pattern of keys that decide whether a run starts and do not change its results."""
+DECIDES = r"reward\.(components\.[^.]+\.)?(unfit|arguments\.cache)"
+"""Pattern of keys that decide whether a run starts, or what it costs, and not what it computes."""
 
 
 def volatile(stage: Stage) -> tuple[str, ...]:

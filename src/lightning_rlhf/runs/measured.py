@@ -14,10 +14,9 @@ from lightning_rlhf.core.errors import CheckpointError, first_line
 from lightning_rlhf.core.metrics import HELD_OUT
 from lightning_rlhf.io.storage import is_number, json_lines, read_text
 from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, json_object, read_manifest
-from lightning_rlhf.report import comparison
+from lightning_rlhf.report import comparison, run_page
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
-from lightning_rlhf.report.run_page import Evaluated
 from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS, read_config, read_ending
 from lightning_rlhf.runs.stage import Stage, find_stage
 
@@ -116,7 +115,9 @@ SEED = 0
 Samples = list[dict[str, Any]]
 
 
-def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[str, Evaluated]:
+def with_intervals(
+    metrics: Mapping[str, float], folder: Path | None
+) -> dict[str, run_page.Evaluated]:
     """Return the metrics of a run with 95% intervals, and their gains over the stage, by name.
 
     An interval is known where the folder has rows of the metric, of two prompts or more; that of a
@@ -129,10 +130,13 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
     """
     first: Samples = []
     last: Samples = []
+    intervals: dict[str, Interval] = {}
     if folder is not None and (folder / FINAL / comparison.NUMBERS).is_file():
         with damage_named(folder / FINAL / comparison.NUMBERS) as file:
-            policies = json_object(file)["policies"]
+            content = json_object(file)
+            policies = content["policies"]
             sft, policy, *_ = policies
+            intervals = content.get("pass_intervals", {}).get(policy, {})
             numbers = policies[sft]["sampled"].items()
             metrics = {f"start/{name}": x for name, x in numbers if x is not None} | {**metrics}
         with damage_named(folder / FINAL / comparison.SAMPLES) as file:
@@ -153,12 +157,13 @@ def with_intervals(metrics: Mapping[str, float], folder: Path | None) -> dict[st
         known = after[~np.isnan(after)]
         are_rates = known.size > 0 and known.min() >= 0 and known.max() <= 1
         interval = interval_of(after, rate_interval if are_rates else mean_interval)
+        interval = intervals.get(name, interval)
         if name == ACCURACY and {LOWEST, HIGHEST} <= metrics.keys():
             interval = metrics[LOWEST], metrics[HIGHEST]
         gain = None if start is None else metrics[name] - start
         has_interval = start is not None and len(before) == len(after)
         ends = interval_of(after - before) if has_interval else None
-        found[name] = Evaluated(name, metrics[name], interval, start, gain, ends)
+        found[name] = run_page.Evaluated(name, metrics[name], interval, start, gain, ends)
     return found
 
 

@@ -20,12 +20,10 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
-from lightning_rlhf.io.storage import full_disk
-from lightning_rlhf.io.user_code import permitted
+from lightning_rlhf.io import storage, user_code
 from lightning_rlhf.modules.optim import build_with, optimizer_faults
 from lightning_rlhf.parallel.world import world
-from lightning_rlhf.runs.accelerator import ReplicaStrategy, device_of
-from lightning_rlhf.runs.folders import check_writable
+from lightning_rlhf.runs import accelerator, folders
 from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig, section
 
 _AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
@@ -90,7 +88,7 @@ def own_objects(settings: Settings) -> dict[str, Any]:
     require(is_alone, "trainer.strategy", shown, ALONE)
     for _, logger in loggers:
         if (folder := logger.save_dir) is not None and "://" not in str(folder):
-            check_writable("logger.save_dir", Path(folder), Path(folder))
+            folders.check_writable("logger.save_dir", Path(folder), Path(folder))
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     build_trainer(settings.trainer, arguments, Stop(), **quiet)
     own = {"callbacks": [x for _, x in found], "loggers": [x for _, x in loggers]}
@@ -114,7 +112,7 @@ def optimizer_class(settings: Settings) -> partial[Any]:
     make: partial[Any] = instantiated({**own, "_partial_": True}, "optimizer")
     groups = []
     for shape, decay in (((2, 2), config.weight_decay), ((2,), 0.0)):
-        weight = torch.nn.Parameter(torch.zeros(shape, device=device_of(settings)))
+        weight = torch.nn.Parameter(torch.zeros(shape, device=accelerator.device_of(settings)))
         weight.grad = torch.zeros_like(weight)
         groups.append({"params": [weight], "lr": config.lr, "weight_decay": decay})
     with optimizer_faults():
@@ -143,7 +141,7 @@ def build_trainer(
         given["strategy"] = AUTO
     if world().size > 1:
         given |= {"devices": config.devices, "num_nodes": config.num_nodes}
-        given["strategy"] = ReplicaStrategy()
+        given["strategy"] = accelerator.ReplicaStrategy()
     elif not any(isinstance(own, ClusterEnvironment) for own in plugins):
         # Lightning would count the tasks of the whole job in a batch script of Slurm.
         plugins = [LightningEnvironment(), *plugins]
@@ -152,7 +150,7 @@ def build_trainer(
         limit = [MaxTime(time, stop)] if (time := options.get("max_time")) is not None else []
         given["callbacks"] = [*limit, *arguments.get("callbacks", ())]
         is_own = target != "lightning.Trainer"
-        cls: Any = get_class(permitted(target, "trainer._target_") if is_own else target)
+        cls: Any = get_class(user_code.permitted(target, "trainer._target_") if is_own else target)
         allowed = "lightning.Trainer, or a class derived from it"
         require(issubclass(cls, L.Trainer), "trainer._target_", target, allowed)
         trainer: L.Trainer = cls(
@@ -175,7 +173,7 @@ def misconfigured() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None or full_disk(error):
+        if error.filename is None or storage.full_disk(error):
             raise
         raise StorageError(f"{error.filename} cannot be used: {error.strerror}") from error
     except MisconfigurationException as error:
@@ -195,7 +193,7 @@ def instantiated(node: Any, key: str) -> Any:
     require(isinstance(node, Mapping), key, node, "a mapping with _target_ and its arguments")
     for value in node.values():
         if isinstance(value, str | Mapping | list):
-            permitted(value, key)
+            user_code.permitted(value, key)
     try:
         return instantiate(dict(node), _convert_="all")
     except Exception as error:  # a class of the user's own may raise anything

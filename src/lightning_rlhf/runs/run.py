@@ -17,13 +17,13 @@ from lightning.pytorch.loggers import Logger
 from transformers import PreTrainedTokenizerBase
 
 from lightning_rlhf.callbacks.loggers import build_loggers, tags_of
-from lightning_rlhf.core.config import DPOConfig, PPOConfig
+from lightning_rlhf.core.config import DPOConfig
 from lightning_rlhf.core.errors import ConfigError, require
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data import formats, lengths, readers
 from lightning_rlhf.data.chat import ChatFormat
-from lightning_rlhf.data.rows import Demonstration, Preference, Prompt, Rows
-from lightning_rlhf.io.console import Working
-from lightning_rlhf.io.storage import delete, make_folder, written_whole
+from lightning_rlhf.data.rows import Demonstration, Label, Preference, Prompt, Rows
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.models import build_roles, config, loading
 from lightning_rlhf.models.checkpoint import Final, digest
 from lightning_rlhf.models.roles import Roles
@@ -32,11 +32,16 @@ from lightning_rlhf.parallel.replicas import Replicas, current
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs import accelerator, folders, objects, stage
 
-R = TypeVar("R", Demonstration, Preference, Prompt)
+R = TypeVar("R", Demonstration, Preference, Prompt, Label)
 ALONE = "torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"
 """Optimizers that compute each weight by itself, and so a part of a sharded one."""
-NOUNS = {"demonstrations": "demonstration", "preferences": "preference pair", "prompts": "prompt"}
-"""Kind of data -> noun for a row."""
+NOUNS = {
+    Demonstration: "demonstration",
+    Preference: "preference pair",
+    Prompt: "prompt",
+    Label: "labelled response",
+}
+"""Class of a row -> noun for it."""
 
 
 @dataclass(frozen=True)
@@ -109,15 +114,15 @@ class Run:
         for name, tree in ((folders.PARENTS, digests), (folders.CONFIG, settings.tree)):
             texts[name] = json.dumps(tree, indent=2) + "\n"
         try:
-            make_folder(folder)
-            delete(folder / folders.DELETED)  # may be left over from a killed process
+            storage.make_folder(folder)
+            storage.delete(folder / folders.DELETED)  # may be left over from a killed process
             is_new = settings.overwrite or (folders.is_unbegun(folder) and not settings.resume)
             if is_new and folders.is_marked(folder):
                 folders.clear(folder)
             folders.delete_unfinished(folder)
             (folder / folders.ENDING).unlink(missing_ok=True)
             for name, text in texts.items():
-                with written_whole(folder / name) as beside:
+                with storage.written_whole(folder / name) as beside:
                     beside.write_text(text)
         except OSError as error:
             raise ConfigError(f"outputs={settings.outputs}: {error.strerror}: {folder}") from error
@@ -137,7 +142,7 @@ class Run:
 
     def rows(self, kind: formats.Kind) -> readers.TrainVal[Any]:
         """Return the rows of one kind of data, to train and to validate on."""
-        with Working("reading the data"):
+        with console.Working("reading the data"):
             return readers.load(kind, self.settings.data, self.settings.seed)
 
     def tokenised(
@@ -148,8 +153,8 @@ class Run:
         At most data.max_val_rows of the rows that fit are kept for validation. Prints the numbers.
         rows: the data that the stage reads.
         """
-        data, what = self.settings.data, NOUNS[self.settings.definition.data]
-        with Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
+        data, what = self.settings.data, NOUNS[type(rows.train.rows[0])]
+        with console.Working(f"tokenising the data ({len(rows.train) + len(rows.val):,} rows)"):
             train = lengths.tokenise(rows.train, self.chat, data)
             val = lengths.tokenise(rows.val, self.chat, data)
         held_out = rows.val
@@ -172,7 +177,7 @@ class Run:
         settings, sft = self.settings, self.parents.get(config.SFT)
         is_full = getattr(settings.config, "finetune", None) == "full"
         load = partial(build_roles.start_from, settings.model, sft, seed=settings.seed)
-        with Working("loading the model"):
+        with console.Working("loading the model"):
             roles = self.placed(partial(load, trainable=is_full))
             if is_full and isinstance(settings.config, PPOConfig | DPOConfig):
                 roles.frozen = self.placed(partial(load, trainable=False))

@@ -13,8 +13,9 @@ from pydantic import Field
 
 from lightning_rlhf.callbacks.files import Kind, LoggerConfig, logger_config
 from lightning_rlhf.core import validation
-from lightning_rlhf.core.config import PPOConfig, ServerConfig
+from lightning_rlhf.core.config import ServerConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards

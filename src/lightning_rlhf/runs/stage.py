@@ -19,11 +19,11 @@ from pydantic.dataclasses import dataclass
 
 from lightning_rlhf.callbacks.files import LoggerConfig
 from lightning_rlhf.core import config as sections
+from lightning_rlhf.core import ppo_config
 from lightning_rlhf.core.errors import ConfigError, require
 from lightning_rlhf.core.validation import STRICT, Options, PositiveInt, Text, described
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.io.console import print_line
-from lightning_rlhf.io.user_code import load_object
+from lightning_rlhf.io import console, user_code
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards.config import ComponentConfig
 from lightning_rlhf.runs.console import CONF
@@ -119,12 +119,16 @@ class Stage:
     def summarise(self, run: Any, module: Any, metrics: dict[str, float]) -> dict[str, float]:
         """Print how a training ended; return its metrics with those that the stage adds."""
         numbers = (f"{name.removeprefix('eval/')} {x:z.3f}" for name, x in metrics.items())
-        print_line(f"held out: {', '.join(numbers)}")
+        console.print_line(f"held out: {', '.join(numbers)}")
         return metrics
 
     def models(self, settings: Settings) -> Mapping[str, Final]:
         """Return the checkpoints that the stage reads besides SFT and reward models, by role."""
         return {}
+
+    def rows_of(self, config: Any) -> Kind:
+        """Return the kind of rows that a section of the stage reads from the data named `data`."""
+        return self.data
 
     @property
     def trains(self) -> bool:
@@ -143,7 +147,7 @@ class Stage:
 STAGES: Mapping[str, tuple[str, type]] = {
     "sft": ("stages.supervised:SFT", sections.SFTConfig),
     "rm": ("stages.supervised:RM", sections.RMConfig),
-    "ppo": ("stages.ppo:PPO", sections.PPOConfig),
+    "ppo": ("stages.ppo:PPO", ppo_config.PPOConfig),
     "dpo": ("stages.supervised:DPO", sections.DPOConfig),
     "rank": ("evaluation.evaluate_policy:Rank", sections.RankConfig),
     "eval_policy": ("evaluation.evaluate_policy:EvalPolicy", sections.PolicyEvalConfig),
@@ -176,17 +180,19 @@ def chosen_stage(tree: Mapping[str, Any]) -> tuple[str, type, Callable[[], Stage
     if name is None:
         allowed = f"stage={'|'.join(names)}, or recipe=quickstart for all of them"
         raise ConfigError(f"no stage is chosen; allowed: {allowed}")
-    is_advantage = name in {file.stem for file in (CONF / "advantage").glob("*.yaml")}
-    meant = f"; or stage=ppo advantage={name}" if is_advantage else ""
+    presets = [*CONF.glob("advantage/*.yaml"), *CONF.glob("policy_loss/*.yaml")]
+    found = [f"; or stage=ppo {x.parent.name}={name}" for x in presets if x.stem == name]
+    if name in typing.get_args(sections.LossType):
+        found.append(f"; or stage=dpo dpo.loss_type={name}")
     added = "; +stages=NAME stage=NAME for stages/NAME.yaml in a folder of your own"
-    require(name in names, "stage", name, ", ".join(names) + meant + added)
+    require(name in names, "stage", name, "".join([", ".join(names), *found, added]))
     node, key = tree.get(name), f"{name}.{DEFINITION}"
     source = node.get(DEFINITION) if isinstance(node, Mapping) else None
     if name in STAGES:
         allowed = f"no key of {name}, a stage of the package; a stage of your own has another name"
         require(source is None, key, source, allowed)
         return name, STAGES[name][1], lambda: typing.cast(Stage, find_stage(name))
-    own: type[Stage] = load_object(
+    own: type[Stage] = user_code.load_object(
         str(source), key, "stage", lambda x: isinstance(x, type) and Stage in x.__mro__[1:]
     )
     missing = [field for field in ("name", "title", "config", "data") if not hasattr(own, field)]

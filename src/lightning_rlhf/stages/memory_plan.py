@@ -16,9 +16,9 @@ from rich.text import Text
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lightning_rlhf.core import logprobs, memory
-from lightning_rlhf.core.config import DPOConfig, PPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.errors import ConfigError
+from lightning_rlhf.core import errors, logprobs, memory
+from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.batches import StageData
 from lightning_rlhf.data.lengths import DemonstrationTokens, PreferenceTokens, PromptTokens
 from lightning_rlhf.io.console import print_line
@@ -28,8 +28,7 @@ from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models import build_roles, loading
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD, SFT, VALUE
 from lightning_rlhf.models.roles import Roles, copied_bytes, layer_matrices, linear_layers
-from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.modules.supervised import SupervisedModule
+from lightning_rlhf.modules import ppo, supervised
 from lightning_rlhf.parallel.sharding import held
 from lightning_rlhf.rewards.config import HeadConfig, RandomConfig, TextModelConfig
 from lightning_rlhf.runs import accelerator, folders, run, stage
@@ -142,7 +141,7 @@ def plan_memory(
         longest = max(tokens, *(one.length for one in demonstrations), 0)
         imitated = (len(one.imitated) for one in demonstrations)
         predicted = max(config.max_response_tokens, *imitated, 0)
-    elif isinstance(config, SFTConfig):
+    elif isinstance(rows[0], DemonstrationTokens):
         predicted = max(len(row.imitated) for row in rows)
     else:
         longest *= 2  # the two sides of a pair
@@ -205,7 +204,7 @@ def plan_of(
     loaded = sum(role.weights for role in found.values())
     free = memory.available_memory(device) + (sharing if module.replicas.size > 1 else 1) * loaded
     number = computing_dtype(model).itemsize
-    if isinstance(module, PPOModule):
+    if isinstance(module, ppo.PPOModule):
         demonstrations = () if module.ptx is None else module.ptx.examples
         copied = copied_bytes(model) if module.roles.kernels.kind == "fast" else 0
         # Gathered to sample; weights that are trained take the place of their gradient then.
@@ -224,7 +223,7 @@ def plan_built(ready: run.Run, module: Any, data: StageData) -> MemoryPlan | Non
 
     There is none of a module or a section of another kind than those of the package.
     """
-    is_known = isinstance(module, SupervisedModule | PPOModule)
+    is_known = isinstance(module, supervised.SupervisedModule | ppo.PPOModule)
     if not (is_known and isinstance(module.config, PLANNED)):
         return None
     device, trainer = ready.device, ready.settings.trainer
@@ -262,7 +261,7 @@ def by_role(module: Any) -> dict[str, list[nn.Parameter]]:
         match = re.search(r"^(?:frozen\.)?heads\.([^.]+)|\.lora_\w+\.([^.]+)", name)
         role = (match[1] or match[2]) if match else base
         found[CRITIC if role == VALUE else role].append(parameter)
-    if isinstance(module, PPOModule):
+    if isinstance(module, ppo.PPOModule):
         shared = (module.roles, module.roles.reference)
         if module.critic is not None and module.critic.roles not in shared:
             found[CRITIC] = list(module.critic.roles.parameters())
@@ -309,7 +308,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     """
     config, data, own = settings.config, settings.data, settings.model
     if not isinstance(config, PLANNED):
-        raise ConfigError(
+        raise errors.ConfigError(
             f"stage={settings.stage} has no memory plan; allowed: sft, rm, ppo, dpo, or a stage of "
             "your own with one of their configurations"
         )
@@ -336,7 +335,7 @@ def plan_run(settings: stage.Settings) -> MemoryPlan:
     demonstrations = [row] * (isinstance(config, PPOConfig) and config.ptx_coef > 0)
     if isinstance(config, PPOConfig):
         row = PromptTokens(prompt, 0)
-    elif not isinstance(config, SFTConfig):
+    elif not isinstance(config, SFTConfig) and getattr(config, "loss_type", None) != "kto":
         row = PreferenceTokens(prompt, response, response, 0.0)
     trainer, copied = settings.trainer, 0
     is_mixed, on_cpu = trainer.precision == "bf16-mixed", trainer.accelerator == "cpu"

@@ -10,12 +10,12 @@ from lightning.pytorch.callbacks import Callback
 from rich import get_console
 
 from lightning_rlhf.callbacks import diagnosis, evaluation, files, metrics
-from lightning_rlhf.core.config import PPOConfig
-from lightning_rlhf.core.memory import MicrobatchSize
+from lightning_rlhf.core import memory, policy_losses
 from lightning_rlhf.core.metrics import GOLD, HEADLINES, HELD_OUT, HELD_OUT_KL, KL
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data import batches, lengths
 from lightning_rlhf.evaluation import build_rewards, diminishing, evaluate_reward
-from lightning_rlhf.io.console import print_line
+from lightning_rlhf.io import console, user_code
 from lightning_rlhf.models.build_roles import add_policy, check_positions
 from lightning_rlhf.models.config import POLICY, VALUE
 from lightning_rlhf.models.roles import Roles
@@ -54,6 +54,7 @@ class PPO(stage.Stage):
         judge = evaluation.load_judge(settings.data.judge) if settings.data.judge else None
         if config.rollout not in collector.OURS:
             collector.load_sampler(config.rollout, f"{self.name}.rollout")
+        user_code.enter_formulas(policy_losses.DOORS, config, self.name)
         self.verdicts = build_rewards.verdicts_on(run, refuses=True)
         ptx = read_ptx(run, config)
         rows = run.rows("prompts")
@@ -67,7 +68,7 @@ class PPO(stage.Stage):
         if ptx is not None:
             whole = max(example.length for example in ptx.examples)
             check_positions(roles, whole, "the longest demonstration")
-        microbatch = MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_rows)
+        microbatch = memory.MicrobatchSize(f"{self.name}.microbatch_size", config.microbatch_rows)
         reward = build_reward(roles.reference, microbatch)
         roles.to(run.device)
         evaluate_reward.check_formats(run, reward)
@@ -98,6 +99,7 @@ class PPO(stage.Stage):
             evaluation.Recorder(run.folder, replace(rows.train, rows=()), every=settings.record),
         ]
         module = self.make_module(run, roles, reward, prompts, microbatch, ptx, longest + response)
+        module.further = data.further
         return module, data, callbacks
 
     def restore(self, run: Run) -> ppo.PPOModule:
@@ -109,7 +111,7 @@ class PPO(stage.Stage):
 
     def make_module(
         self, run: Run, roles: Roles, reward: Reward,
-        prompts: Mapping[str, Sequence[dict[str, Any]]], microbatch: MicrobatchSize | None,
+        prompts: Mapping[str, Sequence[dict[str, Any]]], microbatch: memory.MicrobatchSize | None,
         ptx: supervised.PTX | None, longest: int,
     ) -> ppo.PPOModule:  # fmt: skip
         """Return the module before its first iteration, with a new policy and, for GAE, a critic.
@@ -141,7 +143,7 @@ class PPO(stage.Stage):
         trained = files.read_rows(run.folder / folders.METRICS).values()
         final = next((row for row in reversed(trained) if KL in row), None)
         if final is not None and (why := tables.collapsed(final, self.name)) is not None:
-            print_line(f"warning: {why}", "yellow")
+            console.print_line(f"warning: {why}", "yellow")
         diminishing.print_diminishing(run.folder, folders.run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last
 

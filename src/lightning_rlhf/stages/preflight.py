@@ -17,12 +17,10 @@ from rich.text import Text
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_rlhf.core.errors import LogitsError, PreflightError, RewardError, counted
-from lightning_rlhf.core.masking import by_length, from_first_real
+from lightning_rlhf.core import errors, masking
 from lightning_rlhf.core.records import Preferences, Prompts, Rollout, SampledResponses
 from lightning_rlhf.data.batches import StageData
-from lightning_rlhf.io.console import Working, print_line
-from lightning_rlhf.io.storage import readable
+from lightning_rlhf.io import console, storage
 from lightning_rlhf.kernels.layers import computing_dtype
 from lightning_rlhf.models.config import BASE, CRITIC, POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.roles import Roles
@@ -79,7 +77,7 @@ def preflight(
     mode, started = ready.settings.preflight, time.perf_counter()
     if mode == "off" or not isinstance(getattr(module, "roles", None), Roles):
         return
-    with Working("preflight"):
+    with console.Working("preflight"):
         checks, plan = examine(ready, module, data, resumed=resumed)
     failed = [check for check in checks if check.verdict == "failed"]
     told = [*(check for check in checks if check.verdict == "warning"), *failed]
@@ -94,12 +92,12 @@ def preflight(
         if plan is not None:
             get_console().print(plan_shown(plan))
     count = sum(check.verdict == "passed" for check in checks)
-    passed = f"{count} of {count + len(told)} checks" if told else counted(count, "check")
-    print_line(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
+    passed = f"{count} of {count + len(told)} checks" if told else errors.counted(count, "check")
+    console.print_line(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
     if failed and mode != "warn":
-        raise PreflightError(f"preflight: {'; '.join(map(str, failed))}")
+        raise errors.PreflightError(f"preflight: {'; '.join(map(str, failed))}")
     for check in told:
-        print_line(f"warning: preflight: {check}", STYLES["warning"])
+        console.print_line(f"warning: preflight: {check}", STYLES["warning"])
 
 
 @torch.no_grad()
@@ -129,8 +127,10 @@ def of_memory(plan: MemoryPlan, key: str) -> Check:
     peak, largest = plan.peak(plan.rows), plan.largest()
     verdict: Verdict = "passed" if peak <= plan.device else "warning" if largest else "failed"
     fits = "of which not even 1 fits" if largest is None else f"of at most {largest}"
-    measured = f"{readable(peak)} with {key}={plan.rows}"
-    return Check("memory", measured, f"<= {readable(plan.device)}, with a size {fits}", verdict)
+    measured = f"{storage.readable(peak)} with {key}={plan.rows}"
+    return Check(
+        "memory", measured, f"<= {storage.readable(plan.device)}, with a size {fits}", verdict
+    )
 
 
 def trainable(module: Any) -> Iterator[Check]:
@@ -160,7 +160,7 @@ def of_models(module: Any, data: StageData, device: torch.device) -> Iterator[Ch
     if isinstance(module, PPOModule):
         try:
             batch = sample(module, batch)
-        except LogitsError as error:
+        except errors.LogitsError as error:
             yield Check("ratio", str(error), "finite numbers", "failed")
             return
         yield from of_policy(module, batch, limit)
@@ -210,7 +210,7 @@ def ratio(module: PPOModule, rollout: Rollout) -> Tensor:
     """Return pi_now / pi_at_sampling at each response token, in micro-batches as an update has
     them."""
     found = []
-    ordered = rollout.select(by_length(rollout.mask))
+    ordered = rollout.select(masking.by_length(rollout.mask))
     for micro_batch in ordered.split(module.microbatch.rows):
         hidden = score.response_hidden(module.roles, micro_batch)
         now = score.policy_outputs(module.roles, hidden, micro_batch, module.config).logprobs  # type: ignore[arg-type]
@@ -240,7 +240,7 @@ def of_own_models(module: PPOModule, sampled: SampledResponses, limit: float) ->
             rows = (decoded.select(row) for row in torch.arange(len(decoded))[:, None])
             alone = torch.cat([torch.as_tensor(source(row)) for row in rows])
             yield at_most(name, relative(together, alone), limit)
-        except RewardError as error:
+        except errors.RewardError as error:
             yield Check(name, str(error), "a finite number", "failed")
 
 
@@ -251,7 +251,7 @@ def padding(
 
     Rows begin with a real token in training, and padding after the last one holds another.
     """
-    wide, targets = wider(*from_first_real(tokens, mask))
+    wide, targets = wider(*masking.from_first_real(tokens, mask))
     wide, targets = wide[:, MORE:], targets[:, MORE:]
     rows = [row[own][None] for row, own in zip(tokens, mask, strict=True)]
     logprobs = partial(supervised.target_logprobs, roles)

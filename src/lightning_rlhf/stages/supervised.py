@@ -19,10 +19,9 @@ from lightning.pytorch.loggers import Logger
 
 from lightning_rlhf.callbacks import evaluation, files
 from lightning_rlhf.callbacks.metrics import StepMetrics
-from lightning_rlhf.core import masking, records
+from lightning_rlhf.core import errors, masking, records
 from lightning_rlhf.core.config import DPOConfig, RMConfig, SFTConfig
-from lightning_rlhf.core.errors import DataError, require
-from lightning_rlhf.data import batches, lengths, problems, readers
+from lightning_rlhf.data import batches, formats, lengths, problems, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
@@ -31,21 +30,27 @@ from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
 from lightning_rlhf.models.roles import Roles
-from lightning_rlhf.modules.supervised import DPOModule, RewardModule, SFTModule
+from lightning_rlhf.modules.supervised import DPOModule, KTOModule, RewardModule, SFTModule
 from lightning_rlhf.parallel.replicas import ONE
 from lightning_rlhf.report import curves, fitness_page, tables
-from lightning_rlhf.rewards.format_check import COUNT, KnownPair, write_pairs
-from lightning_rlhf.rewards.weighted import LearnedReward
+from lightning_rlhf.rewards import format_check, weighted
 from lightning_rlhf.rollout import collector, sampler
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.final import hand_over
 
-ROWS: Mapping[str, tuple[Callable[..., records.Record], str]] = {
-    "demonstrations": (batches.collate_demonstrations, "the longest demonstration"),
-    "preferences": (batches.collate_preferences, "the longest prompt of a pair with its response"),
+ROWS: Mapping[type, tuple[Callable[..., records.Record], str]] = {
+    lengths.DemonstrationTokens: (batches.collate_demonstrations, "the longest demonstration"),
+    lengths.PreferenceTokens: (
+        batches.collate_preferences,
+        "the longest prompt of a pair with its response",
+    ),
+    lengths.LabelTokens: (
+        batches.collate_labels,
+        "the longest prompt with the longest response, of which kto reads",
+    ),
 }
-"""Kind of data -> (examples, id of the padding token) -> batch; description of its longest row."""
+"""Class of examples -> (examples, id of the padding token) -> batch; description of the longest."""
 
 
 class Supervised(stage.Stage):
@@ -62,7 +67,7 @@ class Supervised(stage.Stage):
     """Role that is trained, and handed over."""
 
     def build(self, run: Run) -> tuple[LightningModule, batches.StageData, list[Callback]]:
-        data, callbacks = self.read(run, run.rows(self.data))
+        data, callbacks = self.read(run, run.rows(self.rows_of(run.settings.config)))
         return self.make_module(run, self.load(run, data)), data, callbacks
 
     def restore(self, run: Run) -> LightningModule:
@@ -78,16 +83,18 @@ class Supervised(stage.Stage):
         batch that no update can be made of."""
         config, settings = run.settings.config, run.settings
         self.held_out, train, val = run.tokenised(rows)
-        count = len(train.examples)
+        count, kind = len(train.examples), type(train.examples[0])
+        # The KL of kto is one of a whole batch.
+        val_rows = config.batch_size if kind is lengths.LabelTokens else config.microbatch_rows
         steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
         allowed = f"a number >= {1 / count:.6g}, which is 1 of the {count} examples"
-        require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
+        errors.require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
         self.batches = data = batches.StageData(
             train=train.examples,
             val=val.examples,
             columns=(),
-            collate=partial(ROWS[self.data][0], pad_id=run.chat.pad_token_id),
-            val_batch_size=config.microbatch_rows,
+            collate=partial(ROWS[kind][0], pad_id=run.chat.pad_token_id),
+            val_batch_size=val_rows,
             schedule=batches.Schedule(
                 lengths=[example.length for example in train.examples],
                 batch_size=config.batch_size,
@@ -103,7 +110,11 @@ class Supervised(stage.Stage):
     def load(self, run: Run, data: batches.StageData) -> Roles:
         """Return the model that the stage starts from, which has positions for all rows."""
         roles = run.load_model()
-        build_roles.check_positions(roles, max(e.length for e in data.train), ROWS[self.data][1])
+        rows, kind = data.train, type(data.train[0])
+        longest = max(e.length for e in rows)
+        if kind is lengths.LabelTokens:
+            longest = max(len(e.prompt) for e in rows) + max(len(e.response) for e in rows)
+        build_roles.check_positions(roles, longest, ROWS[kind][1])
         return roles
 
     def make_module(self, run: Run, roles: Roles) -> LightningModule:
@@ -123,8 +134,8 @@ class Supervised(stage.Stage):
 
 
 class DPO(Supervised):
-    """Direct preference optimization of a policy on pairs; the SFT model that it starts from is the
-    reference."""
+    """Direct preference optimization of a policy on pairs, or on labels with loss_type=kto; the SFT
+    model that it starts from is the reference."""
 
     name = "dpo"
     title = "Direct preference optimization"
@@ -135,6 +146,17 @@ class DPO(Supervised):
     headlines = ("update/dpo_loss", "update/accuracy", "eval/accuracy")
     summary = ("eval/dpo_loss", "eval/accuracy", "eval/reward_margin")
     module_class = DPOModule
+
+    def rows_of(self, config: DPOConfig) -> formats.Kind:
+        return "labels" if config.loss_type == "kto" else "preferences"
+
+    def make_module(self, run: Run, roles: Roles) -> LightningModule:
+        """Return the module before its first step; that of kto unless the class is the user's."""
+        config: DPOConfig = run.settings.config
+        is_ours = self.module_class is DPOModule
+        self.add_roles(run, roles)
+        kind = KTOModule if is_ours and config.loss_type == "kto" else self.module_class
+        return kind(roles, config, run.replicas)
 
 
 class SFT(Supervised):
@@ -183,7 +205,7 @@ class RM(Supervised):
         rows = run.rows(self.data)
         without = [i for i, row in enumerate(rows.train.rows, start=1) if row.margin is None]
         if config.margin_coef > 0 and without:
-            raise DataError(
+            raise errors.DataError(
                 f"rm.margin_coef is above 0, but {len(without)} of {len(rows.train)} pairs of "
                 f"{rows.train.source} have no field 'margin' (the first is pair {without[0]}); "
                 "allowed: a number >= 0 in each"
@@ -224,9 +246,9 @@ class RM(Supervised):
             return
         roles.to(run.device)
         with Working("scoring pairs for the format check"):
-            write_pairs(folder, known_pairs(roles, pairs, run.chat))
+            format_check.write_pairs(folder, known_pairs(roles, pairs, run.chat))
         report = evaluate_reward.measure_reward(
-            run, LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
+            run, weighted.LearnedReward(roles.rewards, 0.0, 1.0, 0.0, module.microbatch), pairs,
             (scored_samples(roles, self.samples), self.samples), logit_scale=1.0,
             title=folders.run_name(settings), problems=self.problems,
             sampled_from="prompts of the pairs that the reward model is trained on",
@@ -252,17 +274,21 @@ class RM(Supervised):
         )  # fmt: skip
 
 
-def known_pairs(roles: Roles, pairs: Sequence[Preference], chat: ChatFormat) -> list[KnownPair]:
+def known_pairs(
+    roles: Roles, pairs: Sequence[Preference], chat: ChatFormat
+) -> list[format_check.KnownPair]:
     """Return some pairs with the reward model's scores in its training format: right-padded."""
     known = []
-    for pair in pairs[:COUNT]:
+    for pair in pairs[: format_check.COUNT]:
         prompt, row = chat.prompt_tokens(pair.prompt), prompt_row(pair.prompt)
         sides = [[*prompt, *chat.response_tokens(side)] for side in (pair.chosen, pair.rejected)]
         tokens, mask = batches.pad(sides, chat.pad_token_id, "right")
         with torch.no_grad():
             chosen, rejected = roles.reward(tokens.to(roles.device), mask.to(roles.device)).tolist()
         shown = chat.show(sides[0])
-        known.append(KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown))
+        known.append(
+            format_check.KnownPair(row, pair.chosen, pair.rejected, chosen, rejected, shown)
+        )
     return known
 
 
