@@ -53,7 +53,7 @@ def check_ends(folder: Path) -> None:
         assert len(sample["response"]) - sample["response"].index("e") < 20
 
 
-@pytest.mark.parametrize("variant", matrix(VARIANTS, "adapter", "grpo"))
+@pytest.mark.parametrize("variant", matrix(VARIANTS, "grpo"))
 def test_a_resumed_run_is_the_unbroken_one(finished: Workplace, variant: str) -> None:
     """Resumed after iteration 1, between two evaluations."""
     command = ["stage=ppo", "run=whole", *VARIANTS[variant], *given(finished)]

@@ -146,6 +146,7 @@ SLURM_PROCID=0 SLURM_LOCALID=0 SLURM_NODEID=0 SLURM_STEP_NUM_TASKS=1 exec "$@"
 """Programs of Slurm that run the jobs on this machine."""
 
 
+@pytest.mark.matrix
 def test_slurm_jobs_have_a_gpu_for_each_process(
     workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

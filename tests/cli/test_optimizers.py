@@ -13,7 +13,8 @@ from .conftest import Workplace, weights
 @pytest.mark.parametrize(("words", "state"), [
     (["optimizer=adamw8bit"], ["__bnb_optimizer_quant_state__"]),
     (["optimizer=muon", "optimizer.momentum=0.9"], ["exp_avg", "exp_avg_sq", "momentum_buffer"]),
-    (["optimizer._target_=torch.optim.Adagrad", "optimizer.lr_decay=0.1"], ["sum"]),
+    pytest.param(["optimizer._target_=torch.optim.Adagrad", "optimizer.lr_decay=0.1"], ["sum"],
+                 marks=pytest.mark.matrix),
 ])  # fmt: skip
 def test_a_run_resumes_bit_for_bit(
     workplace: Workplace, cut: Callable[[str, int], None], monkeypatch: pytest.MonkeyPatch,

@@ -11,6 +11,7 @@ from lightning_rlhf.cli import arguments
 from lightning_rlhf.core.errors import RewardError
 from lightning_rlhf.rewards.server import RewardServer, listening_socket
 
+from ..matrix import matrix
 from .conftest import Workplace
 
 SECRETS = {
@@ -34,7 +35,7 @@ def found_in(secrets: list[str], folder: Path, *texts: str) -> list[tuple[str, s
     ]
 
 
-@pytest.mark.parametrize("by", ["token", "password"])
+@pytest.mark.parametrize("by", matrix(["token", "password"], "token"))
 def test_a_run_with_secrets(models: Workplace, monkeypatch: pytest.MonkeyPatch, by: str) -> None:
     """The server is asked with them; wandb keeps its own files in the folder of the run."""
     for name, value in SECRETS.items():

@@ -145,7 +145,9 @@ def prompts(rows: int = 4) -> Prompts:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2},
+        pytest.param(
+            {"critic": "adapter", "ppo_epochs": 2, "microbatch_size": 2}, marks=pytest.mark.matrix
+        ),
         pytest.param(
             {"critic": "model", "kl_estimator": "full", "kl_in": "reward", "critic_warmup": 1},
             marks=pytest.mark.matrix,
