@@ -41,13 +41,13 @@ class AdvantageBatch:
 
     @cached_property
     def returns(self) -> Float[Tensor, "B T"]:
-        """Rewards to go of each token, discounted; 0 on padding. The first is that of the row."""
+        """Return the discounted rewards to go of each token; 0 on padding. A row's return is first."""
         return rewards_to_go(self.rewards, self.mask, gamma=self.config.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """What is learned from an `AdvantageBatch`; on padding any finite number."""
+    """Advantages of an `AdvantageBatch`, and targets of its critic; any finite number on padding."""
 
     advantages: Float[Tensor, "B T"]
     """Advantage of each response token, before it is whitened; above 0 makes it likelier."""

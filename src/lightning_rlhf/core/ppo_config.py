@@ -11,6 +11,7 @@ GROUPED = ("rloo", "grpo", "dr_grpo", "gdpo")
 """Estimators that compare the responses to one prompt."""
 UNSHAPED: dict[str, object] = {"kl_in": "loss", "missing_eos": "none", "length_penalty": 0}
 UNSHAPED |= {"score_normalization": "none", "score_clip": None, "whiten_rewards": False}
+UNSHAPED |= {"overlong_after": None}
 """Keys with which the return of a response is made of the components of its reward alone."""
 
 MissingEOS = Literal["none", "subtract", "replace"]

@@ -93,7 +93,7 @@ class PPOModule(optim.StageModule):
         self.moments = shaping.ScoreMoments.none(len(reward.terms))
         """Moments of all scores so far."""
         self.mean_return = 0.0
-        """With advantage=reinforce, decayed sum of (1 - baseline_decay) * mean return so far."""
+        """Decayed sum of (1 - baseline_decay) * mean return so far, for advantage=reinforce."""
         self.stopped = False
         """True if target_kl prevented the latest update, which ends the epochs of its iteration."""
         self.looked = time.perf_counter()

@@ -25,7 +25,7 @@ NUMBER = re.compile(
 )
 """A number: sign, then \\frac{a}{b}, or digits, exponent and denominator, then percent."""
 BESIDE = re.compile(r"\\(?:text|mathrm)\{[^{}]*\}|\\[,;! ]|\$")
-"""What may stand in a box beside its number: units, thin spaces and dollars."""
+"""Text that may stand in a box beside its number: units, thin spaces and dollars."""
 LARGEST_EXPONENT = 400
 """Exponents beyond are no numbers: a response must not make this process compute 10^(10^9)."""
 Texts = Sequence[str]
