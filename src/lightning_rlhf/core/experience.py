@@ -41,13 +41,13 @@ class AdvantageBatch:
 
     @cached_property
     def returns(self) -> Float[Tensor, "B T"]:
-        """Return the discounted rewards to go of each token; 0 on padding. A row's return is first."""
+        """Return the discounted rewards to go of each token; 0 on padding. The first is a row's."""
         return rewards_to_go(self.rewards, self.mask, gamma=self.config.gamma)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """Advantages of an `AdvantageBatch`, and targets of its critic; any finite number on padding."""
+    """Advantages of an `AdvantageBatch`, and targets of its critic; on padding finite."""
 
     advantages: Float[Tensor, "B T"]
     """Advantage of each response token, before it is whitened; above 0 makes it likelier."""
