@@ -29,9 +29,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from matplotlib.figure import Figure
 
 from common import ROOT, calm, circumstances, markdown_table
+from lightning_rlhf.cli.recipe import read_recipe, step_overrides
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL
 from lightning_rlhf.evaluation.compare import at_kl, common_kls, over_seeds
 from lightning_rlhf.report.curves import KL_AXIS, PALETTE, Curves, joined, points
+from lightning_rlhf.runs.console import RECIPES
 from lightning_rlhf.runs.measured import read_metrics
 
 BASELINE, TRL = "gae", "trl"
@@ -45,6 +47,8 @@ SIDES: Mapping[str, Sequence[str]] = {
     TRL: (),
 }
 """Name of a side -> overrides of stage=ppo."""
+TASKS = ("quickstart",)
+"""Recipes; all sides of a seed share the models of the stages before ppo."""
 TUNING_SEED = 100
 RATES, VALUE_FACTORS = (3e-4, 1e-3, 3e-3), (1.0, 3.0)
 EVALUATIONS = 10  # of a run, besides the first one
@@ -52,21 +56,6 @@ PROCESSOR_S, KL_COEF = "time/processor_s", "update/kl_coef"
 LABELS = {HELD_OUT: "reward", GOLD: "gold score"}
 Runs = Mapping[str, Mapping[int, Curves]]
 """Side -> seed -> metrics of its run."""
-
-
-@dataclass(frozen=True)
-class Task:
-    """What all sides learn."""
-
-    models: Sequence[str]
-    """Stages whose models the sides of a seed share."""
-    overrides: Sequence[str]
-    """Overrides of all stages."""
-    ppo: Sequence[str] = ()
-    """Further ones of stage=ppo."""
-
-
-TASKS = {"quickstart": Task(("sft", "rm"), ("data=quickstart",))}
 
 
 class ProcessorTime(Callback):
@@ -113,23 +102,24 @@ class Job:
         return read_metrics(folder) if is_finished else None
 
     def words(self, stage: str) -> list[str]:
-        """Return the overrides of a stage that all sides share."""
-        task = TASKS[self.task]
-        found = [f"run={self.place.parent.name}", f"seed={self.seed}", f"outputs={self.runs}"]
-        found += ["samples=false", "trainer=cpu", *task.overrides]
-        if stage != "ppo":
-            return found
-        every = max(1, self.iterations // EVALUATIONS)
-        found += [f"ppo.iterations={self.iterations}", f"ppo.val_every={every}", *task.ppo]
-        return [*found, f"job={self.name}", *SIDES[self.side]]
+        """Return the overrides of a stage: those of the recipe, and of the side."""
+        given = [f"run={self.place.parent.name}", f"seed={self.seed}", f"outputs={self.runs}"]
+        given += ["samples=false", "trainer=cpu"]
+        if stage == "ppo":
+            every = max(1, self.iterations // EVALUATIONS)
+            given += [f"ppo.iterations={self.iterations}", f"ppo.val_every={every}"]
+            given += SIDES[self.side]
+        job = self.name if stage == "ppo" else None
+        return [*step_overrides(read_recipe(RECIPES / self.task), stage, given, job)]
 
     def make(self, stage: str) -> bool:
         """Make what is missing of a stage, or go on with it; return whether it is there."""
         name = self.name if stage == "ppo" else stage
-        words = [str(ROOT / "train.py"), f"stage={stage}", "resume=auto", *self.words(stage)]
+        words = [str(ROOT / "train.py"), *self.words(stage), "resume=auto"]
         if stage == "ppo" and self.rates is not None:
             worker = ROOT / "benchmarks" / "equal_terms_trl.py"
-            words = [str(worker), str(self.place / name / stage), *map(str, self.rates), *words[3:]]
+            place = self.place / name / stage
+            words = [str(worker), str(place), *map(str, self.rates), *words[1:-1]]
         elif stage == "ppo":
             words.append("callbacks.clock._target_=equal_terms.ProcessorTime")
         if (self.place / stage / "final").exists() or (stage == "ppo" and self.curves is not None):
@@ -148,9 +138,9 @@ class Job:
 
 def make(jobs: Sequence[Job], workers: int) -> None:
     """Make the models that the jobs of one seed start from, then the runs."""
-    models = TASKS[jobs[0].task].models
+    stages = read_recipe(RECIPES / jobs[0].task).stages
     with ThreadPoolExecutor(workers) as pool:
-        if all(map(jobs[0].make, models)):
+        if all(map(jobs[0].make, stages[: stages.index("ppo")])):
             list(pool.map(Job.make, jobs, itertools.repeat("ppo")))
 
 
@@ -188,33 +178,25 @@ def tables(runs: Runs) -> Iterator[str]:
     """
     limit = min(max(seconds(x).values()) for own in runs.values() for x in own.values())
 
-    def measured(some: Iterable[str]) -> tuple[float, dict[str, dict[int, dict[str, float]]]]:
-        own = {side: runs[side] for side in some}
-        paths = [joined(x, HELD_OUT_KL, HELD_OUT) for side in own.values() for x in side.values()]
-        kls = common_kls(paths)
-        found = {
-            side: {seed: measures(x, limit, kls) for seed, x in one.items()}
-            for side, one in own.items()
-        }
-        return max(kls), found
+    def measured(some: Iterable[str]) -> tuple[float, list[dict[int, dict[str, float]]]]:
+        own = [runs[side] for side in some]
+        kls = common_kls([joined(x, HELD_OUT_KL, HELD_OUT) for one in own for x in one.values()])
+        return max(kls), [{s: measures(x, limit, kls) for s, x in one.items()} for one in own]
 
     most, found = measured(runs)
-    columns = list(next(iter(found[BASELINE].values())))
-    rows = [
-        [side, str(len(own)), f"{most:.2f}",
-         *(over_seeds([x[column] for x in own.values()]) for column in columns)]
-        for side, own in found.items()
-    ]  # fmt: skip
-    head = ["seeds", "equal KL up to", *columns]
-    yield markdown_table(["side", *head], rows)
+    columns = list(next(iter(found[0].values())))
+    rows = []
+    for side, one in zip(runs, found, strict=True):
+        cells = (over_seeds([run[c] for run in one.values()]) for c in columns)
+        rows.append([side, str(len(one)), f"{most:.2f}", *cells])
+    yield markdown_table(["side", "seeds", "equal KL up to", *columns], rows)
     rows = []
     for side in (side for side in runs if side != BASELINE and {*runs[side]} & {*runs[BASELINE]}):
-        most, found = measured((side, BASELINE))
-        one, other = found.values()
-        pairs = [(one[seed], other[seed]) for seed in one if seed in other]
-        cells = (over_seeds([a[column] - b[column] for a, b in pairs]) for column in columns)
-        rows.append([f"{side} - {BASELINE}", str(len(pairs)), f"{most:.2f}", *cells])
-    yield markdown_table(["difference", *head], rows)
+        most, (one, base) = measured((side, BASELINE))
+        both = [seed for seed in one if seed in base]
+        cells = (over_seeds([one[seed][c] - base[seed][c] for seed in both]) for c in columns)
+        rows.append([f"{side} - {BASELINE}", str(len(both)), f"{most:.2f}", *cells])
+    yield markdown_table(["difference", "seeds", "equal KL up to", *columns], rows)
 
 
 def draw(tasks: Mapping[str, Runs], path: Path) -> None:
@@ -251,10 +233,10 @@ def tuned(grid: Sequence[Job]) -> tuple[tuple[float, float] | None, str]:
             reward, kl, price = (curves[m][1][-1] for m in (HELD_OUT, HELD_OUT_KL, KL_COEF))
             ends[job.rates] = reward - price * kl
             cells = (f"{number:.3f}" for number in (reward, kl, ends[job.rates]))
-            rows.append(["{:g} | {:g}".format(*(job.rates or ())), *cells])
-    header = ["lr | critic's factor", "reward", "KL", "reward - kl_coef KL"]
+            rows.append([" x ".join(f"{rate:g}" for rate in job.rates or ()), *cells])
     best = max(ends, key=lambda rates: ends[rates]) if len(ends) == len(grid) else None
-    return best, markdown_table([header[0], *header[1:]], rows).replace("---", "--- | ---", 1)
+    header = ["lr x critic's factor", "reward", "KL", "reward - kl_coef KL"]
+    return best, markdown_table(header, rows)
 
 
 def report(tasks: Mapping[str, Runs], grids: Mapping[str, str], iterations: int) -> str:
@@ -262,8 +244,8 @@ def report(tasks: Mapping[str, Runs], grids: Mapping[str, str], iterations: int)
     lines = [
         "# Estimators, and TRL's PPO, on equal terms",
         f"{facts['date']}, commit {facts['commit']}; {facts['machine']}; {facts['versions']}.",
-        f"Every run: {iterations} iterations of 64 responses from the SFT model of its seed, with "
-        "the values of conf/. All numbers are of held-out prompts: means over seeds with 95% "
+        f"Every run: {iterations} iterations from the SFT model of its seed, with the values of "
+        "the recipe and of conf/. All numbers are of held-out prompts: means over seeds with 95% "
         "t-intervals; differences are paired by seed. Seconds are processor time of one thread "
         "without evaluations. The equal time is that of the shortest run: a side that takes longer "
         "is read in the middle of its schedule. At equal KL, the reward is averaged over five "
@@ -280,7 +262,7 @@ def report(tasks: Mapping[str, Runs], grids: Mapping[str, str], iterations: int)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--iterations", type=int, default=100)

@@ -1,10 +1,11 @@
 """Train TRL's PPO for equal_terms.py; evaluate its policy on held-out prompts by our code.
 
-    python benchmarks/equal_terms_trl.py FOLDER LR VALUE_LR_FACTOR OVERRIDE ...
+    python benchmarks/equal_terms_trl.py FOLDER LR VALUE_LR_FACTOR stage=ppo OVERRIDE ...
 
 It gets what stage=ppo with these overrides gets: the SFT model, the prompts of all iterations, the
 reward, the price of responses that do not end, and the values of all hyperparameters that both
-have. Policy and value model are adapters of the same rank as ours. FOLDER gets a metrics.csv.
+have. Policy and value model are adapters of the same rank as ours, or train all weights where ours
+does. The learning rates fall linearly. FOLDER gets a metrics.csv.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class Peer:
     """The reward of TRL's trainer, and the evaluations of its policy."""
 
     def __init__(self, training: Training, trained: nn.Module, folder: Path) -> None:
-        """training: ours, whose policy takes over the adapter of `trained` for an evaluation."""
+        """training: ours, whose policy takes over the weights of `trained` for an evaluation."""
         self.module: Any = training.module
         self.judge = training.stage.evaluation.judge  # type: ignore[attr-defined]
         self.trained, self.file = trained, MetricsFile(folder)
@@ -74,27 +75,32 @@ class Peer:
 
     @torch.no_grad()
     def evaluation(self) -> dict[str, float]:
-        """Return the metrics of the policy on held-out prompts, as those of our evaluations."""
-        module = self.module
-        theirs = {n: x for n, x in self.trained.named_parameters() if ".lora_" in n}
-        for name, parameter in module.roles.model.named_parameters() if theirs else ():
-            if f".{POLICY}." in name:
+        """Return the metrics of our policy on held-out prompts, as those of our evaluations."""
+        samples = []
+        for number, prompts in enumerate(self.val):
+            result = self.module.validation_step(prompts, number)
+            samples += judged_samples(result, self.module.collector.reward, self.judge)
+        return evaluation_metrics(samples)
+
+    @torch.no_grad()
+    def take_over(self) -> None:
+        """Copy the trained weights to our policy. Raises KeyError unless both have the same."""
+        theirs = {n: x for n, x in self.trained.named_parameters() if x.requires_grad}
+        for name, parameter in self.module.roles.model.named_parameters():
+            if parameter.requires_grad:
                 short = name.removeprefix("base_model.model.").replace(f".{POLICY}.", ".default.")
                 parameter.copy_(theirs.pop(short))
         if theirs:
-            raise RuntimeError(f"our policy has no {', '.join(theirs)}")
-        samples = []
-        for number, prompts in enumerate(self.val):
-            result = module.validation_step(prompts, number)
-            samples += judged_samples(result, module.collector.reward, self.judge)
-        return evaluation_metrics(samples)
+            raise KeyError(", ".join(theirs))
 
     def finish(self, _: Iteration) -> None:
         """Record an iteration, with an evaluation where stage=ppo has one."""
         row = {PROCESSOR_S: time.process_time() - self.started, KL_COEF: self.module.config.kl_coef}
         number, config = len(self.rows), self.module.config
-        is_due = number % config.val_every == 0 or number == config.iterations
-        self.rows.append(row | (self.evaluation() if is_due else {}))
+        if number % config.val_every == 0 or number == config.iterations:
+            self.take_over()
+            row |= self.evaluation()
+        self.rows.append(row)
         self.started = time.process_time()
 
     def write(self) -> None:
@@ -116,7 +122,7 @@ def prompts_of(training: Training, width: int) -> list[Prompts]:
 
 
 def main() -> None:
-    folder, lr, factor, *overrides = sys.argv[1:]
+    folder, lr, factor, _, *overrides = sys.argv[1:]  # without stage=ppo
     settings = lightning_rlhf.configuration("ppo", *overrides)
     training = lightning_rlhf.build(settings)
     config: Any = settings.config
@@ -145,9 +151,10 @@ def main() -> None:
         },
     )  # fmt: skip
     width = max(one.length for one in training.data.train)
+    trains: trl_peer.Trained = "all" if config.finetune == "full" else "lora"
     with patch.object(gc, "collect"):  # TRL calls it twice an iteration, over our modules as well
         trl_peer.train(
-            model, setting, prompts_of(training, width), peer.finish, policy="lora", value="lora"
+            model, setting, prompts_of(training, width), peer.finish, policy=trains, value=trains
         )
     peer.write()
 
