@@ -43,7 +43,7 @@ vllm-check: $(BIN)/.installed-dev $(VLLM)/bin/.installed  ## the real vLLM as a 
 	LIGHTNING_RLHF_VLLM=$(CURDIR)/$(VLLM)/bin/vllm $(BIN)/python -m pytest -n 0 tests/engines/test_vllm.py $(ARGS)
 
 bench: $(PEERS)/bin/.installed-peers  ## speed and memory, beside TRL and transformers: benchmarks/README.md; half an hour
-	for name in ppo_vs_trl rollout update memory reward_memory scaling limits; do \
+	for name in ppo_vs_trl rollout update memory reward_memory limits; do \
 		$(PEERS)/bin/python benchmarks/$$name.py $(ARGS) || exit 1; done
 
 gpu-check: gpu-driver $(PEERS)/bin/.installed-peers  ## every stage on the GPUs of this machine, in one table: benchmarks/README.md; at most ten minutes

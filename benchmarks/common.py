@@ -78,10 +78,6 @@ class Iteration:
     """Duration in seconds, from the end of the previous iteration."""
     gc_seconds: float
     """Seconds of it spent in Python's garbage collector."""
-    score: float
-    """Mean score over responses."""
-    kl: float
-    """KL of policy to reference in nats: mean over responses of the summed log-ratio."""
     optimizer_steps: int
     """Number of optimizer steps."""
     response_tokens: float
@@ -115,7 +111,7 @@ class Clock:
         """Count an optimizer step; to be registered as a hook of the optimizer."""
         self.steps += 1
 
-    def finish(self, *, score: float, kl: float, response_tokens: float) -> None:
+    def finish(self, response_tokens: float) -> None:
         """End an iteration, report it and start the next one.
 
         Raises RuntimeError where the number of optimizer steps is not the expected one.
@@ -127,8 +123,6 @@ class Clock:
             Iteration(
                 seconds=seconds,
                 gc_seconds=self.gc_seconds,
-                score=score,
-                kl=kl,
                 optimizer_steps=self.steps,
                 response_tokens=response_tokens,
             )

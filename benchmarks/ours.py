@@ -152,11 +152,7 @@ class Facts(Callback):
         batch_idx: int,
     ) -> None:
         experience: Experience = outputs[RESULT].experience
-        self.clock.finish(
-            score=experience.score.mean().item(),
-            kl=experience.kl.sum(dim=1).mean().item(),
-            response_tokens=experience.response_mask.sum(dim=1).float().mean().item(),
-        )
+        self.clock.finish(experience.response_mask.sum(dim=1).float().mean().item())
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.clock.stop()

@@ -68,12 +68,7 @@ class Facts(TrainerCallback):
         self.clock: Clock
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        metrics = state.log_history[-1]
-        self.clock.finish(
-            score=metrics["objective/scores"],
-            kl=metrics["objective/kl"],
-            response_tokens=self.reward.response_tokens,
-        )
+        self.clock.finish(self.reward.response_tokens)
 
 
 def train(
