@@ -116,19 +116,6 @@ def test_a_task_of_reasoning_gym_checks_its_answer(monkeypatch: pytest.MonkeyPat
         verifiers.reasoning_gym(["p"], ["r"], ["a"], [{}])
 
 
-@pytest.mark.parametrize(
-    ("function", "module", "columns"),
-    [("math_answer", "math_verify", 1), ("json_schema", "jsonschema", 1),
-     ("reasoning_gym", "reasoning_gym", 2)],
-)  # fmt: skip
-def test_a_missing_library_is_named(
-    function: str, module: str, columns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"needs {module}: pip install 'lightning-rlhf\["):
-        getattr(verifiers, function)([], [], *[[]] * columns)
-
-
 ADD = "Here:\n```python\ndef add(a, b):\n    return a {} b\n```\nIt adds."
 TESTS = ["assert add(1, 2) == 3", "assert add(2, 2) == 4"]
 
