@@ -37,7 +37,7 @@ def device_of(settings: Settings) -> torch.device:
     if settings.trainer.accelerator == "cpu":
         return torch.device("cpu")
     place = world()
-    return torch.device("cuda", place.local_rank if place.size > 1 else None)
+    return torch.device(f"cuda:{place.local_rank}" if place.size > 1 else "cuda")
 
 
 def check_devices(settings: Settings, needed: int = 1) -> None:
