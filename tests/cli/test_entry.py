@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import re
 import signal
 import sys
 import tomllib
@@ -132,6 +133,15 @@ def test_a_stop_is_seen_in_the_exit_status(
     assert outcome.err == ""
     execute.assert_called_once()
     assert "Sweep" not in outcome.out
+
+
+def test_a_plain_installation_brings_what_the_package_imports_itself() -> None:
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[><=!]", x)[0].replace("-core", "") for x in project["dependencies"]}
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    assert {name.replace("-", "_") for name in names} <= imported
+    assert len(names) <= 20
 
 
 @pytest.mark.parametrize(
