@@ -67,7 +67,7 @@ types: $(BIN)/.installed-dev  ## static types
 lock: $(BIN)/.installed-dev  ## write constraints.txt anew from pyproject.toml
 	$(BIN)/python -m pip install -q uv
 	echo "torch==2.13.0" | $(BIN)/uv pip compile pyproject.toml --extra dev --universal -c - \
-		--no-header --no-annotate -q -o constraints.txt
+		--custom-compile-command 'make lock' --no-annotate -q -o constraints.txt
 
 clean:  ## remove the environment and all caches; outputs stay
 	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist

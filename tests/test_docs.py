@@ -41,7 +41,7 @@ from .composing import parsed_files as parsed_files
 HOME = Path(__file__).parents[1]
 INDEX = HOME / "docs" / "README.md"
 PAGES = [
-    *(HOME / "README.md", HOME / "CONTRIBUTING.md", HOME / "CHANGELOG.md"),
+    *(HOME / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((HOME / "docs").glob("*.md")),
 ]
 PPO = (HOME / "docs" / "ppo.md").read_text()
