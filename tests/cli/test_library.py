@@ -1,4 +1,4 @@
-"""The library's front door: examples/plain_lightning.py, the snippet of docs/library.md, configuration()."""
+"""The library's front door: examples/plain_lightning.py, docs/library.md, configuration()."""
 
 import contextlib
 import json
