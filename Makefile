@@ -11,7 +11,7 @@ VERSIONS_TESTS := tests/models tests/kernels/test_patch.py tests/kernels/test_lo
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test golden faults soak malformed parity engines-check vllm-check bench gpu-check gpu-driver browser lint types lock release-check versions clean
+.PHONY: help quickstart docs test golden faults soak malformed parity engines-check vllm-check bench gpu-check gpu-driver browser lint types lock release-check versions clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -58,6 +58,9 @@ gpu-driver:
 
 browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark, on a phone and printed, if a Chromium is installed
 	$(BIN)/python benchmarks/browser.py $(ARGS)
+
+docs: $(BIN)/.installed-docs  ## the documentation as a site, site/html/index.html
+	$(BIN)/python docs/build.py
 
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
 	$(BIN)/ruff check .
@@ -107,6 +110,10 @@ $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(BIN)/.installed-dev: $(BIN)/.installed
 	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(BIN)/.installed-docs: $(BIN)/.installed
+	$(BIN)/python -m pip install -q -e '.[docs]' -c constraints.txt
 	@touch $@
 
 $(PEERS)/bin/.installed-peers: pyproject.toml constraints.txt tests/parity/requirements.txt
