@@ -87,7 +87,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        return self.side + ("" if self.rates is None else "_{:g}_x{:g}".format(*self.rates))
+        return "_".join([self.side, *(f"{rate:g}" for rate in self.rates or ())])
 
     @property
     def place(self) -> Path:
@@ -97,40 +97,38 @@ class Job:
     @property
     def curves(self) -> Curves | None:
         """Return the metrics of the run; None unless it has finished: TRL's writes them then."""
-        folder = self.place / self.name / "ppo"
-        is_finished = (folder / ("metrics.csv" if self.side == TRL else "final")).exists()
-        return read_metrics(folder) if is_finished else None
+        last = self.place / self.name / "ppo" / ("metrics.csv" if self.side == TRL else "final")
+        return read_metrics(last.parent) if last.exists() else None
 
     def words(self, stage: str) -> list[str]:
         """Return the overrides of a stage: those of the recipe, and of the side."""
         given = [f"run={self.place.parent.name}", f"seed={self.seed}", f"outputs={self.runs}"]
         given += ["samples=false", "trainer=cpu"]
-        if stage == "ppo":
-            every = max(1, self.iterations // EVALUATIONS)
-            given += [f"ppo.iterations={self.iterations}", f"ppo.val_every={every}"]
-            given += SIDES[self.side]
-        job = self.name if stage == "ppo" else None
+        every = max(1, self.iterations // EVALUATIONS)
+        own = [f"ppo.iterations={self.iterations}", f"ppo.val_every={every}", *SIDES[self.side]]
+        given, job = ([*given, *own], self.name) if stage == "ppo" else (given, None)
         return [*step_overrides(read_recipe(RECIPES / self.task), stage, given, job)]
 
     def make(self, stage: str) -> bool:
         """Make what is missing of a stage, or go on with it; return whether it is there."""
-        name = self.name if stage == "ppo" else stage
-        words = [str(ROOT / "train.py"), *self.words(stage), "resume=auto"]
+        name, words = self.name if stage == "ppo" else stage, self.words(stage)
         if stage == "ppo" and self.rates is not None:
-            worker = ROOT / "benchmarks" / "equal_terms_trl.py"
-            place = self.place / name / stage
-            words = [str(worker), str(place), *map(str, self.rates), *words[1:-1]]
-        elif stage == "ppo":
-            words.append("callbacks.clock._target_=equal_terms.ProcessorTime")
-        if (self.place / stage / "final").exists() or (stage == "ppo" and self.curves is not None):
+            place = str(self.place / name / stage)
+            words = ["benchmarks/equal_terms_trl.py", place, *map(str, self.rates), *words]
+        else:
+            clock = ["callbacks.clock._target_=equal_terms.ProcessorTime"] * (stage == "ppo")
+            words = ["train.py", *words, "resume=auto", *clock]
+        is_there = self.curves if stage == "ppo" else (self.place / stage / "final").exists()
+        if is_there:
             return True
         log, started = self.place / "logs" / f"{name}.txt", time.perf_counter()
         log.parent.mkdir(parents=True, exist_ok=True)
         path = os.pathsep.join(map(str, (ROOT / "src", ROOT / "benchmarks")))
         with log.open("a") as file:
-            options: Any = {"cwd": ROOT, "stdout": file, "stderr": subprocess.STDOUT}
-            command, variables = [sys.executable, *words], os.environ | {"PYTHONPATH": path}
-            done = subprocess.run(command, env=variables, **options).returncode == 0
+            done = not subprocess.run(
+                [sys.executable, *words], cwd=ROOT, env=os.environ | {"PYTHONPATH": path},
+                stdout=file, stderr=subprocess.STDOUT,
+            ).returncode  # fmt: skip
         told = f"{time.perf_counter() - started:.0f} s" if done else f"failed, see {log}"
         print(f"{self.task} seed {self.seed} {name}: {told}", flush=True)
         return done
@@ -163,9 +161,8 @@ def measures(curves: Curves, limit: float, kls: Sequence[float]) -> dict[str, fl
             steps, values = zip(*known, strict=True)
             path = joined(curves, HELD_OUT_KL, metric)
             found[f"{label} at the end"] = values[-1]
-            found[f"{label} after {limit:.0f} s"] = float(
-                np.interp(limit, [spent[step] for step in steps], values)
-            )
+            times = [spent[step] for step in steps]
+            found[f"{label} after {limit:.0f} s"] = float(np.interp(limit, times, values))
             found[f"{label} at equal KL"] = fmean(at_kl(path, kl) for kl in kls)
     return found
 
@@ -204,17 +201,14 @@ def draw(tasks: Mapping[str, Runs], path: Path) -> None:
     figure = Figure(figsize=(12.8, 3.9 * len(tasks)), layout="constrained")
     grid = figure.subplots(len(tasks), 3, squeeze=False)
     for (task, runs), row in zip(tasks.items(), grid, strict=True):
-        for axes, x, metric in zip(
-            row, ("iteration", KL_AXIS, KL_AXIS), (HELD_OUT, HELD_OUT, GOLD), strict=True
-        ):
-            axes.set(title=f"{task}: {LABELS[metric]}", xlabel=x)
+        plots = (("", HELD_OUT), (HELD_OUT_KL, HELD_OUT), (HELD_OUT_KL, GOLD))
+        for axes, (x, metric) in zip(row, plots, strict=True):
+            axes.set(title=f"{task}: {LABELS[metric]}", xlabel=KL_AXIS if x else "iteration")
             axes.grid(color="#e6e6e6")
             axes.spines[["top", "right"]].set_visible(False)
             for (side, own), color in zip(runs.items(), PALETTE, strict=False):
-                lines = [
-                    points(x_y, metric) if x == "iteration" else joined(x_y, HELD_OUT_KL, metric)
-                    for x_y in own.values()
-                ]
+                curves = own.values()
+                lines = [joined(c, x, metric) if x else points(c, metric) for c in curves]
                 if all(lines):
                     axes.plot(*np.mean(lines, axis=0).T, color=color, label=side, marker=".")
             axes.set_visible(axes.has_data())
@@ -239,25 +233,32 @@ def tuned(grid: Sequence[Job]) -> tuple[tuple[float, float] | None, str]:
     return best, markdown_table(header, rows)
 
 
-def report(tasks: Mapping[str, Runs], grids: Mapping[str, str], iterations: int) -> str:
+def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Namespace) -> None:
+    """Write the tables, the picture, and the numbers of all runs."""
     facts = circumstances()
     lines = [
         "# Estimators, and TRL's PPO, on equal terms",
         f"{facts['date']}, commit {facts['commit']}; {facts['machine']}; {facts['versions']}.",
-        f"Every run: {iterations} iterations from the SFT model of its seed, with the values of "
-        "the recipe and of conf/. All numbers are of held-out prompts: means over seeds with 95% "
-        "t-intervals; differences are paired by seed. Seconds are processor time of one thread "
+        f"Every run: {args.iterations} iterations from the SFT model of its seed, with the values "
+        "of the recipe and of conf/. All numbers are of held-out prompts: means over seeds with "
+        "95% t-intervals; differences are paired by seed. Seconds are processor time of one thread "
         "without evaluations. The equal time is that of the shortest run: a side that takes longer "
         "is read in the middle of its schedule. At equal KL, the reward is averaged over five "
         "values of the KL at equal distances up to the one in the table, where a run first reaches "
         "them.",
     ]
+    best = f"TRL has the best rates by the last column of seed {TUNING_SEED}:"
     for task, runs in tasks.items():
-        lines += [f"## {task}", *tables(runs)]
-        if TRL in runs:
-            lines += [f"TRL has the best rates by the last column of seed {TUNING_SEED}:"]
-            lines += [grids[task]]
-    return "\n\n".join([*lines, "![learning curves](equal_terms.png)"]) + "\n"
+        lines += [f"## {task}", *tables(runs), *([best, grids[task]] if TRL in runs else [])]
+    args.out.mkdir(parents=True, exist_ok=True)
+    metrics = (HELD_OUT, HELD_OUT_KL, GOLD, PROCESSOR_S)
+    content = {task: {side: {seed: {m: x[m] for m in metrics if m in x} for seed, x in own.items()}
+                      for side, own in runs.items()} for task, runs in tasks.items()}  # fmt: skip
+    (args.out / "equal_terms.json").write_text(json.dumps(content) + "\n")
+    draw(tasks, args.out / "equal_terms.png")
+    text = "\n\n".join([*lines, "![learning curves](equal_terms.png)"]) + "\n"
+    (args.out / "equal_terms.md").write_text(text)
+    print(text)
 
 
 def main() -> None:
@@ -272,45 +273,28 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     args = parser.parse_args()
     calm()
-    jobs = {task: list[Job]() for task in args.tasks}
-    grids = dict[str, str]()
-    own = [side for side in args.sides if side != TRL]
+    jobs, grids = list[Job](), dict[str, str]()
     shared = {"iterations": args.iterations, "runs": args.runs.resolve()}
+    own = [side for side in args.sides if side != TRL]
 
-    def add(some: Sequence[Job]) -> None:
-        for job in some:
-            jobs[job.task].append(job)
+    def made(some: Sequence[Job]) -> Sequence[Job]:
         if some and not args.table:
             make(some, args.jobs)
+        return some
 
     for seed, task in itertools.product(args.seeds, args.tasks):
-        add([Job(task=task, side=side, seed=seed, **shared) for side in own])
+        jobs += made([Job(task=task, side=side, seed=seed, **shared) for side in own])
     for task in args.tasks if TRL in args.sides else ():
         base = Job(task=task, side=TRL, seed=TUNING_SEED, **shared)
         grid = [replace(base, rates=x) for x in itertools.product(RATES, VALUE_FACTORS)]
-        if not args.table:
-            make(grid, args.jobs)
-        rates, grids[task] = tuned(grid)
+        rates, grids[task] = tuned(made(grid))
         for seed in args.seeds if rates else ():
-            add([replace(base, seed=seed, rates=rates)])
-    found: dict[str, dict[str, dict[int, Curves]]] = {task: {} for task in args.tasks}
-    for job in itertools.chain(*jobs.values()):
+            jobs += made([replace(base, seed=seed, rates=rates)])
+    found: dict[str, dict[str, dict[int, Curves]]] = {}
+    for job in jobs:
         if (curves := job.curves) is not None:
-            found[job.task].setdefault(job.side, {})[job.seed] = curves
+            found.setdefault(job.task, {}).setdefault(job.side, {})[job.seed] = curves
     write({task: runs for task, runs in found.items() if BASELINE in runs}, grids, args)
-
-
-def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Namespace) -> None:
-    """Write the tables, the picture, and the numbers of all runs."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    metrics = (HELD_OUT, HELD_OUT_KL, GOLD, PROCESSOR_S)
-    content = {task: {side: {seed: {m: x[m] for m in metrics if m in x} for seed, x in own.items()}
-                      for side, own in runs.items()} for task, runs in tasks.items()}  # fmt: skip
-    (args.out / "equal_terms.json").write_text(json.dumps(content) + "\n")
-    draw(tasks, args.out / "equal_terms.png")
-    text = report(tasks, grids, args.iterations)
-    (args.out / "equal_terms.md").write_text(text)
-    print(text)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ from lightning_rlhf.library import Training
 from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.rollout.collector import decode_responses
 
+SAME = ("iterations", "kl_coef", "gamma", "gae_lambda", "clip_range", "clip_range_vf", "vf_coef",
+        "temperature", "adam_beta2", "adam_eps")  # fmt: skip
+"""Hyperparameters that have the same names on both sides."""
+
 
 class Peer:
     """The reward of TRL's trainer, and the evaluations of its policy."""
@@ -68,10 +72,8 @@ class Peer:
             decode_responses(rollout, collector.prompts["train"], collector.chat)
         )
         score = shaping.weighted_sum(components, collector.reward.terms)
-        config = self.module.config
-        return shaping.apply_missing_eos(
-            score, ended, config.missing_eos, config.missing_eos_penalty
-        )
+        rule = self.module.config.missing_eos, self.module.config.missing_eos_penalty
+        return shaping.apply_missing_eos(score, ended, *rule)
 
     @torch.no_grad()
     def evaluation(self) -> dict[str, float]:
@@ -133,22 +135,11 @@ def main() -> None:
     peer = Peer(training, model, Path(folder))
     (end,) = peer.module.chat.end_token_ids
     setting = Setting(
-        iterations=config.iterations,
-        episodes=config.rollout_batch_size,
-        response_tokens=config.max_response_tokens,
-        end_token=end,
-        score=peer.score,
-        lr=float(lr),
-        value_lr_factor=float(factor),
-        epochs=config.ppo_epochs,
-        minibatches=config.rollout_batch_size // config.minibatch_size,
-        lora_rank=settings.model.lora.r,
-        seed=settings.seed,
-        **{
-            name: getattr(config, name)
-            for name in ("kl_coef", "gamma", "gae_lambda", "clip_range", "clip_range_vf", "vf_coef",
-                         "temperature", "adam_beta2", "adam_eps")
-        },
+        episodes=config.rollout_batch_size, response_tokens=config.max_response_tokens,
+        end_token=end, score=peer.score, lr=float(lr), value_lr_factor=float(factor),
+        epochs=config.ppo_epochs, minibatches=config.rollout_batch_size // config.minibatch_size,
+        lora_rank=settings.model.lora.r, seed=settings.seed,
+        **{name: getattr(config, name) for name in SAME},
     )  # fmt: skip
     width = max(one.length for one in training.data.train)
     trains: trl_peer.Trained = "all" if config.finetune == "full" else "lora"

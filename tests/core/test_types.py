@@ -70,6 +70,19 @@ def test_the_parts_make_up_the_whole(rows: int, size: int) -> None:
     assert not parts or same(Prompts.joined(parts), whole)
 
 
+def test_scores_of_responses_of_different_lengths_are_joined() -> None:
+    """As dapo joins them: a group that is replaced, and its successor."""
+    parts = [
+        Scores(component_scores=torch.ones(1, 2), score=torch.ones(1),
+               ref_logprobs=torch.ones(1, width), token_scores=torch.ones(1, 2, width))
+        for width in (1, 3)
+    ]  # fmt: skip
+    whole = Scores.joined(parts)
+    assert whole.token_scores is not None
+    assert whole.token_scores.tolist() == [[[1, 0, 0]] * 2, [[1, 1, 1]] * 2]
+    assert whole.ref_logprobs.tolist() == [[1, 0, 0], [1, 1, 1]]
+
+
 def test_a_field_that_is_not_there_stays_away() -> None:
     row = torch.arange(4.0)
     whole = Scores(component_scores=row[:, None], score=row, ref_logprobs=row[:, None])

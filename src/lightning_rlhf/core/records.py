@@ -77,10 +77,10 @@ class Record:
 
 
 def _whole(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the rows of all tensors, padded on the right to the longest with 0 or False."""
+    """Return the rows of all tensors, their last dimension padded on the right with 0 or False."""
     if tensors[0].dim() > 1:
-        width = max(x.shape[1] for x in tensors)
-        tensors = [F.pad(x, (0, width - x.shape[1])) for x in tensors]
+        width = max(x.shape[-1] for x in tensors)
+        tensors = [F.pad(x, (0, width - x.shape[-1])) for x in tensors]
     return torch.cat([*tensors])
 
 
