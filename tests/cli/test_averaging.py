@@ -12,6 +12,7 @@ from torch import Tensor
 from lightning_rlhf.callbacks.files import load_checkpoint
 from lightning_rlhf.callbacks.stopping import AVERAGE
 
+from ..matrix import matrix
 from .conftest import PowerCut, Workplace, given, rows, weights
 from .test_pipeline import samples
 
@@ -87,7 +88,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert (weights(folder), rows(folder), samples(folder)) == before
 
 
-@pytest.mark.parametrize("stage", ["sft", "rm"])
+@pytest.mark.parametrize("stage", matrix(["sft", "rm"], "rm"))
 def test_other_stages_average_too(place: Workplace, stage: str) -> None:
     """Of SFT all weights, of a reward model its adapter."""
     words = [] if stage == "sft" else [f"policy.checkpoint={place.stage('sft') / 'final'}"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from ..matrix import matrix
 from .conftest import Workplace, run, tree
 
 Edit = Callable[[Path], Any]
@@ -59,7 +60,7 @@ RESUMED: list[tuple[str, Edit]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("file", "edit"), RESUMED, ids=range(len(RESUMED)))
+@pytest.mark.parametrize(("file", "edit"), matrix(RESUMED, *RESUMED[::2]), ids=range(len(RESUMED)))
 def test_a_damaged_file_of_a_run_that_is_resumed(
     finished: Workplace, file: str, edit: Edit
 ) -> None:

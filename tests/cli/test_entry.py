@@ -22,6 +22,7 @@ from lightning_rlhf.core.policy_losses import POLICY_LOSSES
 from lightning_rlhf.modules.ppo import PPOModule
 from lightning_rlhf.runs.console import CONF, HOME, PACKAGE, RECIPES
 
+from ..matrix import matrix
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, forking, given
 
 
@@ -144,20 +145,19 @@ def test_a_plain_installation_brings_what_the_package_imports_itself() -> None:
     assert len(names) <= 20
 
 
-@pytest.mark.parametrize(
-    ("module", "extra", "words"),
-    [
-        ("uvicorn", "serve", "serve-reward final"),
-        ("wandb_workspaces", "dashboard", "dashboard me/project"),
-        ("optuna", "sweeps", "-m stage=sft hydra/sweeper=optuna"),
-        ("tensorboard", "tensorboard", "stage=sft logger=tensorboard"),
-        ("datasets", "hub", "stage=sft data.demonstrations.train=org/name"),
-        ("math_verify", "verify", "stage=ppo policy.checkpoint=base reward=math_answer"),
-        ("jsonschema", "verify", "stage=ppo policy.checkpoint=base reward=json_schema"),
-        ("reasoning_gym", "reasoning-gym",
-         "stage=ppo policy.checkpoint=base reward=reasoning_gym"),
-    ],
-)  # fmt: skip
+EXTRAS = [
+    ("uvicorn", "serve", "serve-reward final"),
+    ("wandb_workspaces", "dashboard", "dashboard me/project"),
+    ("optuna", "sweeps", "-m stage=sft hydra/sweeper=optuna"),
+    ("tensorboard", "tensorboard", "stage=sft logger=tensorboard"),
+    ("datasets", "hub", "stage=sft data.demonstrations.train=org/name"),
+    ("math_verify", "verify", "stage=ppo policy.checkpoint=base reward=math_answer"),
+    ("jsonschema", "verify", "stage=ppo policy.checkpoint=base reward=json_schema"),
+    ("reasoning_gym", "reasoning-gym", "stage=ppo policy.checkpoint=base reward=reasoning_gym"),
+]
+
+
+@pytest.mark.parametrize(("module", "extra", "words"), matrix(EXTRAS, *EXTRAS[:6]))
 def test_a_run_without_an_extra_says_what_to_install(
     workplace: Workplace, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, words: str
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ..matrix import matrix
 from .conftest import Outcome, Workplace, given, tree
 from .test_processes import in_processes
 
@@ -38,6 +39,11 @@ POLICY = (
 REWARD = ("stage=eval_reward", "eval_reward.samples=20", "eval_reward.batch_size=8")
 OWN = ("reward=function", "reward.path=data/asked.py:score")
 JUDGED = ("data.judge=data/asked.py:judge",)
+CASES = [
+    ("rank", (*RANK, *OWN, *JUDGED, "rank.policy={policy}"), 2),
+    ("eval_policy", (*POLICY, *OWN, *JUDGED, "eval_policy.policies=[{policy}]"), 3),
+    ("eval_reward", (*REWARD, *OWN), 3),
+]
 
 
 @pytest.fixture(scope="module")
@@ -81,14 +87,7 @@ def assert_same_files(found: Path, expected: Path) -> None:
         assert_close(*([json.loads(x) for x in split(text)] for text in texts), file.name)
 
 
-@pytest.mark.parametrize(
-    ("stage", "words", "size"),
-    [
-        ("rank", (*RANK, *OWN, *JUDGED, "rank.policy={policy}"), 2),
-        ("eval_policy", (*POLICY, *OWN, *JUDGED, "eval_policy.policies=[{policy}]"), 3),
-        ("eval_reward", (*REWARD, *OWN), 3),
-    ],
-)
+@pytest.mark.parametrize(("stage", "words", "size"), matrix(CASES, *CASES[:2]))
 def test_processes_leave_the_files_of_one_and_ask_once(
     place: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str,
     words: Sequence[str], size: int,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ..matrix import matrix
 from .conftest import MINI, STAGES, Workplace, given, rows, tree, weights
 
 WRONG = f"ppo.rollout={Path(__file__).parent / 'wrong_sampler.py'}:Wrong"
@@ -18,7 +19,9 @@ def passed(out: str) -> int:
     return int(found[1])
 
 
-@pytest.mark.parametrize(("stage", "checks"), [("sft", 3), ("rm", 4), ("ppo", 8)])
+@pytest.mark.parametrize(
+    ("stage", "checks"), matrix([("sft", 3), ("rm", 4), ("ppo", 8)], ("ppo", 8))
+)
 def test_a_run_is_the_same_bit_for_bit_with_and_without_it(
     finished: Workplace, stage: str, checks: int
 ) -> None:

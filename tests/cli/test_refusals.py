@@ -17,10 +17,21 @@ from .conftest import Outcome, Workplace, make_workplace, run, tree
 
 TABLE = yaml.load((Path(__file__).parent / "refusals.yaml").read_text(), yaml.CSafeLoader)
 BASES: dict[str, list[str]] = TABLE["bases"]
-SETTINGS = [(base, *case.values()) for base, cases in TABLE["settings"].items() for case in cases]
 KEY = {"sft": "demonstrations", "rm": "preferences", "dpo": "preferences", "ppo": "prompts"}
-GOOD = '{"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"}\n'
 Case = dict[str, Any]
+
+
+def marked(case: Case, *given: Any) -> Any:
+    """The case of a test; that of make engines-check where it says `matrix`."""
+    return pytest.param(*given, marks=[pytest.mark.matrix] * case.get("matrix", False))
+
+
+SETTINGS = [
+    marked(case, base, case["key"], case["value"], case["says"])
+    for base, cases in TABLE["settings"].items()
+    for case in cases
+]
+GOOD = '{"prompt": "x", "response": "y", "chosen": "y", "rejected": "z"}\n'
 
 
 def edit(file: Path, case: Case) -> None:
@@ -71,7 +82,7 @@ def test_data(place: Workplace, case: Case) -> None:
     check(place, run(place, f"data.{KEY[stage]}.train", f"data/{file}", *words), before, says)
 
 
-@pytest.mark.parametrize("case", TABLE["folders"])
+@pytest.mark.parametrize("case", [marked(case, case) for case in TABLE["folders"]])
 def test_a_folder(place: Workplace, tmp_path: Path, case: Case) -> None:
     copy = place.copied(tmp_path / "work")
     if case["base"] == "resumed":
@@ -81,7 +92,7 @@ def test_a_folder(place: Workplace, tmp_path: Path, case: Case) -> None:
     check(copy, run(copy, "debug", False, *BASES[case["base"]]), before, case["says"])
 
 
-@pytest.mark.parametrize("case", TABLE["commands"])
+@pytest.mark.parametrize("case", [marked(case, case) for case in TABLE["commands"]])
 def test_a_command(place: Workplace, case: Case) -> None:
     before = tree(place.folder)
     check(place, place.call(*case["words"].split()), before, case["says"])

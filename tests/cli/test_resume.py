@@ -18,6 +18,7 @@ import torch
 from lightning_rlhf.callbacks.files import numbered, read_stamp
 from lightning_rlhf.runs.folders import DELETED
 
+from ..matrix import matrix
 from .conftest import MINI, TRAIN_PY, Workplace, forking, make_workplace, rows, weights
 from .test_pipeline import samples, start, wait_for
 
@@ -179,7 +180,7 @@ def test_a_recipe_passes_a_signal_on_and_waits(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["checkpoint", "final"])
+@pytest.mark.parametrize("what", matrix(["checkpoint", "final"], "checkpoint"))
 def test_a_full_disk_is_one_message_and_the_run_goes_on_afterwards(
     workplace: Workplace, pipeline: Workplace, what: str
 ) -> None:

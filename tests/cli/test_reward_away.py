@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ..matrix import matrix
 from .conftest import Workplace, given, rows, weights
 from .test_pipeline import samples
 
@@ -57,9 +58,7 @@ def unbroken(pipeline: Workplace) -> Path:
     return pipeline.stage("ppo", "unbroken")
 
 
-@pytest.mark.parametrize(
-    ("call", "step"), [(2, 0), (4, 2)], ids=["in the first iteration", "in an evaluation"]
-)
+@pytest.mark.parametrize(("call", "step"), matrix([(2, 0), (4, 2)], (4, 2)))
 def test_the_run_is_saved_and_goes_on_as_if_nothing_had_been(
     finished: Workplace, unbroken: Path, call: int, step: int
 ) -> None:

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_rlhf.core.experience import group_normalised
 from lightning_rlhf.core.losses import importance_factors
 from lightning_rlhf.core.policy_losses import (
     POLICY_LOSSES,
@@ -73,12 +72,6 @@ def test_other_codebases_have_the_same_losses_and_gradients(case: dict[str, Any]
     close(found.detach() / scale, double(case["loss"]) / scale, rtol=1e-8, atol=1e-8)
     expected = double(case["grad_logprobs"])
     close(batch.logprobs.grad, expected, rtol=1e-8, atol=1e-8)
-
-
-def test_other_codebases_have_the_same_advantages_of_groups() -> None:
-    case = GOLDEN["grpo_advantage"]
-    found = group_normalised(double(case["rewards"]), 2)
-    close(found, double(case["row_advantages"]), rtol=1e-8)
 
 
 @pytest.mark.parametrize("case", GOLDEN["importance_mask"], ids=lambda case: case["case"])

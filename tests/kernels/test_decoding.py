@@ -17,6 +17,7 @@ from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.rollout.native import NativeSampler, last_hidden, position_ids
 from lightning_rlhf.rollout.sampler import SamplingParams
 
+from ..matrix import matrix
 from .conftest import build_model
 
 VOCABULARY, STEPS = 61, 6
@@ -74,8 +75,10 @@ def stepped(roles: Roles, *, ours: bool, merged: bool = True) -> Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("smallest", [0, 2**30], ids=["packed", "plain"])
-@pytest.mark.parametrize("merged", [True, False], ids=["merged", "adapters beside"])
+@pytest.mark.parametrize(("merged", "smallest"), matrix(
+    [(merged, smallest) for merged in (True, False) for smallest in (0, 2**30)],
+    (True, 0), (False, 2**30),
+))  # fmt: skip
 @pytest.mark.parametrize("name", SHAPES)
 def test_each_step_is_that_of_the_models_own_layers(
     name: str, merged: bool, smallest: int, monkeypatch: pytest.MonkeyPatch

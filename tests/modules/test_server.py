@@ -26,6 +26,7 @@ from lightning_rlhf.rollout import answers, server
 from lightning_rlhf.rollout.sampler import SamplingParams
 from lightning_rlhf.runs.console import CONF
 
+from ..matrix import matrix
 from ..processes import replicated
 from ..rollout.servers import StandIn, serving
 from .conftest import LORA, close, language_model, prompts, sft_roles, shake
@@ -125,20 +126,20 @@ def test_versions(make: Make, stand_in: StandIn, tmp_path: Path) -> None:
     assert stand_in.stop == ["~"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "told"),
-    [
-        ("restart", ""),
-        ("busy", ""),
-        ("abort", ""),
-        ("stale", "rollout_server.max_gap is 0.0001, but log-probabilities of the servers are"),
-        ("raw", "rollout_server.max_gap is 0.0001, but"),
-        ("400", "answered 400: max_tokens is too large"),
-        ("slow", "gave no answer in 1 s: "),
-        ("dead", "gave no answer in 1 s: "),
-        ("counts", "allowed: one choice with 1 to 6 token_ids, as many token_logprobs, and an end"),
-    ],
-)
+FAULTS = [
+    ("restart", ""),
+    ("stale", "rollout_server.max_gap is 0.0001, but log-probabilities of the servers are"),
+    ("400", "answered 400: max_tokens is too large"),
+    ("dead", "gave no answer in 1 s: "),
+    ("counts", "allowed: one choice with 1 to 6 token_ids, as many token_logprobs, and an end"),
+    ("busy", ""),
+    ("abort", ""),
+    ("raw", "rollout_server.max_gap is 0.0001, but"),
+    ("slow", "gave no answer in 1 s: "),
+]
+
+
+@pytest.mark.parametrize(("fault", "told"), matrix(FAULTS, *FAULTS[:5]))
 def test_faults(
     make: Make, stand_in: StandIn, fault: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,7 +177,7 @@ def test_two_servers_take_turns(make: Make, stand_in: StandIn) -> None:
     assert torch.equal(found.tokens, expected.tokens)
 
 
-@pytest.mark.parametrize("shards", [False, True])
+@pytest.mark.parametrize("shards", matrix([False, True], True))
 def test_tokens_in_pieces_and_in_two_processes(
     make: Make, stand_in: StandIn, shards: bool, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from lightning_rlhf.rollout import collector
 from lightning_rlhf.rollout.score import Critic
 from lightning_rlhf.stages.fit import advise
 
+from ..matrix import matrix
 from .conftest import Outputs, changed, fit, parameters, prompts, within_fit
 from .experiences import Make, learn, on_policy, update
 from .test_supervised import STAGES
@@ -33,7 +34,7 @@ Build = Callable[[int], L.LightningModule]
 PPO = {"ppo": "head", "ppo with a critic of its own": "adapter"}
 
 
-@pytest.fixture(params=["sft", "rm", *PPO])
+@pytest.fixture(params=matrix(["sft", "rm", *PPO], "sft", "ppo"))
 def stage(request: pytest.FixtureRequest, make_ppo: Make) -> tuple[Build, Record, int]:
     """What builds the module for a size of its micro-batches, a batch, and the whole of it."""
     if (critic := PPO.get(request.param)) is not None:

@@ -14,6 +14,8 @@ from lightning_rlhf.report.estimates import (
     resampled_means,
 )
 
+from ..matrix import matrix
+
 ONE_GROUP = np.zeros(4, dtype=int)
 
 
@@ -73,7 +75,7 @@ GAINS: dict[str, Callable[[np.random.Generator, int], tuple[Any, float]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("prompts", [32, 100])
+@pytest.mark.parametrize("prompts", matrix([32, 100], 32))
 @pytest.mark.parametrize("kind", GAINS)
 def test_intervals_of_means_hold_the_mean(kind: str, prompts: int) -> None:
     values, truth = GAINS[kind](np.random.default_rng(prompts), prompts)
@@ -81,7 +83,7 @@ def test_intervals_of_means_hold_the_mean(kind: str, prompts: int) -> None:
     assert 0.93 <= ((low <= truth) & (truth <= high)).mean() <= 0.97
 
 
-@pytest.mark.parametrize("prompts", [32, 100])
+@pytest.mark.parametrize("prompts", matrix([32, 100], 32))
 @pytest.mark.parametrize("rate", [0.5, 0.85])
 @pytest.mark.parametrize("samples", [1, 4])
 def test_intervals_of_win_rates_hold_the_rate(rate: float, samples: int, prompts: int) -> None:

@@ -25,6 +25,7 @@ from lightning_rlhf.core.errors import DataError
 from lightning_rlhf.evaluation import build_rewards
 from lightning_rlhf.rewards.server import RewardServer, listening_socket, read_request
 
+from ..matrix import matrix
 from .conftest import messages, serving
 
 
@@ -165,7 +166,10 @@ def serve(out: int, err: int) -> None:
     commands.serve_reward(["final", "--port", "0"])
 
 
-@pytest.mark.parametrize(("sign", "busy"), [(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")])
+@pytest.mark.parametrize(
+    ("sign", "busy"),
+    matrix([(signal.SIGINT, "stay"), (signal.SIGTERM, "slow")], (signal.SIGINT, "stay")),
+)
 def test_a_signal_ends_it_cleanly(sign: signal.Signals, busy: str) -> None:
     """Also with a reward that does not come to its end, and with a client that sends no more."""
     (out, to_out), (err, to_err) = os.pipe(), os.pipe()

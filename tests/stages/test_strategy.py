@@ -10,10 +10,11 @@ from lightning_rlhf.core.errors import ProcessEndedError
 from lightning_rlhf.parallel.replicas import Replicas
 from lightning_rlhf.runs.accelerator import ReplicaStrategy
 
+from ..matrix import matrix
 from ..processes import replicated
 
 
-@pytest.mark.parametrize("operation", ["reduce", "broadcast", "all_gather"])
+@pytest.mark.parametrize("operation", matrix(["reduce", "broadcast", "all_gather"], "reduce"))
 def test_a_process_that_ends_ends_the_others(operation: str, tmp_path: Path) -> None:
     def work(replicas: Replicas) -> Any:
         torch.distributed.barrier()  # all have met

@@ -69,7 +69,7 @@ def trained(module: L.LightningModule, batch: Record, **where: Any) -> Any:
     return outputs.steps[0]
 
 
-@pytest.mark.parametrize("kind", matrix(PPO, "adapter", "model", "hf"))
+@pytest.mark.parametrize("kind", matrix(PPO, "adapter", "hf"))
 def test_ppo(make_ppo: Make, kind: str) -> None:
     changes = SHORT | PPO[kind]
     rows = 4 // changes.get("samples_per_prompt", 1)
@@ -85,7 +85,7 @@ def test_ppo(make_ppo: Make, kind: str) -> None:
         assert (weight.cpu() - expected_weight).abs().max() < 2.1e-2, name
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", matrix(STAGES, "sft", "kto"))
 def test_supervised_stages(stage: str) -> None:
     make, data, _ = STAGES[stage]
     found, expected = trained(make(), data(), **on_device()), trained(make(), data())
