@@ -5,10 +5,13 @@ BIN := $(VENV)/bin
 PEERS := .venv-parity
 VLLM := .venv-vllm
 VLLM_VERSION := 0.32.0
+ENDS := .venv-versions
+VERSIONS_TESTS := tests/models tests/kernels/test_patch.py tests/kernels/test_lora.py tests/callbacks/test_checkpoints.py \
+	tests/callbacks/test_loggers.py tests/cli/test_pipeline.py tests/cli/test_artefacts.py tests/cli/test_library.py
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test golden faults soak malformed parity engines-check vllm-check bench gpu-check gpu-driver browser lint types lock clean
+.PHONY: help quickstart docs test golden faults soak malformed parity engines-check vllm-check bench gpu-check gpu-driver browser lint types lock release-check versions clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -56,6 +59,9 @@ gpu-driver:
 browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark, on a phone and printed, if a Chromium is installed
 	$(BIN)/python benchmarks/browser.py $(ARGS)
 
+docs: $(BIN)/.installed-docs  ## the documentation as a site, site/html/index.html
+	$(BIN)/python docs/build.py
+
 lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -66,11 +72,29 @@ types: $(BIN)/.installed-dev  ## static types
 
 lock: $(BIN)/.installed-dev  ## write constraints.txt anew from pyproject.toml
 	$(BIN)/python -m pip install -q uv
-	echo "torch==2.13.0" | $(BIN)/uv pip compile pyproject.toml --extra dev --universal -c - \
-		--no-header --no-annotate -q -o constraints.txt
+	echo "torch==2.13.0" | $(BIN)/uv pip compile pyproject.toml --extra dev --extra docs --universal -c - \
+		--custom-compile-command 'make lock' --no-annotate -q -o constraints.txt
+
+release-check: $(BIN)/python  ## build wheel and sdist twice and compare their bytes, install the wheel in an environment outside the checkout, run the quickstart there; a quarter of an hour
+	rm -rf dist
+	$(BIN)/python -m pip install -q uv
+	export SOURCE_DATE_EPOCH=$$(git log -1 --format=%ct) && for n in 1 2; do $(BIN)/uv build -q -o dist/$$n || exit 1; done
+	cd dist/1 && for name in *.whl *.tar.gz; do cmp $$name ../2/$$name && sha256sum $$name || exit 1; done
+	work=$$(mktemp -d) && trap 'rm -rf "$$work"' EXIT && unset PYTHONPATH && mkdir $$work/empty \
+		&& $(PYTHON) -m venv $$work/env && $$work/env/bin/pip install -q dist/1/*.whl -c constraints.txt \
+		&& cd $$work/empty && ../env/bin/lightning-rlhf recipe=quickstart $(ARGS)
+
+versions:  ## tests with the lowest and the highest releases of lightning, peft and transformers that pyproject.toml allows; half an hour
+	@$(MAKE) --no-print-directory VENV=$(ENDS) $(ENDS)/bin/.installed-dev
+	sed -nE 's/^ *"((lightning|peft|transformers)>=.*)",$$/\1/p' pyproject.toml > $(ENDS)/highest.txt
+	sed -E 's/>=([0-9.]+).*/==\1/' $(ENDS)/highest.txt > $(ENDS)/lowest.txt
+	for end in lowest highest; do \
+		$(ENDS)/bin/pip install -q --upgrade -r $(ENDS)/$$end.txt && $(ENDS)/bin/pip check \
+		&& $(ENDS)/bin/pip freeze | grep -E '^(lightning|peft|transformers|torch|tokenizers|huggingface_hub)==' \
+		&& $(ENDS)/bin/python -m pytest $(VERSIONS_TESTS) $(ARGS) || exit 1; done
 
 clean:  ## remove the environment and all caches; outputs stay
-	rm -rf $(VENV) $(PEERS) $(VLLM) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(PEERS) $(VLLM) $(ENDS) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "No python3 was found; install Python 3.11."; exit 1; }
@@ -86,6 +110,10 @@ $(BIN)/.installed: pyproject.toml constraints.txt | $(BIN)/python
 
 $(BIN)/.installed-dev: $(BIN)/.installed
 	$(BIN)/python -m pip install -q -e '.[dev]' -c constraints.txt
+	@touch $@
+
+$(BIN)/.installed-docs: $(BIN)/.installed
+	$(BIN)/python -m pip install -q -e '.[docs]' -c constraints.txt
 	@touch $@
 
 $(PEERS)/bin/.installed-peers: pyproject.toml constraints.txt tests/parity/requirements.txt

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RECIPES = ("quickstart", "bandit", "composite_reward", "dpo", "rounds", "course")
+OTHERS = ("bandit", "composite_reward", "dpo", "rounds", "course", "arithmetic", "online_dpo")
+RECIPES = ("quickstart", *OTHERS)
 """Recipes in the order in which they run; --seeds counts for the first alone, the others have 0."""
 LEFT_OUT = ("compute/", "time/")
 """Prefixes of the columns that differ between two equal runs."""

@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
+import os
 import re
+import runpy
 import shlex
 import threading
 from dataclasses import fields
@@ -41,7 +43,7 @@ from .composing import parsed_files as parsed_files
 HOME = Path(__file__).parents[1]
 INDEX = HOME / "docs" / "README.md"
 PAGES = [
-    *(HOME / "README.md", HOME / "CONTRIBUTING.md", HOME / "CHANGELOG.md"),
+    *(HOME / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((HOME / "docs").glob("*.md")),
 ]
 PPO = (HOME / "docs" / "ppo.md").read_text()
@@ -88,9 +90,9 @@ def links(page: Path) -> list[tuple[str, Path]]:
     return [(text, page.parent / target) for text, target in found]
 
 
-def anchors(page: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub writes them."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+def anchors(text: str) -> set[str]:
+    """Return the anchors of the headings of Markdown, as GitHub writes them."""
+    text = re.sub(r"^(```+).*?^\1", "", text, flags=re.MULTILINE | re.DOTALL)
     titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
@@ -105,7 +107,7 @@ def test_every_page_is_linked_from_the_index() -> None:
 def test_links_lead_to_files_headings_and_definitions(page: Path) -> None:
     for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", page.read_text()):
         target = page.parent / name if name else page
-        assert anchor in anchors(target), f"{name}#{anchor}"
+        assert anchor in anchors(target.read_text()), f"{name}#{anchor}"
     found = links(page)
     assert found
     for text, target in found:
@@ -192,6 +194,42 @@ def test_commands_are_accepted(command: str, folder: Path) -> None:
                 read_settings(compose(name, list(own)))
         else:
             read_settings(cfg)
+
+
+# docs/build.py, mkdocs.yml
+
+
+@pytest.fixture(scope="module")
+def site() -> dict[str, str]:
+    """Pages of the site by their places."""
+    files = runpy.run_path(str(HOME / "docs" / "build.py"))["staged"]()
+    return {name: content.decode() for name, content in files.items() if name.endswith(".md")}
+
+
+def test_links_of_the_site_lead_to_its_pages_and_headings(site: dict[str, str]) -> None:
+    for page, whole in site.items():
+        text = re.sub(r"^(```+).*?^\1", "", whole, flags=re.MULTILINE | re.DOTALL)
+        for name, anchor in re.findall(r"\]\((?!\w+:)([^)#\s]*\.md)?(?:#([^)\s]+))?\)", text):
+            target = site[os.path.normpath(Path(page).parent / name) if name else page]
+            line = re.fullmatch(r"__codelineno-0-(\d+)", anchor)
+            if line is None:
+                assert not anchor or anchor in anchors(target), (page, name, anchor)
+            else:  # below front matter, title and fence
+                assert re.match(r" *(def|class) ", target.splitlines()[int(line[1]) + 5])
+    listed = re.findall(r"^ +- .*?(\S+\.md)$", (HOME / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(page for page in site if not page.startswith("source/"))
+
+
+def test_the_reference_has_every_key_and_every_public_function(site: dict[str, str]) -> None:
+    for path in CONF.rglob("*.yaml"):
+        section = site["keys.md"].split(f"\n## {path.relative_to(CONF)}\n")[1].split("\n## ")[0]
+        text = path.read_text().split("\nhydra:")[0]
+        for key in re.findall(r"^ *(?!defaults)([a-z]\w*):", text, re.MULTILINE):
+            assert f"{key}` |" in section, (path, key)
+    for path in (HOME / "src" / "lightning_rlhf").rglob("*.py"):
+        page = f"lightning_rlhf.{path.relative_to(HOME).parts[2].removesuffix('.py')}.md"
+        for name in re.findall(r"^(?:def|class) ([a-zA-Z]\w*)", path.read_text(), re.MULTILINE):
+            assert f"\n### {name}\n" in site[page], (path, name)
 
 
 # docs/rewards.md
@@ -366,7 +404,7 @@ def test_the_smallest_ratios_are_quoted() -> None:
     assert all(ratio in README for ratio in (*most, last))
 
 
-# README.md
+# docs/metrics.md, docs/quickstart.md
 
 
 def test_metrics_table_is_the_one_in_the_code() -> None:
@@ -380,8 +418,8 @@ def test_metrics_table_is_the_one_in_the_code() -> None:
     assert {row.count("|") for row in rows} == {7}
 
 
-def test_the_quickstart_has_the_same_numbers_in_both_places() -> None:
-    table = README.split("<!-- quickstart table: begin -->")[1].split("\n\n")[0]
+def test_the_quickstart_has_the_same_numbers_in_both_tables() -> None:
+    table = QUICKSTART.split("## What it reaches\n\n")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.split("|")] for line in table.splitlines()]
     after = {row[1]: row[3] for row in rows if len(row) == 6}
     first = re.search(r"^\| nothing \|(.*)\|$", QUICKSTART, re.MULTILINE)

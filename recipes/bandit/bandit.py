@@ -19,7 +19,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from step import Step
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -51,6 +50,26 @@ READS = (
 
 
 @dataclass(frozen=True)
+class Step:
+    """Measurements of one iteration of one run, exact expectations under the policy."""
+
+    clip_range: float
+    """Clip range of the run."""
+    kl_coef: float
+    """KL coefficient of the run."""
+    iteration: int
+    """Number of the iteration, from 1."""
+    expected_reward: float
+    """Expected reward: mean over contexts of sum_a policy(a | c) mean[c, a]."""
+    kl: float
+    """KL(policy || reference), mean over contexts, nats."""
+    update_size: float
+    """KL(policy before || policy after) of this iteration, mean over contexts, nats."""
+    best_arm: float
+    """Probability of the best arm, mean over contexts."""
+
+
+@dataclass(frozen=True)
 class Claim:
     """A prediction of theory and the measured value."""
 
@@ -77,9 +96,7 @@ def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
     from picture import draw
 
     require(config.kl_coef > 0, "ppo.kl_coef", config.kl_coef, "a number and > 0")
-    require(config.kl_estimator != "full", "ppo.kl_estimator", config.kl_estimator,
-            "k1, k2, k3, abs, mse")  # fmt: skip
-
+    require(config.kl_estimator != "full", "ppo.kl_estimator", "full", "k1, k2, k3, abs, mse")
     steps: list[Step] = []
     policies: dict[tuple[float, float], Tensor] = {}
     for kl_coef in (0.0, config.kl_coef):
@@ -90,13 +107,10 @@ def main(config: PPOConfig, seed: int, folder: Path) -> list[Claim]:
             policies[clip_range, kl_coef] = torch.log_softmax(logits.detach(), -1)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "steps.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(vars(steps[0])))
-        writer.writeheader()
-        writer.writerows(vars(step) for step in steps)
-    optimum = best_policy(config.kl_coef)
-    draw(
-        steps, kl_coef=config.kl_coef, optimal_kl=kl(optimum, REFERENCE), path=folder / "bandit.png"
-    )
+        rows = [list(vars(steps[0])), *(vars(step).values() for step in steps)]
+        csv.writer(file).writerows(rows)
+    optimal_kl = kl(best_policy(config.kl_coef), REFERENCE)
+    draw(steps, config.kl_coef, optimal_kl, folder / "bandit.png")
     return claims(steps, policies, config.kl_coef)
 
 
@@ -112,20 +126,12 @@ def train(logits: Tensor, config: PPOConfig, seed: int) -> Iterator[Step]:
     for iteration in range(1, config.iterations + 1):
         before = torch.log_softmax(logits.detach(), -1)
         rollout, scores = play(before, values.detach(), config.rollout_batch_size, generator)
-        experience = make_experience(
-            rollout,
-            scores,
-            config,
-            token_rewards(
-                rollout, scores, config, kl_coef=config.kl_coef, moments=ScoreMoments.none(1)
-            ),
+        rewards = token_rewards(
+            rollout, scores, config, kl_coef=config.kl_coef, moments=ScoreMoments.none(1)
         )
-        for minibatch in minibatches(
-            experience,
-            ppo_epochs=config.ppo_epochs,
-            minibatch_size=config.minibatch_size,
-            generator=generator,
-        ):
+        experience = make_experience(rollout, scores, config, rewards)
+        sizes = {"ppo_epochs": config.ppo_epochs, "minibatch_size": config.minibatch_size}
+        for minibatch in minibatches(experience, generator=generator, **sizes):
             if config.whiten_advantages == "minibatch":
                 minibatch = whitened(minibatch)
             optimizer.zero_grad()
@@ -209,31 +215,31 @@ def claims(
     bound = float((1 - (REFERENCE.exp() * MEANS).sum(-1)).mean()) / kl_coef
     found = []
     for clip_range in CLIP_RANGES:
-        free, leashed = (
+        free, penalised = (
             [s for s in steps if (s.clip_range, s.kl_coef) == (clip_range, coef)]
             for coef in (0.0, kl_coef)
         )
-        end = policies[clip_range, kl_coef]
-        distance = float((end.exp() - optimum.exp()).abs().sum(-1).mean()) / 2
+        gaps = (policies[clip_range, kl_coef].exp() - optimum.exp()).abs().sum(-1)
         found += [
-            Claim(f"clip {clip_range:g}, no leash: best arm's probability",
+            Claim(f"clip {clip_range:g}, no penalty: best arm's probability",
                   free[-1].best_arm, 0.95, 1.0),
-            Claim(f"clip {clip_range:g}, leash: total variation to policy*", distance, 0.0, 0.1),
-            Claim(f"clip {clip_range:g}, leash: largest KL",
-                  max(s.kl for s in leashed), 0.0, bound),
-            Claim(f"clip {clip_range:g}, leash: last KL over that of policy*",
-                  leashed[-1].kl / kl(optimum, REFERENCE), 0.8, 1.2),
+            Claim(f"clip {clip_range:g}, penalty: total variation to policy*",
+                  float(gaps.mean()) / 2, 0.0, 0.1),
+            Claim(f"clip {clip_range:g}, penalty: largest KL",
+                  max(s.kl for s in penalised), 0.0, bound),
+            Claim(f"clip {clip_range:g}, penalty: last KL over that of policy*",
+                  penalised[-1].kl / kl(optimum, REFERENCE), 0.8, 1.2),
         ]  # fmt: skip
     size = {
         (c, coef): sum(s.update_size for s in steps
                        if (s.clip_range, s.kl_coef) == (c, coef) and s.iteration <= 10)
         for c in CLIP_RANGES for coef in (0.0, kl_coef)
     }  # fmt: skip
-    for coef, leash in ((0.0, "no leash"), (kl_coef, "leash")):
+    for coef, name in ((0.0, "no penalty"), (kl_coef, "penalty")):
         for small, large in pairwise(CLIP_RANGES):
-            text = f"{leash}: first ten updates, clip {small:g} over {large:g}"
+            text = f"{name}: first ten updates, clip {small:g} over {large:g}"
             found.append(Claim(text, size[small, coef] / size[large, coef], 0.0, 1.0))
     for c in CLIP_RANGES:
-        text = f"clip {c:g}: first ten updates, leash over no leash"
+        text = f"clip {c:g}: first ten updates, penalty over none"
         found.append(Claim(text, size[c, kl_coef] / size[c, 0.0], 0.0, 1.0))
     return found

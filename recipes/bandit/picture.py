@@ -13,7 +13,7 @@ from lightning_rlhf.report.curves import BLUE, GREEN, ORANGE
 from lightning_rlhf.report.figures import DPI, GREY, STYLE
 
 if TYPE_CHECKING:
-    from step import Step
+    from bandit import Step
 
 PANELS = {
     "expected_reward": "Expected reward",
@@ -22,34 +22,25 @@ PANELS = {
 }
 
 
-def draw(steps: Sequence[Step], *, kl_coef: float, optimal_kl: float, path: Path) -> None:
+def draw(steps: Sequence[Step], kl_coef: float, optimal_kl: float, path: Path) -> None:
     """Plot one line per run: colour by clip range, solid with the KL penalty, dotted without it.
 
     optimal_kl: KL of policy* to the reference, nats.
     """
     colours = dict(zip(sorted({s.clip_range for s in steps}), (BLUE, ORANGE, GREEN), strict=True))
-    with mpl.rc_context(STYLE):
+    with mpl.rc_context(STYLE | {"lines.linewidth": 1.3}):
         figure = Figure(figsize=(12.8, 4.2), layout="constrained")
         plots = figure.subplots(1, len(PANELS))
         for axes, (name, title) in zip(plots, PANELS.items(), strict=True):
             axes.set_title(title, loc="left", fontsize=11)
             axes.set_xlabel("iteration")
-            for (clip_range, colour), coef in (
-                (c, k) for c in colours.items() for k in (0.0, kl_coef)
-            ):
-                run = [s for s in steps if (s.clip_range, s.kl_coef) == (clip_range, coef)]
-                axes.plot(
-                    [s.iteration for s in run],
-                    [getattr(s, name) for s in run],
-                    color=colour,
-                    linestyle="-" if coef else ":",
-                    linewidth=1.3,
-                    label=f"clip_range {clip_range:g}, kl_coef {coef:g}",
-                )
-        plots[1].axhline(
-            optimal_kl, color=GREY, linestyle="--", linewidth=1, label="policy* in theory"
-        )
+            for clip, coef in ((clip, coef) for clip in colours for coef in (0.0, kl_coef)):
+                run = [s for s in steps if (s.clip_range, s.kl_coef) == (clip, coef)]
+                x, y = [s.iteration for s in run], [getattr(s, name) for s in run]
+                label, style = f"clip_range {clip:g}, kl_coef {coef:g}", "-" if coef else ":"
+                axes.plot(x, y, color=colours[clip], linestyle=style, label=label)
+        plots[1].axhline(optimal_kl, color=GREY, linestyle="--", label="policy* in theory")
         plots[2].set_yscale("log")
-        handles, labels = plots[1].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
+        place = {"loc": "outside lower center", "ncols": 4, "frameon": False}
+        figure.legend(*plots[1].get_legend_handles_labels(), **place)
         figure.savefig(path, dpi=DPI)

@@ -1,8 +1,9 @@
 """The three doors to the command: train.py, python -m, the console command; and being stopped."""
 
 import inspect
+import json
 import os
-import shutil
+import re
 import signal
 import sys
 import tomllib
@@ -10,14 +11,16 @@ import traceback
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
+from zipfile import ZipFile
 
 import pytest
+from hatchling.build import build_wheel
 
 from lightning_rlhf.callbacks.stop import Stopped
 from lightning_rlhf.cli.arguments import COMMANDS, WITHOUT_RUN
 from lightning_rlhf.core.policy_losses import POLICY_LOSSES
 from lightning_rlhf.modules.ppo import PPOModule
-from lightning_rlhf.runs.console import HOME, PACKAGE, RECIPES
+from lightning_rlhf.runs.console import CONF, HOME, PACKAGE, RECIPES
 
 from .conftest import CONSOLE, MINI, MODULE, TRAIN_PY, Workplace, forking, given
 
@@ -82,18 +85,25 @@ def test_the_clipped_loss_is_five_frames_below_the_step_and_that_six_below_the_c
 
 
 @pytest.mark.slow
-def test_an_installed_package_finds_its_presets_and_recipes(
-    workplace: Workplace, tmp_path: Path
+def test_the_wheel_holds_presets_and_recipes_and_a_run_finds_them(
+    workplace: Workplace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Laid out as pyproject.toml lays out the wheel, away from the checkout. One step is taken.
+    """All files of conf/, recipes/ and src/, and no others. Unpacked away from the checkout.
 
-    The fork forgets the package, and keeps the libraries.
+    One step is taken. The fork forgets the package, and keeps the libraries.
     """
-    wheel = tomllib.loads((HOME / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    monkeypatch.chdir(HOME)
     site = tmp_path / "env" / "site-packages"
-    shutil.copytree(PACKAGE, site / "lightning_rlhf")
-    for source, target in wheel["targets"]["wheel"]["force-include"].items():
-        shutil.copytree(HOME / source, site / target)
+    with ZipFile(tmp_path / build_wheel(str(tmp_path))) as wheel:
+        wheel.extractall(site)
+        found = {name for name in wheel.namelist() if ".dist-info/" not in name}
+    places = {CONF: "lightning_rlhf/conf", RECIPES: "lightning_rlhf/recipes", PACKAGE.parent: ""}
+    assert found == {
+        str(place / path.relative_to(folder))
+        for folder, place in zip(places, map(Path, places.values()), strict=True)
+        for path in folder.rglob("*")
+        if path.is_file() and path.parent.name != "__pycache__"
+    }
     words = (*MINI, "stage=sft", "sft.epochs=0.125", "trainer.threads=1")
     program = tmp_path / "start.py"
     program.write_text(
@@ -123,6 +133,42 @@ def test_a_stop_is_seen_in_the_exit_status(
     assert outcome.err == ""
     execute.assert_called_once()
     assert "Sweep" not in outcome.out
+
+
+def test_a_plain_installation_brings_what_the_package_imports_itself() -> None:
+    project = tomllib.loads((HOME / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[><=!]", x)[0].replace("-core", "") for x in project["dependencies"]}
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+    assert {name.replace("-", "_") for name in names} <= imported
+    assert len(names) <= 20
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "words"),
+    [
+        ("uvicorn", "serve", "serve-reward final"),
+        ("wandb_workspaces", "dashboard", "dashboard me/project"),
+        ("optuna", "sweeps", "-m stage=sft hydra/sweeper=optuna"),
+        ("tensorboard", "tensorboard", "stage=sft logger=tensorboard"),
+        ("datasets", "hub", "stage=sft data.demonstrations.train=org/name"),
+        ("math_verify", "verify", "stage=ppo policy.checkpoint=base reward=math_answer"),
+        ("jsonschema", "verify", "stage=ppo policy.checkpoint=base reward=json_schema"),
+        ("reasoning_gym", "reasoning-gym",
+         "stage=ppo policy.checkpoint=base reward=reasoning_gym"),
+    ],
+)  # fmt: skip
+def test_a_run_without_an_extra_says_what_to_install(
+    workplace: Workplace, monkeypatch: pytest.MonkeyPatch, module: str, extra: str, words: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    row = {"prompt": "2+2?", "answer": "4", "schema": {}, "metadata": {}}
+    prompts = workplace.folder / "rows.jsonl"
+    prompts.write_text("".join(json.dumps(row | {"prompt": f"{n}?"}) + "\n" for n in range(16)))
+    own = "reward=" in words and [f"data.prompts.train={prompts}", f"data.prompts.val={prompts}"]
+    call = workplace.call if "/project" in words or "serve" in words else workplace.mini
+    error = call(*words.split(), *(own or ())).error
+    assert f" needs {module}: pip install 'lightning-rlhf[{extra}]'" in error
 
 
 def test_what_the_configuration_tells_is_told_without_slow_imports(workplace: Workplace) -> None:

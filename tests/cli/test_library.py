@@ -1,4 +1,4 @@
-"""The library's front door: examples/plain_lightning.py, the README's snippet, configuration()."""
+"""The library's front door: examples/plain_lightning.py, docs/library.md, configuration()."""
 
 import contextlib
 import json
@@ -50,13 +50,12 @@ def test_what_was_saved_is_a_run_of_the_command(example: Workplace) -> None:
             lightning_rlhf.build(settings)
 
 
-def test_the_snippet_of_the_readme_trains(
+def test_the_snippet_of_the_docs_trains(
     tmp_path: Path, pipeline: Workplace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    section = (HOME / "README.md").read_text().split("Plain Lightning")[1]
-    found = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    page = (HOME / "docs" / "library.md").read_text()
+    found = re.search(r"```python\n(.*?)```", page, re.DOTALL)
     assert found is not None
-    assert found[1] in (HOME / "docs" / "library.md").read_text()
     configuration, place = lightning_rlhf.configuration, make_workplace(tmp_path / "work")
     asked: list[tuple[str, ...]] = []
 
@@ -69,7 +68,7 @@ def test_the_snippet_of_the_readme_trains(
     with contextlib.chdir(place.folder):
         exec(found[1], names)
     [words] = asked
-    assert configuration(*words).stage == "ppo"  # as it stands in the README too
+    assert configuration(*words).stage == "ppo"  # as it stands there
     assert weights(place.stage("ppo"))
 
 

@@ -93,11 +93,11 @@ def test_the_bandit_finds_what_can_be_written_down(workplace: Workplace) -> None
     assert (folder / "bandit.png").read_bytes().startswith(b"\x89PNG")
     with (folder / "steps.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    # Three clip ranges, with and without the leash, 100 iterations each.
+    # Three clip ranges, with and without the penalty, 100 iterations each.
     assert len(rows) == 600
     assert {(row["clip_range"], row["kl_coef"]) for row in rows} == {
         (clip, coef) for clip in ("0.05", "0.2", "0.8") for coef in ("0.0", "0.5")
     }
-    # Five claims a clip range, two comparisons of clip ranges with and without the leash.
+    # Five claims a clip range, two comparisons of clip ranges with and without the penalty.
     assert out.count(" kept ") == 3 * 5 + 2 * 2
     assert "broken" not in out

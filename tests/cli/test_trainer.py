@@ -144,7 +144,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_more_processes_than_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"devices is 4, but torch finds 1 GPU .* at most 1, or"):
+    with pytest.raises(ConfigError, match=r"is 4, but torch finds 1 CUDA GPU .* at most 1, or"):
         run_processes(settings_of(trainer={"accelerator": "gpu", "devices": 4}), [])
     check_devices(settings_of(trainer={"devices": 4}), 4)
 

@@ -54,9 +54,8 @@ def _dialogues(
         if rng.random() < TWO_TURNS:
             first = rng.choice([p for p in earlier if p.item != prompt.item])
             start = _turn(first.text, demonstrate(first, rng))
-        rows.append(
-            {side: start + _turn(prompt.text, pair[side]) for side in ("chosen", "rejected")}
-        )
+        sides = ("chosen", "rejected")
+        rows.append({side: start + _turn(prompt.text, pair[side]) for side in sides})
     return rows
 
 

@@ -77,12 +77,8 @@ def pair(prompt: Prompt, rng: random.Random) -> dict[str, str]:
     while True:
         first, second = _replies(prompt, source, rng)
         row = {"prompt": prompt.text}
-        gold_first = judge(row, first, True)["gold"]
-        gold_second = judge(row, second, True)["gold"]
-        assert gold_first is not None
-        assert gold_second is not None
-        margin = gold_first - gold_second
-        if abs(margin) > 1e-9:
+        gold = [judge(row, text, True)["gold"] for text in (first, second)]
+        if abs(margin := gold[0] - gold[1]) > 1e-9:
             break
     if rng.random() >= 1 / (1 + math.exp(-BETA * margin)):
         first, second = second, first
@@ -95,10 +91,8 @@ def _replies(prompt: Prompt, source: str, rng: random.Random) -> tuple[str, str]
     if source == "confused":
         return demonstrate(prompt, rng), confuse(prompt, rng)
     style, frame_seed = sample_style(rng), rng.getrandbits(32)
-    return (
-        reply(prompt.item, style, "right", random.Random(frame_seed)),
-        reply(prompt.item, style, "wrong", random.Random(frame_seed)),
-    )
+    right = reply(prompt.item, style, "right", random.Random(frame_seed))
+    return right, reply(prompt.item, style, "wrong", random.Random(frame_seed))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ DATA = FOLDER.parent / "data"
 TRAINING_FILES = ("sft_train.jsonl", "preferences_train.jsonl")
 # Training stops below this number when every word of the data is one token.
 MAX_TOKENS = 2_000
-# DecodedResponses have at most 48 tokens and prompts at most 30; the rest is reserve.
+# Responses have at most 48 tokens and prompts at most 30; the rest is reserve.
 MAX_LENGTH = 256
 END, PAD = "<|end|>", "<|pad|>"
 ROLE_MARKERS = ["<|system|>", "<|user|>", "<|assistant|>"]
@@ -48,14 +48,10 @@ def train_tokenizer(data: Path) -> Tokenizer:
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, chat_template: str) -> None:
     """Write the files that ``AutoTokenizer.from_pretrained(folder)`` reads."""
+    tokens = {"eos_token": END, "pad_token": PAD, "additional_special_tokens": ROLE_MARKERS}
+    options = {"clean_up_tokenization_spaces": False, "model_max_length": MAX_LENGTH}
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=PAD,
-        additional_special_tokens=ROLE_MARKERS,
-        chat_template=chat_template,
-        clean_up_tokenization_spaces=False,
-        model_max_length=MAX_LENGTH,
+        tokenizer_object=tokenizer, chat_template=chat_template, **tokens, **options
     ).save_pretrained(folder)
 
 

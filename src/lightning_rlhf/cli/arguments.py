@@ -7,7 +7,6 @@ import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import unquote
@@ -21,6 +20,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from lightning_rlhf.core.errors import ConfigError, unknown_key
 from lightning_rlhf.io.console import print_line, visible
+from lightning_rlhf.io.user_code import optional
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.rewards.config import HIDDEN, redacted
 from lightning_rlhf.runs.stage import STAGES
@@ -144,11 +144,8 @@ def check_command(words: Sequence[str], given: Namespace) -> None:
         raise ConfigError(f"a {modes[0]} is of one stage; allowed: {modes[0]} stage=NAME")
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
     for word in given.overrides:
-        if word in PLUGINS and find_spec(PLUGINS[word]) is None:
-            raise ConfigError(
-                f"{word} needs {PLUGINS[word]}, which is not installed; "
-                "pip install 'lightning-rlhf[sweeps]'"
-            )
+        if word in PLUGINS:
+            optional(PLUGINS[word], "sweeps", word)
         if key_of(word) in ("hydra/launcher", "hydra/sweeper") and not (is_sweep or given.cfg):
             print_line(f"warning: {word} is for sweeps and is not used without -m", "yellow")
     if is_sweep:

@@ -23,7 +23,7 @@ from lightning_rlhf.evaluation.compare import compare_runs, write_report
 from lightning_rlhf.evaluation.diminishing import again
 from lightning_rlhf.io.console import Working, print_line
 from lightning_rlhf.io.storage import refuse_foreign, written_whole
-from lightning_rlhf.io.user_code import code_of_command, nearest_path
+from lightning_rlhf.io.user_code import code_of_command, nearest_path, optional
 from lightning_rlhf.kernels.patch import rounding_of, same_logits
 from lightning_rlhf.models import build_roles, checkpoint, loading
 from lightning_rlhf.models.config import POLICY, REWARD, SFT
@@ -285,12 +285,10 @@ def serve_reward(arguments: Sequence[str]) -> None:
         CheckpointError: there is no such model.
     """
     given = parse_command(serve_reward, arguments, SERVE, PROTOCOL)
-    try:
-        from lightning_rlhf.rewards.server import RewardServer, listening_socket
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"serve-reward needs {error.name}: pip install 'lightning-rlhf[serve]'"
-        ) from error
+    for library in ("starlette", "uvicorn"):
+        optional(library, "serve", "serve-reward")
+    from lightning_rlhf.rewards.server import RewardServer, listening_socket
+
     validation.check_value("--port", given.port, Annotated[int, Field(ge=0, le=65535)])
     token = None if given.token_env is None else token_in(given.token_env, "--token-env")
     server = None
@@ -340,12 +338,8 @@ def dashboard(arguments: Sequence[str]) -> None:
     entity, _, project = given.project.partition("/")
     is_project = bool(entity and project) and "/" not in project
     require(is_project, "PROJECT", given.project, "ENTITY/PROJECT, as in wandb.ai/ENTITY/PROJECT")
-    try:
-        workspace = build_workspace(entity, project, given.name, given.sweep)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"dashboard needs {error.name}: pip install 'lightning-rlhf[dashboard]'"
-        ) from error
+    optional("wandb_workspaces", "dashboard", "dashboard")
+    workspace = build_workspace(entity, project, given.name, given.sweep)
     if given.dry_run:
         tree = Tree(f"{given.project}: {given.name}")
         for section in workspace.sections:
@@ -366,7 +360,6 @@ def dashboard(arguments: Sequence[str]) -> None:
 def build_workspace(entity: str, project: str, name: str, swept: Sequence[str]) -> Any:
     """Return the `Workspace`, not saved yet; nothing is asked of a server.
 
-    Raises ModuleNotFoundError where wandb-workspaces is not installed.
     swept: configuration keys on the axes of the parallel coordinates.
     """
     from wandb_workspaces.reports import v2 as panels

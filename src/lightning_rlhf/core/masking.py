@@ -47,11 +47,8 @@ def placed(x: Float[Tensor, " N"], mask: Bool[Tensor, "*n"]) -> Float[Tensor, "*
 
 
 def upload(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on `device`; one of the CPU, without waiting for what the device computes.
-
-    MPS waits: it may read the memory of the CPU after that was used for something else.
-    """
-    if x.device.type != "cpu" or device.type in ("cpu", "mps"):
+    """Return a tensor on `device`; one of the CPU, without waiting for what the device computes."""
+    if x.device.type != "cpu" or device.type == "cpu":
         return x.to(device)
     return (x.pin_memory() if device.type == "cuda" else x).to(device, non_blocking=True)
 

@@ -19,8 +19,6 @@ def total_memory(device: torch.device) -> int:
     """Return the total memory of the device in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
-    if device.type == "mps":
-        return int(torch.mps.recommended_max_memory())
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -33,8 +31,6 @@ def available_memory(device: torch.device) -> int:
     if device.type == "cuda":
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + held
-    if device.type == "mps":
-        return total_memory(device) - int(torch.mps.current_allocated_memory())
     found, info = total_memory(device), Path("/proc/meminfo")
     if info.exists() and (line := re.search(r"MemAvailable: +(\d+) kB", info.read_text())):
         found = int(line[1]) * 1024

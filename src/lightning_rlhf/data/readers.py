@@ -24,7 +24,7 @@ from pyarrow import ArrowException, parquet
 from lightning_rlhf.core.errors import ConfigError, DataError, HubError, counted, first_line
 from lightning_rlhf.data import formats, rows
 from lightning_rlhf.data.config import DataConfig
-from lightning_rlhf.io.user_code import load_function
+from lightning_rlhf.io.user_code import load_function, optional
 
 ENDINGS = (".jsonl", ".jsonl.gz", ".json", ".csv", ".txt", ".parquet")
 FIRST_ROWS = 100
@@ -225,8 +225,7 @@ def open_source(
     """
     path = _path_of(source)
     if path is None:
-        import datasets  # which takes a second; files do not need it
-
+        datasets = optional("datasets", "hub", f"data set {source}")
         name, _, split = source.partition(":")
         try:
             table = datasets.load_dataset(name, split=split or "train")

@@ -1,4 +1,4 @@
-"""User-defined functions, classes and other objects, named in the configuration by path."""
+"""Code that is imported by name: objects of the user's, and the libraries that extras install."""
 
 import difflib
 import hashlib
@@ -53,6 +53,20 @@ def permitted(source: Any, key: str) -> Any:
             f"own code of that name, --code FILE.py:{name}"
         )
     return found[0]
+
+
+def optional(module: str, extra: str, user: str = "it") -> ModuleType:
+    """Return a module of a library that an extra of this package installs.
+
+    user: key and value, or command, that needs it.
+
+    Raises ConfigError that says what to install.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        install = f"pip install 'lightning-rlhf[{extra}]'"
+        raise ConfigError(f"{user} needs {error.name or module}: {install}") from error
 
 
 def user_number(found: Any) -> float:

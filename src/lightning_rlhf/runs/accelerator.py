@@ -36,9 +36,8 @@ def device_of(settings: Settings) -> torch.device:
     """Return the device that this process of the run computes on."""
     if settings.trainer.accelerator == "cpu":
         return torch.device("cpu")
-    if (place := world()).size > 1:
-        return torch.device("cuda", place.local_rank)
-    return torch.device("cuda" if torch.cuda.is_available() else "mps")
+    place = world()
+    return torch.device(f"cuda:{place.local_rank}" if place.size > 1 else "cuda")
 
 
 def check_devices(settings: Settings, needed: int = 1) -> None:
@@ -48,18 +47,17 @@ def check_devices(settings: Settings, needed: int = 1) -> None:
     """
     if settings.trainer.accelerator != "gpu":
         return
-    mps = torch.backends.mps.is_available()
-    found = torch.cuda.device_count() if torch.cuda.is_available() else int(mps)
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if needed > found:
         fewer = f"trainer.devices of at most {found}, or " if found else ""
         raise errors.ConfigError(
             f"trainer.accelerator is 'gpu' and trainer.devices is {settings.trainer.devices}, but "
-            f"torch finds {errors.counted(found, 'GPU')} on this machine ({BUILT}); allowed: "
+            f"torch finds {errors.counted(found, 'CUDA GPU')} on this machine ({BUILT}); allowed: "
             f"{fewer}trainer=cpu"
         )
     try:
         if needed == 1:  # a sum needs a kernel for this GPU, which not every build of torch has
-            torch.ones(2, device="mps" if mps else "cuda").sum().item()
+            torch.ones(2, device="cuda").sum().item()
     except RuntimeError as error:
         raise errors.ConfigError(
             "trainer.accelerator is 'gpu', but torch cannot compute on the GPU it finds "

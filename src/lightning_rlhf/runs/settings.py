@@ -17,6 +17,7 @@ from lightning_rlhf.core.config import ServerConfig
 from lightning_rlhf.core.errors import ConfigError, first_line, naming_own_keys, require
 from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.data.config import DataConfig
+from lightning_rlhf.io.user_code import optional
 from lightning_rlhf.models.config import ModelConfig
 from lightning_rlhf.rewards import config as rewards
 from lightning_rlhf.runs import stage as stages
@@ -89,6 +90,8 @@ def read_settings(cfg: DictConfig) -> Settings:
     written to no file and no tracker.
     """
     settings = read_tree(plain(cfg))
+    if settings.logger.kind == "tensorboard":
+        optional("tensorboard", "tensorboard", "logger=tensorboard")
     unresolved: Any = OmegaConf.to_container(cfg)
     tree = settings.tree | {key: unresolved[key] for key in ("callbacks", "logger")}
     trainer = tree["trainer"]
