@@ -47,7 +47,7 @@ SIDES: Mapping[str, Sequence[str]] = {
     TRL: (),
 }
 """Name of a side -> overrides of stage=ppo."""
-TASKS = ("quickstart",)
+TASKS = ("quickstart", "arithmetic")
 """Recipes; all sides of a seed share the models of the stages before ppo."""
 TUNING_SEED = 100
 RATES, VALUE_FACTORS = (3e-4, 1e-3, 3e-3), (1.0, 3.0)
@@ -238,7 +238,8 @@ def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Na
     facts = circumstances()
     lines = [
         "# Estimators, and TRL's PPO, on equal terms",
-        f"{facts['date']}, commit {facts['commit']}; {facts['machine']}; {facts['versions']}.",
+        f"Tables of {facts['date']}, commit {facts['commit']}; "
+        f"{facts['machine']}; {facts['versions']}.",
         f"Every run: {args.iterations} iterations from the SFT model of its seed, with the values "
         "of the recipe and of conf/. All numbers are of held-out prompts: means over seeds with "
         "95% t-intervals; differences are paired by seed. Seconds are processor time of one thread "
