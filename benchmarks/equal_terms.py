@@ -1,7 +1,7 @@
 """Compare the estimators of stage=ppo with each other, and with TRL's PPO, on equal terms.
 
     .venv-parity/bin/python benchmarks/equal_terms.py [--tasks NAME ...] [--sides NAME ...]
-        [--seeds 0 1 2 3 4] [--iterations 100] [--runs FOLDER] [--jobs 1] [--table]
+        [--seeds 0 1 2 3 4] [--runs FOLDER] [--jobs 1] [--table]
 
 All sides start from the SFT model of their seed and learn from the same prompts and reward, with as
 many responses. A run that has finished is not repeated, and an interrupted one goes on: the same
@@ -47,8 +47,9 @@ SIDES: Mapping[str, Sequence[str]] = {
     TRL: (),
 }
 """Name of a side -> overrides of stage=ppo."""
-TASKS = ("quickstart", "arithmetic")
-"""Recipes; all sides of a seed share the models of the stages before ppo."""
+TASKS = {"quickstart": 100, "arithmetic": 120}
+"""Recipe -> iterations of a run; all sides of a seed share the models of the stages before ppo."""
+RESULTS = Path("benchmarks/results")
 TUNING_SEED = 100
 RATES, VALUE_FACTORS = (3e-4, 1e-3, 3e-3), (1.0, 3.0)
 EVALUATIONS = 10  # of a run, besides the first one
@@ -79,7 +80,6 @@ class Job:
     task: str
     side: str
     seed: int
-    iterations: int
     runs: Path
     """Folder of all runs."""
     rates: tuple[float, float] | None = None
@@ -96,16 +96,24 @@ class Job:
 
     @property
     def curves(self) -> Curves | None:
-        """Return the metrics of the run; None unless it has finished: TRL's writes them then."""
+        """Return the metrics of the run; None unless it has finished: TRL's writes them then.
+
+        Those of a run whose folder is not there are read from the results, unless it has rates.
+        """
         last = self.place / self.name / "ppo" / ("metrics.csv" if self.side == TRL else "final")
-        return read_metrics(last.parent) if last.exists() else None
+        if last.exists():
+            return read_metrics(last.parent)
+        kept = json.loads((ROOT / RESULTS / "equal_terms.json").read_text())
+        curves: Curves | None = kept.get(self.task, {}).get(self.side, {}).get(str(self.seed))
+        return None if self.rates else curves
 
     def words(self, stage: str) -> list[str]:
         """Return the overrides of a stage: those of the recipe, and of the side."""
         given = [f"run={self.place.parent.name}", f"seed={self.seed}", f"outputs={self.runs}"]
         given += ["samples=false", "trainer=cpu"]
-        every = max(1, self.iterations // EVALUATIONS)
-        own = [f"ppo.iterations={self.iterations}", f"ppo.val_every={every}", *SIDES[self.side]]
+        count = TASKS[self.task]
+        every = f"ppo.val_every={count // EVALUATIONS}"
+        own = [f"ppo.iterations={count}", every, *SIDES[self.side]]
         given, job = ([*given, *own], self.name) if stage == "ppo" else (given, None)
         return [*step_overrides(read_recipe(RECIPES / self.task), stage, given, job)]
 
@@ -240,7 +248,7 @@ def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Na
         "# Estimators, and TRL's PPO, on equal terms",
         f"Tables of {facts['date']}, commit {facts['commit']}; "
         f"{facts['machine']}; {facts['versions']}.",
-        f"Every run: {args.iterations} iterations from the SFT model of its seed, with the values "
+        "Every run starts from the SFT model of its seed, with the values "
         "of the recipe and of conf/. All numbers are of held-out prompts: means over seeds with "
         "95% t-intervals; differences are paired by seed. Seconds are processor time of one thread "
         "without evaluations. The equal time is that of the shortest run: a side that takes longer "
@@ -250,7 +258,11 @@ def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Na
     ]
     best = f"TRL has the best rates by the last column of seed {TUNING_SEED}:"
     for task, runs in tasks.items():
-        lines += [f"## {task}", *tables(runs), *([best, grids[task]] if TRL in runs else [])]
+        lines += [
+            f"## {task}, {TASKS[task]} iterations",
+            *tables(runs),
+            *([best, grids[task]] if TRL in runs else []),
+        ]
     args.out.mkdir(parents=True, exist_ok=True)
     metrics = (HELD_OUT, HELD_OUT_KL, GOLD, PROCESSOR_S)
     content = {task: {side: {seed: {m: x[m] for m in metrics if m in x} for seed, x in own.items()}
@@ -264,18 +276,17 @@ def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Na
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=TASKS)
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--sides", nargs="+", choices=list(SIDES), default=list(SIDES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
-    parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "equal_terms")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at once")
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
     calm()
     jobs, grids = list[Job](), dict[str, str]()
-    shared = {"iterations": args.iterations, "runs": args.runs.resolve()}
+    runs = args.runs.resolve()
     own = [side for side in args.sides if side != TRL]
 
     def made(some: Sequence[Job]) -> Sequence[Job]:
@@ -284,9 +295,9 @@ def main() -> None:
         return some
 
     for seed, task in itertools.product(args.seeds, args.tasks):
-        jobs += made([Job(task=task, side=side, seed=seed, **shared) for side in own])
+        jobs += made([Job(task=task, side=side, seed=seed, runs=runs) for side in own])
     for task in args.tasks if TRL in args.sides else ():
-        base = Job(task=task, side=TRL, seed=TUNING_SEED, **shared)
+        base = Job(task=task, side=TRL, seed=TUNING_SEED, runs=runs)
         grid = [replace(base, rates=x) for x in itertools.product(RATES, VALUE_FACTORS)]
         rates, grids[task] = tuned(made(grid))
         for seed in args.seeds if rates else ():
