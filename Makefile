@@ -62,7 +62,7 @@ browser: $(BIN)/.installed  ## pictures of the reports in outputs/, light, dark,
 docs: $(BIN)/.installed-docs  ## the documentation as a site, site/html/index.html
 	$(BIN)/python docs/build.py
 
-lint: $(BIN)/.installed-dev  ## style and the floors of the architecture
+lint: $(BIN)/.installed-dev  ## style and the layers of the architecture
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports

@@ -4,8 +4,9 @@
         [--seeds 0 1 2 3 4] [--runs FOLDER] [--jobs 1] [--table]
 
 All sides start from the SFT model of their seed and learn from the same prompts and reward, with as
-many responses. A run that has finished is not repeated, and an interrupted one goes on: the same
-command continues. The runs go seed by seed, so that --table has whole seeds at any time.
+many responses; dapo samples further ones for groups of equal scores. A run that has finished is not
+repeated, an interrupted one of ours goes on, and TRL's starts over: the same command continues. The
+runs go seed by seed, so that --table has whole seeds at any time.
 """
 
 from __future__ import annotations
@@ -284,6 +285,8 @@ def main() -> None:
     parser.add_argument("--table", action="store_true", help="write the tables of what is there")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if BASELINE not in args.sides:
+        parser.error(f"--sides needs {BASELINE}, which the others are compared with")
     calm()
     jobs, grids = list[Job](), dict[str, str]()
     runs = args.runs.resolve()
@@ -306,7 +309,9 @@ def main() -> None:
     for job in jobs:
         if (curves := job.curves) is not None:
             found.setdefault(job.task, {}).setdefault(job.side, {})[job.seed] = curves
-    write({task: runs for task, runs in found.items() if BASELINE in runs}, grids, args)
+    if not (tasks := {task: runs for task, runs in found.items() if BASELINE in runs}):
+        raise SystemExit(f"no run of {BASELINE} has finished")
+    write(tasks, grids, args)
 
 
 if __name__ == "__main__":

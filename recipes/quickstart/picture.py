@@ -19,7 +19,10 @@ def draw(run: Path, path: Path) -> None:
     """Draw three curves of a run of PPO beside three held-out prompts and their responses."""
     measured = read_metrics(run)
     panels = [one for one in curves.ppo_panels(measured) if one.metrics & {REWARD, KL, GOLD}]
-    first, *_, last = sorted((run / "samples").glob("eval_*.jsonl"))
+    files = sorted((run / "samples").glob("eval_*.jsonl"))
+    if len(files) < 2:
+        raise SystemExit(f"{run} has {len(files)} evaluations with samples; two are needed")
+    first, *_, last = files
     pairs = paired_samples(first, last, len(panels))
     with mpl.rc_context(figures.STYLE):
         figure = Figure(figsize=(12.8, 7.2), layout="constrained")

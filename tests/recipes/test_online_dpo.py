@@ -27,7 +27,7 @@ def test_the_gradient_of_the_first_update_is_that_of_dpo() -> None:
     log_ratio = logprobs - ref
     rewards = -BETA * log_ratio.detach()
     rewards[torch.arange(6), MASK.sum(dim=1) - 1] += SCORES
-    config = stage_config("ppo", PPOConfig, samples_per_prompt=2, kl_coef=BETA)
+    config = stage_config("ppo", PPOConfig, samples_per_prompt=2, kl_coef=BETA, missing_eos="none")
     found = load_function(f"{RECIPE / 'pairs.py'}:pairs", "ppo.advantage")(
         AdvantageBatch(
             rewards=rewards,

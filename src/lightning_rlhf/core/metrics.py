@@ -257,7 +257,7 @@ fitness/<number> | rm | as there: a number of the fitness report at the end of t
 eval/reward_mean | ppo eval_policy | score | max | the reward on held-out prompts: mean score over
     validation prompts -> rises with reward_mean
 eval/reward/<component> | ppo eval_policy | the component's: mean over validation responses of one
-    of several components of the reward -> as in rollout
+    of several components of the reward -> no component rises at the cost of all others
 eval/kl | ppo eval_policy | nats a response | min | KL to the SFT model, nats a response: mean over
     validation responses of sum_t (logprob_t - ref_logprob_t) -> near kl_divergence; single
     responses may be negative

@@ -55,7 +55,7 @@ def permitted(source: Any, key: str) -> Any:
     return found[0]
 
 
-def optional(module: str, extra: str, user: str = "it") -> ModuleType:
+def optional(module: str, extra: str, user: str) -> ModuleType:
     """Return a module of a library that an extra of this package installs.
 
     user: key and value, or command, that needs it.

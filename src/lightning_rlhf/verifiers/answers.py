@@ -119,7 +119,7 @@ def math_answer(
     Raises ConfigError for an answer in which Math-Verify finds nothing.
     """
     check_value("timeout_s", timeout_s, PositiveInt)
-    library = optional("math_verify", "verify")
+    library = optional("math_verify", "verify", "math_answer")
 
     def is_right(response: str, wanted: Any) -> Any:
         text = str(wanted) if re.search(r"\$|\\boxed", str(wanted)) else f"${wanted}$"
@@ -139,7 +139,8 @@ def json_schema(prompts: Texts, responses: Texts, schema: Any) -> list[float | N
 
     schema: column of schemas, or one for all responses as an argument; a mapping or JSON.
     """
-    jsonschema, referencing = optional("jsonschema", "verify"), optional("referencing", "verify")
+    jsonschema = optional("jsonschema", "verify", "json_schema")
+    referencing = optional("referencing", "verify", "json_schema")
     is_column, known = isinstance(schema, list | tuple), dict[str, Any]()
     for one in schema if is_column else [schema]:
         try:
@@ -176,7 +177,7 @@ def reasoning_gym(
     Departs: a response on which the check of a task fails, as some do on texts that are no number,
     scores 0. A check that fails on the right answer too raises its error.
     """
-    library = optional("reasoning_gym", "reasoning-gym")
+    library = optional("reasoning_gym", "reasoning-gym", "reasoning_gym")
     check_value("tag", tag, str | None)
     inside = re.compile(rf"<{re.escape(tag or '')}>(.*?)</", re.DOTALL)
 
