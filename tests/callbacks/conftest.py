@@ -47,11 +47,9 @@ def make_experience(**changes: Any) -> Experience:
         "rewards": torch.tensor([[-0.1, -0.2, 1.7], [-0.9, 0.0, 0.0]]),
         "advantages": torch.tensor([[1.0, 0.0, -1.0], [0.5, 0.0, 0.0]]),
         "returns": torch.tensor([[2.0, 1.0, 3.0], [-2.0, 0.0, 0.0]]),
-        "component_scores": torch.tensor([[2.0], [-1.0]]),
-        "score": torch.tensor([2.0, -1.0]),
-        "ended": torch.tensor([True, False]),
-        "index": torch.tensor([1, 0]),
-    }
+        "component_scores": torch.tensor([[2.0], [-1.0]]), "score": torch.tensor([2.0, -1.0]),
+        "ended": torch.tensor([True, False]), "index": torch.tensor([1, 0]),
+    }  # fmt: skip
     return Experience(**{**fields, **changes})
 
 

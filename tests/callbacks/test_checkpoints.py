@@ -74,15 +74,12 @@ class Run:
         settings = config(**changes)
         saver = Checkpoints(self.checkpoints, settings, ORIGIN, stop or Stop(), GOAL)
         self.fit(
-            module or FakePPO(),
-            [*before, PPOMetrics(), Evaluation(None, self.folder), saver],
-            [MetricsFile(self.folder)],
-            batches=6,
+            module or FakePPO(), [*before, PPOMetrics(), Evaluation(None, self.folder), saver],
+            [MetricsFile(self.folder)], batches=6,
             ckpt_path=None if resume is None else self.checkpoints / f"{resume}.ckpt",
-            val_check_interval=settings.val_every,
-            check_val_every_n_epoch=None,
+            val_check_interval=settings.val_every, check_val_every_n_epoch=None,
             plugins=[WholeFiles()],
-        )
+        )  # fmt: skip
         return saver
 
     @property
@@ -131,12 +128,10 @@ def evaluated(saver: Checkpoints, step: int, checking: bool = False, **metrics: 
     (saver.folder / f"{step:06d}.ckpt").write_text(str(step))
     batches = SimpleNamespace(total=SimpleNamespace(processed=step))
     trainer: Any = SimpleNamespace(
-        sanity_checking=checking,
-        num_sanity_val_steps=math.inf,
-        global_step=step,
+        sanity_checking=checking, num_sanity_val_steps=math.inf, global_step=step,
         callback_metrics={f"eval/{name}": torch.tensor(x) for name, x in metrics.items()},
         fit_loop=SimpleNamespace(epoch_loop=SimpleNamespace(batch_progress=batches)),
-    )
+    )  # fmt: skip
     saver.on_validation_end(trainer, FakePPO())
 
 

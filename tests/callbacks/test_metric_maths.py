@@ -69,11 +69,9 @@ def test_repetition_metrics_by_hand() -> None:
 
 @settings(deadline=None)
 @given(
-    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5),
-    columns=st.integers(1, 4),
-    junk=st.sampled_from([-1e6, 7.5, math.nan]),
-    seed=st.integers(0, 2**16),
-)
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=5), columns=st.integers(1, 4),
+    junk=st.sampled_from([-1e6, 7.5, math.nan]), seed=st.integers(0, 2**16),
+)  # fmt: skip
 def test_what_stands_on_padding_changes_no_metric(
     lengths: list[int], columns: int, junk: float, seed: int
 ) -> None:

@@ -45,12 +45,9 @@ def history_of(rows: Any, evaluations: Any = (), **changes: Any) -> History:
 
 
 def found(
-    columns: dict[str, list[float]] | None = None,
-    *,
-    evaluations: list[dict[str, float]] | None = None,
-    start: int = 1,
-    **changes: Any,
-) -> list[str]:
+    columns: dict[str, list[float]] | None = None, *,
+    evaluations: list[dict[str, float]] | None = None, start: int = 1, **changes: Any,
+) -> list[str]:  # fmt: skip
     """Return the names of the rules that apply to healthy iterations with other `columns`."""
     columns = columns or {}
     rows = [

@@ -112,11 +112,9 @@ class Workplace:
         out, err = io.StringIO(), io.StringIO()
         status: object = 0
         with (
-            contextlib.chdir(self.folder),
-            process_state([str(HOME / "train.py"), *arguments]),
-            contextlib.redirect_stdout(out),
-            contextlib.redirect_stderr(err),
-        ):
+            contextlib.chdir(self.folder), process_state([str(HOME / "train.py"), *arguments]),
+            contextlib.redirect_stdout(out), contextlib.redirect_stderr(err),
+        ):  # fmt: skip
             try:
                 main()
             except SystemExit as stop:
@@ -128,14 +126,10 @@ class Workplace:
     ) -> Outcome:
         """`command arguments` as a process of its own."""
         done = subprocess.run(
-            [*command, *arguments],
-            cwd=self.folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=300,
-        )
+            [*command, *arguments], cwd=self.folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}, capture_output=True,
+            text=True, check=False, timeout=300,
+        )  # fmt: skip
         return Outcome(done.returncode, done.stdout, done.stderr)
 
 

@@ -25,15 +25,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pipeline: Workplace) -> Pat
     kinds = {"liked": "head", "short": "function", "steady": "function"}
     kinds |= {"noise": "random", "hum": "random"}
     words = [
-        "reward=sum",
-        *(f"+reward@reward.components.{name}={kind}" for name, kind in kinds.items()),
+        "reward=sum", *(f"+reward@reward.components.{name}={kind}" for name, kind in kinds.items()),
         *(f"reward.components.{name}.weight={weight}" for name, weight in WEIGHTS.items()),
         "reward.components.short.path=lightning_rlhf.rewards.functions:length_band",
         "reward.components.short.arguments={shortest: 1, longest: 4}",
         f"reward.components.steady.path={place.folder / 'rules.py'}:threes",
-        "reward.components.steady.clip=0.5",
-        "reward.components.noise.normalization=running",
-    ]
+        "reward.components.steady.clip=0.5", "reward.components.noise.normalization=running",
+    ]  # fmt: skip
     free = ("ppo.kl_coef=0", "ppo.missing_eos=none")
     place.mini("stage=ppo", "job=several", *words, *free).succeeded  # noqa: B018
     return place.outputs / "default" / "mini" / "several" / "ppo"

@@ -139,10 +139,8 @@ def test_generate_stops_where_responses_were_taught_to_stop(finished: Workplace)
     )
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert decoded(model, end, eos, other) == [
-        [end, pad, pad, pad],
-        [eos, pad, pad, pad],
-        [other] * 4,
-    ]
+        [end, pad, pad, pad], [eos, pad, pad, pad], [other] * 4,
+    ]  # fmt: skip
     assert decoded(model, end, eos) == [[end], [eos]]
     # What the folder says it is that ends them.
     assert decoded(model, end, eos, eos_token_id=None) == [[end] * 4, [eos] * 4]

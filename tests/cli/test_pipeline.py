@@ -155,12 +155,10 @@ def test_what_changes_nothing_may_be_resumed_with(finished: Workplace) -> None:
 
 
 def start(
-    place: Workplace,
-    *words: str,
-    python: Sequence[str] = MODULE,
+    place: Workplace, *words: str, python: Sequence[str] = MODULE,
     before: Callable[[], None] | None = None,
     way: Callable[[], AbstractContextManager[None]] = forking,
-) -> subprocess.Popen[str]:
+) -> subprocess.Popen[str]:  # fmt: skip
     """The command in a process that is not waited for, which calls `before` first."""
 
     def prepare() -> None:

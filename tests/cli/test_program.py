@@ -28,13 +28,9 @@ def main(config, seed, folder):
     ]
 """
 RECIPE: dict[str, Any] = {
-    "title": "Numbers",
-    "stages": [],
-    "program": None,
-    "overrides": ["ppo.lr=0.5", "seed=3"],
-    "promises": [],
-    "next": ["Read a book."],
-}
+    "title": "Numbers", "stages": [], "program": None, "overrides": ["ppo.lr=0.5", "seed=3"],
+    "promises": [], "next": ["Read a book."],
+}  # fmt: skip
 
 
 def serve(recipes: Path, least: float) -> None:

@@ -362,12 +362,9 @@ STEPS = ("sft", "rank@one", "dpo@one", "dpo@two")
 
 
 def overrides(
-    step: str,
-    *given: str,
-    own: Sequence[str] = (),
-    job: str | None = None,
+    step: str, *given: str, own: Sequence[str] = (), job: str | None = None,
     folder: Path = Path("/out/my run"),
-) -> tuple[str, ...]:
+) -> tuple[str, ...]:  # fmt: skip
     common = ("data=small", "dpo.beta=0.5")
     recipe = Recipe(title="", stages=STEPS, program=None, overrides=common, steps={step: own},
                     promises=(), next=())  # fmt: skip

@@ -188,13 +188,9 @@ empty where the commands do without what is named."""
 
 @pytest.mark.parametrize(("sections", "key"), NAMED)
 def test_what_a_run_names_is_not_imported_or_connected_to(
-    models: Workplace,
-    recorded: Path,
-    marker: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    sections: dict[str, Any],
-    key: str,
-) -> None:
+    models: Workplace, recorded: Path, marker: Path, monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any], key: str,
+) -> None:  # fmt: skip
     """By any command that reads the folder of a run, and stands where the code lies."""
     place, final = models, str(recorded / "final")
     (place.folder / "evil.py").write_text(f"open({str(marker)!r}, 'w')")
@@ -214,14 +210,12 @@ def test_what_a_run_names_is_not_imported_or_connected_to(
     other = place.stage("ppo", "other")
     shutil.copytree(recorded, other, symlinks=True)
     for command, refusal in (
-        (("report", str(recorded)), ""),
-        (("replay", str(recorded)), ""),
+        (("report", str(recorded)), ""), (("replay", str(recorded)), ""),
         (("compare", str(recorded), str(other), "--out", str(place.folder / "page")), ""),
-        (("diminishing", str(recorded)), "has 1 iteration of stage=ppo"),
-        (("chat", final), ""),
+        (("diminishing", str(recorded)), "has 1 iteration of stage=ppo"), (("chat", final), ""),
         (("export", final, "--merge"), ""),
         (("serve-reward", final), "was written by stage=ppo; allowed: the final/ folder of a sta"),
-    ):
+    ):  # fmt: skip
         with patch("sys.stdin", io.StringIO("/quit\n")):
             outcome = place.call(*command)
         assert refusal in outcome.error if refusal else outcome.succeeded, command

@@ -19,14 +19,12 @@ SEEN = RunningMoments(count=4, mean=1.0, squares=16.0)  # std 2
 def by_hand() -> tuple[Rollout, Scores]:
     """Two responses, of 2 and 1 of 2 tokens, after a prompt of one token."""
     rollout = Rollout(
-        tokens=torch.tensor([[5, 1, 2], [6, 3, 0]]),
-        mask=torch.tensor([[T, T, T], [T, T, F]]),
-        response_mask=torch.tensor([[T, T], [T, F]]),
-        ended=torch.tensor([T, F]),
+        tokens=torch.tensor([[5, 1, 2], [6, 3, 0]]), mask=torch.tensor([[T, T, T], [T, T, F]]),
+        response_mask=torch.tensor([[T, T], [T, F]]), ended=torch.tensor([T, F]),
         logprobs=torch.tensor([[-1.0, -2.0], [-1.0, 0.0]], dtype=torch.float64),
         values=torch.tensor([[0.5, 1.0], [2.0, 0.0]], dtype=torch.float64),
         index=torch.tensor([7, 3]),
-    )
+    )  # fmt: skip
     scores = Scores(
         component_scores=torch.tensor([[3.0], [1.0]], dtype=torch.float64),
         score=torch.tensor([3.0, 1.0], dtype=torch.float64),
@@ -39,20 +37,14 @@ def drawn_rollout(batch: Ragged) -> tuple[Rollout, Scores]:
     prompt_mask = torch.ones(len(batch.lengths), 2, dtype=torch.bool)
     tokens = torch.arange(len(batch.lengths) * (2 + batch.width)).view(len(batch.lengths), -1)
     rollout = Rollout(
-        tokens=tokens,
-        mask=torch.cat([prompt_mask, batch.mask], dim=1),
-        response_mask=batch.mask,
-        ended=batch.row_normal(0) > 0,
-        logprobs=batch.normal(1),
-        values=batch.normal(2),
+        tokens=tokens, mask=torch.cat([prompt_mask, batch.mask], dim=1), response_mask=batch.mask,
+        ended=batch.row_normal(0) > 0, logprobs=batch.normal(1), values=batch.normal(2),
         index=torch.arange(len(batch.lengths)),
-    )
+    )  # fmt: skip
     scores = Scores(
-        component_scores=batch.row_normal(3)[:, None],
-        score=batch.row_normal(3),
-        ref_logprobs=batch.normal(4),
-        vocabulary_kl=batch.normal(5) ** 2,
-    )
+        component_scores=batch.row_normal(3)[:, None], score=batch.row_normal(3),
+        ref_logprobs=batch.normal(4), vocabulary_kl=batch.normal(5) ** 2,
+    )  # fmt: skip
     return rollout, scores
 
 

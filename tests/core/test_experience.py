@@ -34,11 +34,9 @@ def drawn_rules(draw: st.DrawFn, whiten: bool = True) -> PPOConfig:
         kl_estimator=draw(st.sampled_from(["k1", "k2", "k3", "abs", "mse", "full"])),
         score_normalization=draw(st.sampled_from(["none", "running", "running_scale"])),
         missing_eos=draw(st.sampled_from(["none", "subtract", "replace"])),
-        length_penalty=draw(st.sampled_from([0.0, 0.25])),
-        gamma=draw(st.sampled_from([1.0, 0.9])),
-        whiten_rewards=draw(flag),
-        whiten_advantages="batch" if draw(flag) else "none",
-    )
+        length_penalty=draw(st.sampled_from([0.0, 0.25])), gamma=draw(st.sampled_from([1.0, 0.9])),
+        whiten_rewards=draw(flag), whiten_advantages="batch" if draw(flag) else "none",
+    )  # fmt: skip
 
 
 def pairs(batch: Ragged) -> Ragged:
@@ -94,13 +92,11 @@ def test_padding_changes_nothing(
 ) -> None:
     rollout, scores = drawn_rollout(pairs(batch))
     wide = replace(
-        rollout,
-        tokens=pad(rollout.tokens, columns, 3),
-        mask=pad(rollout.mask, columns, F),
+        rollout, tokens=pad(rollout.tokens, columns, 3), mask=pad(rollout.mask, columns, F),
         response_mask=pad(rollout.response_mask, columns, F),
         logprobs=pad(rollout.logprobs, columns, filler),
         values=pad(rollout.values, columns, filler),
-    )
+    )  # fmt: skip
     assert scores.vocabulary_kl is not None
     wide_scores = replace(
         scores,

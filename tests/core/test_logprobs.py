@@ -22,12 +22,9 @@ from .conftest import close, drawn
 FP32 = {"rtol": 1e-5, "atol": 2e-6}
 KL_FP32 = {"rtol": 1e-5, "atol": 2e-5}
 SIZES = {
-    "rows": st.integers(1, 9),
-    "vocabulary": st.integers(2, 11),
-    "seed": st.integers(0, 999),
-    "elements": st.integers(1, 60),
-    "temperature": st.floats(0.3, 3),
-}
+    "rows": st.integers(1, 9), "vocabulary": st.integers(2, 11), "seed": st.integers(0, 999),
+    "elements": st.integers(1, 60), "temperature": st.floats(0.3, 3),
+}  # fmt: skip
 
 
 class Case:

@@ -251,12 +251,9 @@ DUAL = (0.2, None, 3.0)  # and where A < 0 the loss is at most 3 |A|
     ],
 )
 def test_policy_loss_by_hand(
-    rule: tuple[float, float | None, float | None],
-    advantage: float,
-    ratio: float,
-    loss: float,
+    rule: tuple[float, float | None, float | None], advantage: float, ratio: float, loss: float,
     slope: float,
-) -> None:
+) -> None:  # fmt: skip
     clip_range, high, dual_clip = rule
     old, logprobs = leaf(-1.25).detach(), leaf(-1.25 + math.log(ratio))
     found = policy_loss(

@@ -35,20 +35,14 @@ def experience() -> Experience:
     zeros = torch.zeros(2, 2)
     return Experience(
         tokens=torch.zeros(2, 3, dtype=torch.long),
-        mask=torch.tensor([[True, True, True], [True, True, False]]),
-        response_mask=MASK,
+        mask=torch.tensor([[True, True, True], [True, True, False]]), response_mask=MASK,
         old_logprobs=torch.tensor([[-1.0, -2.0], [-1.0, nan]]).double(),
         old_values=torch.tensor([[0.0, 1.0], [2.0, nan]]).double(),
-        ref_logprobs=torch.tensor([[-1.5, -2.0], [-1.0, nan]]).double(),
-        kl=zeros,
-        rewards=zeros,
+        ref_logprobs=torch.tensor([[-1.5, -2.0], [-1.0, nan]]).double(), kl=zeros, rewards=zeros,
         advantages=torch.tensor([[1.0, -1.0], [2.0, nan]]).double(),
-        returns=torch.tensor([[1.0, 1.0], [0.0, nan]]).double(),
-        component_scores=torch.zeros(2, 1),
-        score=torch.zeros(2),
-        ended=torch.ones(2, dtype=torch.bool),
-        index=torch.arange(2),
-    )
+        returns=torch.tensor([[1.0, 1.0], [0.0, nan]]).double(), component_scores=torch.zeros(2, 1),
+        score=torch.zeros(2), ended=torch.ones(2, dtype=torch.bool), index=torch.arange(2),
+    )  # fmt: skip
 
 
 def config(**changes: Any) -> Any:

@@ -44,13 +44,10 @@ def test_rows_of_every_field_are_selected_and_repeated() -> None:
 
 def test_fields_of_different_width_are_cut_alike() -> None:
     pair = Preferences(
-        chosen=torch.arange(6).view(2, 3),
-        chosen_mask=torch.ones(2, 3, dtype=torch.bool),
-        rejected=torch.arange(10).view(2, 5),
-        rejected_mask=torch.ones(2, 5, dtype=torch.bool),
-        prompt_tokens=torch.tensor([1, 2]),
-        margin=torch.zeros(2),
-    )
+        chosen=torch.arange(6).view(2, 3), chosen_mask=torch.ones(2, 3, dtype=torch.bool),
+        rejected=torch.arange(10).view(2, 5), rejected_mask=torch.ones(2, 5, dtype=torch.bool),
+        prompt_tokens=torch.tensor([1, 2]), margin=torch.zeros(2),
+    )  # fmt: skip
     tokens, mask = pair.stacked()
     assert tokens[:2, :3].tolist() == pair.chosen.tolist()
     assert tokens[2:].tolist() == pair.rejected.tolist()

@@ -22,11 +22,9 @@ Make = Callable[..., PreTrainedTokenizerFast]
 Ids = Callable[..., list[int]]
 
 DIALOGUE = (
-    Message("system", "Be kind."),
-    Message("user", "Hi"),
-    Message("assistant", "Hello"),
+    Message("system", "Be kind."), Message("user", "Hi"), Message("assistant", "Hello"),
     Message("user", "Bye"),
-)
+)  # fmt: skip
 
 
 def test_a_response_ends_with_the_marker_and_not_with_the_newline_after_it(
@@ -136,12 +134,10 @@ CALLS = (
 def test_calls_of_tools_reach_the_template(make_tokenizer: Make, ids: Ids) -> None:
     tokenizer = make_tokenizer(CALLS, eos_token="<|eos|>")
     assert ChatFormat(tokenizer, {}).prompt_tokens(TOOLS) == ids(
-        tokenizer,
-        *("<|im_start|>", "user\nTime?", "<|im_end|>", "\n"),
+        tokenizer, *("<|im_start|>", "user\nTime?", "<|im_end|>", "\n"),
         *("<|im_start|>", 'assistant\nclock {"zone": "UTC"}', "<|im_end|>", "\n"),
-        *("<|im_start|>", "tool\nnoon", "<|im_end|>", "\n"),
-        *("<|im_start|>", "assistant\n"),
-    )
+        *("<|im_start|>", "tool\nnoon", "<|im_end|>", "\n"), *("<|im_start|>", "assistant\n"),
+    )  # fmt: skip
 
 
 def test_a_template_that_leaves_out_calls_of_tools(chatml: PreTrainedTokenizerFast) -> None:

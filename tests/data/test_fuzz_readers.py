@@ -14,11 +14,9 @@ from lightning_rlhf.data.readers import read
 
 KINDS = st.sampled_from(get_args(Kind))
 QUICK = settings(
-    derandomize=True,
-    max_examples=60,
-    deadline=None,
+    derandomize=True, max_examples=60, deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
+)  # fmt: skip
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 TEXTS = st.text(max_size=5) | st.sampled_from(
     ["\n\nHuman: a\n\nAssistant: b", "\n\nHuman:", "\n\nAssistant: x", "a", "user", "assistant"]
@@ -33,13 +31,9 @@ VALUES = st.recursive(
     max_leaves=5,
 )
 STARTS = {
-    "jsonl": b'{"prompt": "a", "response": "b"}\n',
-    "jsonl.gz": b"",
-    "json": b'[{"text": "a"},',
-    "csv": b"text,prompt\n",
-    "txt": b"",
-    "parquet": b"PAR1",
-}
+    "jsonl": b'{"prompt": "a", "response": "b"}\n', "jsonl.gz": b"", "json": b'[{"text": "a"},',
+    "csv": b"text,prompt\n", "txt": b"", "parquet": b"PAR1",
+}  # fmt: skip
 
 
 def rows_or_error(kind: Any, file: Path, format: str = "auto") -> int | None:

@@ -43,12 +43,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module", params=matrix(FAMILIES, "qwen3.5-multimodal"))
 def run(
-    request: pytest.FixtureRequest,
-    tmp_path_factory: pytest.TempPathFactory,
-    command: Callable[[Path, list[str]], None],
-    checkpoint: Callable[[str], Path],
-    rows: list[str],
-) -> Any:
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory,
+    command: Callable[[Path, list[str]], None], checkpoint: Callable[[str], Path], rows: list[str],
+) -> Any:  # fmt: skip
     """The finals of the three stages."""
     family, finetune = request.param, FAMILIES[request.param]
     base, folder = checkpoint(family), tmp_path_factory.mktemp("run")

@@ -65,14 +65,11 @@ def test_a_kill_while_a_folder_is_replaced_loses_neither(tmp_path: Path, kills_a
 
 PAGE = '<!doctype html>\n<html lang="en">\n<meta name="generator" content="lightning-rlhf">'
 STANDING: dict[str, Callable[[Path], object]] = {
-    "nothing": lambda path: None,
-    "link": lambda path: path.symlink_to(path.parent / "other"),
-    "file": lambda path: path.write_text("mine"),
-    "own page": lambda path: path.write_text(PAGE),
+    "nothing": lambda path: None, "link": lambda path: path.symlink_to(path.parent / "other"),
+    "file": lambda path: path.write_text("mine"), "own page": lambda path: path.write_text(PAGE),
     "folder": lambda path: (path.mkdir(), (path / "config.json").write_text('{"model": "gpt2"}')),
-    "own folder": lambda path: (path.mkdir(), (path / WRITTEN).touch()),
-    "pipe": os.mkfifo,
-}
+    "own folder": lambda path: (path.mkdir(), (path / WRITTEN).touch()), "pipe": os.mkfifo,
+}  # fmt: skip
 """What may stand at a path -> a function that makes it."""
 
 

@@ -113,13 +113,9 @@ def folds(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize("merging", [0, 1e9])
 @pytest.mark.parametrize("role", [POLICY, "sft"])
 def test_hidden_states_and_gradients_are_those_of_peft(
-    role: str,
-    merging: float,
-    monkeypatch: pytest.MonkeyPatch,
-    peft_is_asked: list[LoRALinear],
-    folds: list[torch.Size],
-    by_onednn: list[tuple[int, ...]],
-) -> None:
+    role: str, merging: float, monkeypatch: pytest.MonkeyPatch, peft_is_asked: list[LoRALinear],
+    folds: list[torch.Size], by_onednn: list[tuple[int, ...]],
+) -> None:  # fmt: skip
     """The policy on a frozen SFT adapter, which are two adapters in a layer; and one alone."""
     monkeypatch.setattr(lora, "MERGE_FROM", merging)
     roles = a_policy()

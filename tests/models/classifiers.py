@@ -30,16 +30,10 @@ TEMPLATE = (
     "{{ eos_token }}{% endfor %}"
 )
 SHAPE: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 48,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-    "num_labels": 1,
-}
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "max_position_embeddings": 48, "initializer_range": 0.1,
+    "pad_token_id": 0, "num_labels": 1,
+}  # fmt: skip
 DECODER = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
 FAMILIES: dict[str, Callable[..., PreTrainedModel]] = {
     "llama": lambda **k: LlamaForSequenceClassification(LlamaConfig(**(SHAPE | DECODER | k))),
@@ -75,17 +69,10 @@ def save_classifier(folder: Path, family: str = "llama", **changes: Any) -> str:
 
 def load(folder: str, **changes: Any) -> Classifier:
     options: dict[str, Any] = {
-        "name_or_path": folder,
-        "revision": None,
-        "tokenizer": None,
-        "chat_template": None,
-        "label": None,
-        "dtype": "float32",
-        "quantization": "none",
-        "attn_implementation": None,
-        "trust_remote_code": False,
-        "max_tokens": 48,
-    }
+        "name_or_path": folder, "revision": None, "tokenizer": None, "chat_template": None,
+        "label": None, "dtype": "float32", "quantization": "none", "attn_implementation": None,
+        "trust_remote_code": False, "max_tokens": 48,
+    }  # fmt: skip
     config = ClassifierConfig(**(options | changes))
     return load_classifier(config, "reward", torch.device("cpu"))
 

@@ -59,18 +59,11 @@ def build_model(model_type: str, *, seed: int = 0, **changes: Any) -> PreTrained
 
 def new_model(model_type: str, seed: int, changes: dict[str, Any]) -> PreTrainedModel:
     shape = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 128,
-        "initializer_range": 0.2,
-        "bos_token_id": None,
-        "eos_token_id": 1,
-        "pad_token_id": 1,
-    }
+        "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "max_position_embeddings": 128, "initializer_range": 0.2, "bos_token_id": None,
+        "eos_token_id": 1, "pad_token_id": 1,
+    }  # fmt: skip
     config = AutoConfig.for_model(model_type, **(shape | SHAPES.get(model_type, {}) | changes))
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
@@ -78,36 +71,22 @@ def new_model(model_type: str, seed: int, changes: dict[str, Any]) -> PreTrained
 
 def build_config(**changes: Any) -> ModelConfig:
     values: dict[str, Any] = {
-        "name": "small",
-        "name_or_path": None,
-        "revision": None,
-        "from_config": None,
-        "tokenizer": None,
-        "dtype": "float32",
-        "quantization": "none",
-        "attn_implementation": None,
-        "gradient_checkpointing": False,
-        "kernels": "auto",
-        "trust_remote_code": False,
+        "name": "small", "name_or_path": None, "revision": None, "from_config": None,
+        "tokenizer": None, "dtype": "float32", "quantization": "none", "attn_implementation": None,
+        "gradient_checkpointing": False, "kernels": "auto", "trust_remote_code": False,
         "lora": LORA,
-    }
+    }  # fmt: skip
     return build(ModelConfig, values | changes, "model")
 
 
 def build_manifest(stage: str, **changes: Any) -> Manifest:
     values: dict[str, Any] = {
-        "stage": stage,
-        "base": "from_config",
-        "base_seed": 0,
-        "parents": {},
-        "tokenizer_hash": "0123456789abcdef",
-        "chat_template": "{{ messages }}",
-        "reward_mean": 0.5 if stage == "rm" else None,
-        "reward_std": 2.0 if stage == "rm" else None,
+        "stage": stage, "base": "from_config", "base_seed": 0, "parents": {},
+        "tokenizer_hash": "0123456789abcdef", "chat_template": "{{ messages }}",
+        "reward_mean": 0.5 if stage == "rm" else None, "reward_std": 2.0 if stage == "rm" else None,
         "metrics": {"eval/loss": 1.25, "eval/flags": 2},
-        "config": {"seed": 0, "nested": {"list": [1, 2]}},
-        "versions": {"torch": "2"},
-    }
+        "config": {"seed": 0, "nested": {"list": [1, 2]}}, "versions": {"torch": "2"},
+    }  # fmt: skip
     return Manifest(**(values | changes))
 
 

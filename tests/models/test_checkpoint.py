@@ -91,11 +91,9 @@ def test_the_fingerprints_are_those_of_the_models(lineage: Any) -> None:
 
 
 def test_writing_an_adapter_does_not_ask_the_hub(
-    adapters: Any,
-    tmp_path: Path,
-    tokenizer: PreTrainedTokenizerBase,
+    adapters: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerBase,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """A run must not fail or wait at its very end for want of a network.
 
     The SFT adapter below names a base that is no folder here, as hub ids are none.

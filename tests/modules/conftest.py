@@ -185,14 +185,9 @@ def make_ppo(reward_adapters: dict[str, Path]) -> Callable[..., PPOModule]:
     """A PPO module: frozen reward adapter and head, policy and value head as if trained a while."""
 
     def make(
-        architecture: str = "qwen3",
-        *,
-        seed: int = 0,
-        spread: float = 0.2,
-        reward: Source | None = None,
-        fresh: bool = False,
-        **changes: Any,
-    ) -> PPOModule:
+        architecture: str = "qwen3", *, seed: int = 0, spread: float = 0.2,
+        reward: Source | None = None, fresh: bool = False, **changes: Any,
+    ) -> PPOModule:  # fmt: skip
         config = ppo_config(**changes)
         place = reward_adapters[architecture], config.finetune, patch.use_kernels
         base, roles = copy.deepcopy(ready(architecture, spread, *place))
@@ -237,13 +232,9 @@ def further(number: int, count: int) -> Prompts:
 
 
 def fit(
-    module: L.LightningModule,
-    batches: Sequence[Record],
-    callbacks: Sequence[Callback] = (),
-    held_out: Sequence[Record] = (),
-    every: int = 1,
-    **device: Any,
-) -> L.Trainer:
+    module: L.LightningModule, batches: Sequence[Record], callbacks: Sequence[Callback] = (),
+    held_out: Sequence[Record] = (), every: int = 1, **device: Any,
+) -> L.Trainer:  # fmt: skip
     """A real `Trainer.fit` over the batches, once, on the CPU.
 
     held_out: batches that are validated on at the start and every so many steps.
@@ -254,18 +245,12 @@ def fit(
     if world().size > 1:
         place["strategy"] = ReplicaStrategy()
     trainer = L.Trainer(
-        **({"devices": 1} | device if device else place),
-        use_distributed_sampler=False,
-        max_epochs=1,
-        logger=False,
-        callbacks=list(callbacks),
-        enable_progress_bar=False,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        num_sanity_val_steps=-1 if is_evaluated else 0,
-        limit_val_batches=len(held_out),
+        **({"devices": 1} | device if device else place), use_distributed_sampler=False,
+        max_epochs=1, logger=False, callbacks=list(callbacks), enable_progress_bar=False,
+        enable_checkpointing=False, enable_model_summary=False,
+        num_sanity_val_steps=-1 if is_evaluated else 0, limit_val_batches=len(held_out),
         val_check_interval=every if is_evaluated else None,
-    )
+    )  # fmt: skip
     loaders = [DataLoader(list(found), batch_size=None) for found in (batches, held_out)]
     trainer.fit(module, *loaders[: 1 + is_evaluated])
     return trainer

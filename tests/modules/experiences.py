@@ -34,11 +34,9 @@ def off_policy(module: PPOModule, rows: int = 8) -> Experience:
         return torch.where(mask, 0.3 * torch.randn(mask.shape, generator=generator), 0)
 
     return replace(
-        experience,
-        old_logprobs=experience.old_logprobs + noise(),
-        old_values=experience.old_values + noise(),
-        returns=experience.returns + noise(),
-    )
+        experience, old_logprobs=experience.old_logprobs + noise(),
+        old_values=experience.old_values + noise(), returns=experience.returns + noise(),
+    )  # fmt: skip
 
 
 def named(module: PPOModule, *parts: str) -> set[str]:

@@ -128,6 +128,17 @@ def step_of(module: DPOModule, batch: Preferences | Labels | None = None) -> Out
     return outputs
 
 
+def check(outputs: Outputs, slow_roles: Roles, expected: Tensor) -> None:
+    """Check loss and gradient of the step by those of the slow version."""
+    expected.backward()
+    close(outputs.steps[0].loss.double(), expected.detach())
+    same_direction(
+        outputs.grads[0],
+        {f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None},
+        rtol=2e-5,
+    )
+
+
 def slow_kto(roles: Roles, batch: Labels, **changes: Any) -> Tensor:
     config, lengths = dpo_config(loss_type="kto", **changes), batch.mask.sum(1).tolist()
     logprobs, ratios = {}, {}
@@ -159,15 +170,7 @@ def test_kto_and_its_gradient_are_those_of_the_slow_version() -> None:
         dpo_roles("qwen3"),
         KTOModule(dpo_roles("qwen3"), dpo_config(loss_type="kto", **changes)),
     )
-    outputs = step_of(module, labels())
-    expected = slow_kto(slow_roles, labels(), **changes)
-    expected.backward()
-    close(outputs.steps[0].loss.double(), expected.detach())
-    same_direction(
-        outputs.grads[0],
-        {f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None},
-        rtol=2e-5,
-    )
+    check(step_of(module, labels()), slow_roles, slow_kto(slow_roles, labels(), **changes))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -180,14 +183,7 @@ def test_loss_and_gradient_are_those_of_the_slow_version(
     outputs = step_of(DPOModule(dpo_roles("qwen3"), dpo_config(**changes)))
     has_none = variant in ("reference_free", "orpo", "simpo", "cpo")
     assert asked == ({POLICY} if has_none else {POLICY, REFERENCE})
-    expected = slow_loss(slow_roles, preferences(), **changes)
-    expected.backward()
-    close(outputs.steps[0].loss.double(), expected.detach())
-    same_direction(
-        outputs.grads[0],
-        {f"roles.{n}": p.grad for n, p in slow_roles.named_parameters() if p.grad is not None},
-        rtol=2e-5,
-    )
+    check(outputs, slow_roles, slow_loss(slow_roles, preferences(), **changes))
 
 
 @by_architecture

@@ -54,12 +54,9 @@ def plan(**changes: Any) -> MemoryPlan:
     """6 bytes of a role, 100 of a rollout, 20 and 5 of each row of an update, in batches of 12."""
     own: dict[str, Any] = {
         "roles": {"policy": Bytes(weights=1, gradients=1, optimizer=4)},
-        "rollout": Bytes(cache=100),
-        "row": Bytes(activations=20, logits=5),
-        "device": 1000,
-        "rows": 4,
-        "batch": 12,
-    }
+        "rollout": Bytes(cache=100), "row": Bytes(activations=20, logits=5), "device": 1000,
+        "rows": 4, "batch": 12,
+    }  # fmt: skip
     return MemoryPlan(**own | changes)
 
 

@@ -54,13 +54,10 @@ def test_weight_decay_is_for_matrices_and_frozen_weights_are_left_out() -> None:
         for p in group["params"]
     }
     assert found == {
-        id(net.linear.weight): (0.1, 0.3),
-        id(net.linear.bias): (0.1, 0.0),
-        id(net.norm.weight): (0.1, 0.0),
-        id(net.norm.bias): (0.1, 0.0),
-        id(head.weight): (0.5, 0.3),
+        id(net.linear.weight): (0.1, 0.3), id(net.linear.bias): (0.1, 0.0),
+        id(net.norm.weight): (0.1, 0.0), id(net.norm.bias): (0.1, 0.0), id(head.weight): (0.5, 0.3),
         id(head.bias): (0.5, 0.0),
-    }
+    }  # fmt: skip
     assert isinstance(optimizer, torch.optim.AdamW)
     assert {group["betas"] for group in optimizer.param_groups} == {(0.9, 0.9)}
     assert {group["eps"] for group in optimizer.param_groups} == {1e-4}

@@ -17,12 +17,9 @@ from .conftest import VOCABULARY, fit, prompts
 from .experiences import Make
 
 HEALTHY: dict[str, Any] = {
-    "max_response_tokens": 12,
-    "missing_eos": "none",
-    "minibatch_size": 8,
-    "microbatch_size": 8,
+    "max_response_tokens": 12, "missing_eos": "none", "minibatch_size": 8, "microbatch_size": 8,
     "kl_warning": 5.0,
-}
+}  # fmt: skip
 
 
 def same(decoded: DecodedResponses) -> list[float]:

@@ -170,16 +170,9 @@ def train(module: PPOModule) -> tuple[Tensor, Tensor]:
 
 
 LEARNING: dict[str, Any] = {
-    "fresh": True,
-    "reward": share_of_low_tokens,
-    "rollout_batch_size": 64,
-    "minibatch_size": 32,
-    "microbatch_size": 32,
-    "ppo_epochs": 4,
-    "ent_coef": 0.0,
-    "missing_eos": "none",
-    "lr": 1e-2,
-}
+    "fresh": True, "reward": share_of_low_tokens, "rollout_batch_size": 64, "minibatch_size": 32,
+    "microbatch_size": 32, "ppo_epochs": 4, "ent_coef": 0.0, "missing_eos": "none", "lr": 1e-2,
+}  # fmt: skip
 
 
 @pytest.mark.slow
@@ -195,10 +188,8 @@ def test_it_learns_what_is_rewarded(make_ppo: Make, architecture: str) -> None:
 def test_the_leash_pulls_back(make_ppo: Make) -> None:
     """With nothing to gain and a price on KL, a policy that has strayed turns to the reference."""
     settings = LEARNING | {
-        "fresh": False,
-        "reward": lambda decoded: torch.zeros(len(decoded)),
-        "lr": 3e-3,
-    }
+        "fresh": False, "reward": lambda decoded: torch.zeros(len(decoded)), "lr": 3e-3,
+    }  # fmt: skip
     module = make_ppo(iterations=14, kl_coef=1.0, **settings)
     shake(module.roles, ADAPTER, seed=11, size=0.1)
     _, kl = train(module)

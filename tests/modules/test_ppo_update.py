@@ -48,15 +48,12 @@ def slow_update(module: PPOModule, experience: Experience) -> tuple[Tensor, dict
             entropy = -(table.exp() * table).sum()
             facts = {
                 "loss": policy + config.vf_coef * critic - config.ent_coef * entropy,
-                "policy_loss": policy,
-                "value_loss": critic,
-                "entropy": entropy,
+                "policy_loss": policy, "value_loss": critic, "entropy": entropy,
                 "approx_kl": ratio - 1 - (logprob - old),
                 "clip_fraction": (bounded != ratio).double(),
-                "value_clip_fraction": (near != value).double(),
-                "ratio_mean": ratio,
+                "value_clip_fraction": (near != value).double(), "ratio_mean": ratio,
                 "ratio_max": ratio,
-            }
+            }  # fmt: skip
             for name, number in facts.items():
                 rows[name].append(number)
     means = {name: torch.stack(found).mean() for name, found in rows.items() if found}
@@ -150,12 +147,10 @@ def test_padding_and_the_order_of_rows_change_no_update(make_ppo: Make, architec
             and x.shape == experience.kl.shape
         }  # fmt: skip
         return replace(
-            experience,
-            tokens=F.pad(experience.tokens, (left, right), value=prompt),
+            experience, tokens=F.pad(experience.tokens, (left, right), value=prompt),
             mask=F.pad(experience.mask, (left, right), value=False),
-            response_mask=F.pad(experience.response_mask, (0, right), value=False),
-            **numbers,
-        )
+            response_mask=F.pad(experience.response_mask, (0, right), value=False), **numbers,
+        )  # fmt: skip
 
     found, order = [], torch.arange(8)
     for left, right in ((0, 0), (3, 4)):

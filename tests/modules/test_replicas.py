@@ -77,11 +77,9 @@ def trained(
     outputs, evaluations = Outputs(), Evaluations()
     fit(module, batches, [*callbacks, outputs, evaluations], held_out, every=len(batches))
     return {
-        "steps": outputs.steps,
-        "evaluations": evaluations.found,
-        "weights": parameters(module),
+        "steps": outputs.steps, "evaluations": evaluations.found, "weights": parameters(module),
         "kl_coef": getattr(module, "kl_coef", 0.0),
-    }
+    }  # fmt: skip
 
 
 def in_all(

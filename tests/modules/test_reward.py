@@ -45,13 +45,9 @@ def preferences(
     chosen, chosen_mask = pad_to(CHOSEN, chosen_width, seed=0)
     rejected, rejected_mask = pad_to(REJECTED, rejected_width, seed=1)
     return Preferences(
-        chosen=chosen,
-        chosen_mask=chosen_mask,
-        rejected=rejected,
-        rejected_mask=rejected_mask,
-        prompt_tokens=PROMPT,
-        margin=margin,
-    )
+        chosen=chosen, chosen_mask=chosen_mask, rejected=rejected, rejected_mask=rejected_mask,
+        prompt_tokens=PROMPT, margin=margin,
+    )  # fmt: skip
 
 
 def slow_rewards(roles: Roles, tokens: Tensor, lengths: tuple[int, ...], head: int = 0) -> Tensor:

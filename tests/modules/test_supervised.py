@@ -58,11 +58,9 @@ def kto(architecture: str = "qwen3", **changes: Any) -> SupervisedModule:
 
 
 STAGES: dict[str, tuple[Build, Callable[[], Any], str]] = {
-    "sft": (sft, demonstrations, SFT),
-    "rm": (rm, preferences, REWARD),
-    "dpo": (dpo, dpo_pairs, POLICY),
-    "kto": (kto, labels, POLICY),
-}
+    "sft": (sft, demonstrations, SFT), "rm": (rm, preferences, REWARD),
+    "dpo": (dpo, dpo_pairs, POLICY), "kto": (kto, labels, POLICY),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("microbatch_size", matrix([1, 2], 1))

@@ -33,23 +33,14 @@ def config_like(trl: Iteration, **changes: Any) -> PPOConfig:
     """The configuration that TRL's iteration ran with, in our words."""
     args = trl.batch["args"]
     same = {
-        "rollout_batch_size": BATCH,
-        "minibatch_size": BATCH,
-        "microbatch_size": MICROBATCH,
-        "max_response_tokens": RESPONSE_LENGTH,
-        "score_normalization": "none",
-        "missing_eos": "subtract",
-        "missing_eos_penalty": PENALTY,
-        "whiten_rewards": args.whiten_rewards,
-        "temperature": args.temperature,
-        "kl_estimator": args.kl_estimator,
-        "kl_coef": args.kl_coef,
-        "gamma": args.gamma,
-        "gae_lambda": args.lam,
-        "clip_range": args.cliprange,
-        "clip_range_vf": args.cliprange_value,
+        "rollout_batch_size": BATCH, "minibatch_size": BATCH, "microbatch_size": MICROBATCH,
+        "max_response_tokens": RESPONSE_LENGTH, "score_normalization": "none",
+        "missing_eos": "subtract", "missing_eos_penalty": PENALTY,
+        "whiten_rewards": args.whiten_rewards, "temperature": args.temperature,
+        "kl_estimator": args.kl_estimator, "kl_coef": args.kl_coef, "gamma": args.gamma,
+        "gae_lambda": args.lam, "clip_range": args.cliprange, "clip_range_vf": args.cliprange_value,
         "vf_coef": args.vf_coef,
-    }
+    }  # fmt: skip
     return default_config(**same | changes)
 
 

@@ -24,12 +24,9 @@ def test_gae_of_trls_own_rewards(settings: dict[str, Any]) -> None:
     trl = trl_iteration(**settings)
     args = trl.batch["args"]
     advantages, returns = gae(
-        trl.batch["rewards"],
-        trl.batch["values"],
-        trl.mask_p1,
-        gamma=args.gamma,
+        trl.batch["rewards"], trl.batch["values"], trl.mask_p1, gamma=args.gamma,
         gae_lambda=args.lam,
-    )
+    )  # fmt: skip
     close(advantages, trl.advantages)
     close(returns, trl.batch["returns"])
 

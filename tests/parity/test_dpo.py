@@ -176,10 +176,8 @@ def test_dpo_label_smoothing_is_the_mirror_of_trls_robust() -> None:
 
     expected = Result(
         mirrored(plain.loss, robust.loss),
-        {n: mirrored(g, robust.gradient[n]) for n, g in plain.gradient.items()},
-        {},
-        plain.trainer,
-    )
+        {n: mirrored(g, robust.gradient[n]) for n, g in plain.gradient.items()}, {}, plain.trainer,
+    )  # fmt: skip
     same(found, expected)
     assert (found.loss - plain.loss).abs() > 1e-2
 

@@ -118,11 +118,9 @@ def test_without_a_stop_token_every_response_runs_to_full_length() -> None:
         max_response_tokens=RESPONSE_LENGTH, temperature=0.7, end_token_ids=[EOS]
     )
     rollout = NativeSampler(policy, params).sample(
-        Prompts(tokens=tokens.masked_fill(~mask, 0), mask=mask, index=torch.arange(BATCH)),
-        1,
-        torch.Generator().manual_seed(0),
-        torch.arange(BATCH),
-    )
+        Prompts(tokens=tokens.masked_fill(~mask, 0), mask=mask, index=torch.arange(BATCH)), 1,
+        torch.Generator().manual_seed(0), torch.arange(BATCH),
+    )  # fmt: skip
     is_eos = (rollout.responses == EOS) & rollout.response_mask
     assert torch.equal(is_eos.sum(dim=1), rollout.ended.long())
     last = rollout.response_mask.sum(dim=1) - 1

@@ -82,14 +82,11 @@ class Iteration:
         tokens, mask = self.batch["query_responses"], self.mask
         prompt_mask = tokens[:, :PROMPT_LENGTH] != PAD
         return Rollout(
-            tokens=tokens,
-            mask=torch.cat([prompt_mask, mask], dim=1),
-            response_mask=mask,
+            tokens=tokens, mask=torch.cat([prompt_mask, mask], dim=1), response_mask=mask,
             ended=self.batch["contain_eos_token"],
             logprobs=torch.where(mask, self.batch["logprobs"].double(), 0),
-            values=torch.where(mask, self.batch["values"], 0),
-            index=torch.arange(len(tokens)),
-        )
+            values=torch.where(mask, self.batch["values"], 0), index=torch.arange(len(tokens)),
+        )  # fmt: skip
 
     def scores(self) -> Scores:
         ref_logprobs = torch.where(self.mask, self.batch["ref_logprobs"], 0)
@@ -144,17 +141,10 @@ class Recorder:
 def tiny(kind: type[PreTrainedModel], seed: int) -> PreTrainedModel:
     """One layer in float64, with weights large enough for opinions."""
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=8,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_labels=1,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
+        vocab_size=VOCABULARY, hidden_size=8, intermediate_size=16, num_hidden_layers=1,
+        num_attention_heads=2, num_key_value_heads=2, num_labels=1, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
     set_seed(seed)
     model = kind(config)
     for parameter in model.parameters():
@@ -179,30 +169,19 @@ def trl_iteration(*, rows: int = 3 * BATCH, **settings: Any) -> Iteration:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         chosen = {"stop_token": "eos", "missing_eos_penalty": PENALTY} | settings
         config = trl_ppo.PPOConfig(
-            output_dir=folder,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            save_strategy="no",
-            disable_tqdm=True,
-            num_sample_generations=0,
-            per_device_train_batch_size=MICROBATCH,
-            gradient_accumulation_steps=ACCUMULATION,
-            total_episodes=BATCH,
-            response_length=RESPONSE_LENGTH,
-            learning_rate=0.03,
-            **chosen,
-        )
+            output_dir=folder, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+            disable_tqdm=True, num_sample_generations=0, per_device_train_batch_size=MICROBATCH,
+            gradient_accumulation_steps=ACCUMULATION, total_episodes=BATCH,
+            response_length=RESPONSE_LENGTH, learning_rate=0.03, **chosen,
+        )  # fmt: skip
         trainer = trl_ppo.PPOTrainer(
-            config,
-            SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS),
-            tiny(LlamaForCausalLM, POLICY_SEED),
-            tiny(LlamaForCausalLM, 2),
+            config, SimpleNamespace(pad_token_id=PAD, eos_token_id=EOS),
+            tiny(LlamaForCausalLM, POLICY_SEED), tiny(LlamaForCausalLM, 2),
             tiny(LlamaForSequenceClassification, 3),
             Dataset.from_dict({"input_ids": prompts(rows)}),
             tiny(LlamaForSequenceClassification, 4),
             data_collator=lambda rows: {"input_ids": torch.tensor([r["input_ids"] for r in rows])},
-        )
+        )  # fmt: skip
         steps: list[int] = []
         trainer.optimizer.optimizer.register_step_post_hook(lambda *_: steps.append(1))
         for owner, name, seen in (

@@ -40,13 +40,9 @@ def test_the_gradient_of_the_first_update_is_that_of_dpo() -> None:
         )
     )
     batch = replace(
-        made_up_batch(config),
-        logprobs=logprobs,
-        old_logprobs=logprobs.detach(),
-        ref_logprobs=ref,
-        advantages=found.advantages,
-        mask=MASK,
-    )
+        made_up_batch(config), logprobs=logprobs, old_logprobs=logprobs.detach(), ref_logprobs=ref,
+        advantages=found.advantages, mask=MASK,
+    )  # fmt: skip
     (ours,) = torch.autograd.grad(ppo(batch).losses[MASK].sum(), logprobs)
     h = (log_ratio * MASK).sum(dim=1)
     loss = -logsigmoid(BETA * (h[1] - h[0])) - logsigmoid(BETA * (h[2] - h[3]))

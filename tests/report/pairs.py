@@ -27,11 +27,9 @@ def scored(*rows: tuple[float, float, int, int]) -> list[ScoredPair]:
 
 
 def measure(
-    pairs: Sequence[ScoredPair],
-    samples: Sequence[ScoredSample] = (),
-    logit_scale: float | None = 1.0,
-    seed: int = 0,
-) -> Fitness:
+    pairs: Sequence[ScoredPair], samples: Sequence[ScoredSample] = (),
+    logit_scale: float | None = 1.0, seed: int = 0,
+) -> Fitness:  # fmt: skip
     return measure_fitness(pairs, samples, logit_scale=logit_scale, seed=seed)
 
 

@@ -34,11 +34,9 @@ RIGHT, WRONG = (1.0, 0.0, 3, 3), (0.0, 1.0, 3, 3)
 
 
 def report(
-    pairs: Fitness | Sequence[ScoredPair],
-    samples: Sequence[ScoredSample] = (),
-    probes: Sequence[Numbers] = (),
-    problems: Problems | None = None,
-) -> FitnessReport:
+    pairs: Fitness | Sequence[ScoredPair], samples: Sequence[ScoredSample] = (),
+    probes: Sequence[Numbers] = (), problems: Problems | None = None,
+) -> FitnessReport:  # fmt: skip
     fitness = pairs if isinstance(pairs, Fitness) else measure(pairs, samples)
     return FitnessReport(title="t", fitness=fitness, probes=probes, problems=problems,
                          sampled_from="some prompts", scale="")  # fmt: skip
@@ -251,13 +249,11 @@ def hard_report(count: int) -> FitnessReport:
         for one in probed
     ]
     return FitnessReport(
-        title="run | *one*",
-        fitness=measure(simulated(count, per_token=0.05), [(0.5, 7)] * 3),
+        title="run | *one*", fitness=measure(simulated(count, per_token=0.05), [(0.5, 7)] * 3),
         probes=measure_probes(probes),
         problems=find_problems(Rows("v", tuple(rows), Counter(), "line", (*range(22),)), None),
-        sampled_from="some prompts",
-        scale="Raw scores.",
-    )
+        sampled_from="some prompts", scale="Raw scores.",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("text", HARD)

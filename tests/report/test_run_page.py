@@ -39,21 +39,17 @@ def everywhere(text: str, number: int = 1) -> run_page.StageReport:
     x = float(number)
     drawn = plot(
         **dict.fromkeys(("title", "x_label", "unit", "meaning"), text),
-        series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)],
-        healthy=(0.0, None),
-        reference=(2.0, text),
-        mark=(x, (x, math.inf), text),
-    )
+        series=[Series(label=text, color=BLUE, points=[(x, 1.0)], dots=True)], healthy=(0.0, None),
+        reference=(2.0, text), mark=(x, (x, math.inf), text),
+    )  # fmt: skip
     keys = ("prompt", "before", "before_numbers", "after", "after_numbers")
     tokens = {"heading": text, "prompt": text, "text": [text], "kl": [0.1], "advantage": [-2.0]}
     tokens |= {"names": ("token", "KL"), "rows": [(text, "+0.1000")]}
     parts = {
         "pairs": [dict.fromkeys(keys, text)],
         "findings": [dict.fromkeys(("rule", "iteration", "symptom", "cause", "remedy"), text)],
-        "time": [(text, 1.0, 1.0)],
-        "table": [(text, text)],
-        "list": [text],
-    }
+        "time": [(text, 1.0, 1.0)], "table": [(text, text)], "list": [text],
+    }  # fmt: skip
     sections = [
         (text, run_page.part("plots", [drawn], text)),
         ("", run_page.evaluated_table([Evaluated(metric=text, value=1.0)]).html()),
@@ -141,12 +137,10 @@ def test_reward_of_an_iteration_is_that_of_the_policy_before_it() -> None:
     """Compute 10 and 30 after iterations 1 and 2: their rewards stand at 0 and 10, the
     evaluations of steps 0 and 2 at 0 and 30."""
     measured = {
-        "reward_mean": ([1, 2], [0.5, 0.7]),
-        "kl_divergence": ([1, 2], [0.0, 3.0]),
-        "compute/flops": ([1, 2], [10.0, 30.0]),
-        "eval/reward_mean": ([0, 2], [0.4, 0.8]),
+        "reward_mean": ([1, 2], [0.5, 0.7]), "kl_divergence": ([1, 2], [0.0, 3.0]),
+        "compute/flops": ([1, 2], [10.0, 30.0]), "eval/reward_mean": ([0, 2], [0.4, 0.8]),
         "eval/kl": ([0, 2], [0.0, 4.0]),
-    }
+    }  # fmt: skip
     knee = {"iteration": 1, "interval": [1, None], "at": 10.0, "at_interval": [5.0, None]}
     found = {"curves": [{"metric": "reward_mean", "unit": "compute/flops", "knee": knee}]}
     by_kl, by_compute = curves.frontier_plots(measured, found)

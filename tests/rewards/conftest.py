@@ -34,12 +34,10 @@ def make_replies(*texts: tuple[str, str], **columns: Sequence[Any]) -> DecodedRe
     size = len(texts)
     masks = {"mask": (size, 2), "response_mask": (size, 1), "ended": (size,)}
     rollout = Rollout(
-        tokens=torch.zeros(size, 2, dtype=torch.long),
-        logprobs=torch.zeros(size, 1),
-        values=torch.zeros(size, 1),
-        index=torch.arange(size),
+        tokens=torch.zeros(size, 2, dtype=torch.long), logprobs=torch.zeros(size, 1),
+        values=torch.zeros(size, 1), index=torch.arange(size),
         **{name: torch.ones(shape, dtype=torch.bool) for name, shape in masks.items()},
-    )
+    )  # fmt: skip
     responses = [response for _, response in texts]
     return DecodedResponses(rollout=rollout, rows=rows, responses=responses, decode=str)
 

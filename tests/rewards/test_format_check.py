@@ -65,11 +65,9 @@ def test_another_text_is_shown_beside_its_own() -> None:
     assert not result.fits(1e9)
     assert "differ by 1.414 of" in lines[0]
     assert lines[1:] == [
-        "  text of a pair there: '<q>a<r>b<e>'",
-        "  text of a pair here:  '<q>a\\n<r>b<e>'",
-        "  first difference: at character 4, '<q>a<r>b<e>' there, '<q>a\\n<r>b<e>' here",
-        "  odd",
-    ]
+        "  text of a pair there: '<q>a<r>b<e>'", "  text of a pair here:  '<q>a\\n<r>b<e>'",
+        "  first difference: at character 4, '<q>a<r>b<e>' there, '<q>a\\n<r>b<e>' here", "  odd",
+    ]  # fmt: skip
 
 
 def test_pairs_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -21,11 +21,9 @@ PARAMS = SamplingParams(max_response_tokens=5, temperature=1.0, end_token_ids=[1
 
 def sampled(roles: Roles, prompts: Prompts) -> list[SampledResponses]:
     return sample_reference(
-        roles,
-        shard([(part, 1) for part in prompts.split(4)], ONE, divides=False),
-        PARAMS,
+        roles, shard([(part, 1) for part in prompts.split(4)], ONE, divides=False), PARAMS,
         torch.Generator().manual_seed(3),
-    )
+    )  # fmt: skip
 
 
 def test_it_is_the_reference_that_speaks(roles: Roles, prompts: Prompts) -> None:

@@ -25,12 +25,10 @@ RESPONSE_MASK = torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0], [1, 1, 1]], dtype
 GOOD = SampledResponses(
     tokens=torch.tensor([[1, 7, 2, 3, 4], [1, 7, 4, 0, 0], [8, 9, 5, 4, 0], [8, 9, 5, 5, 5]]),
     mask=torch.cat([PROMPTS.mask.repeat_interleave(2, dim=0), RESPONSE_MASK], dim=1),
-    response_mask=RESPONSE_MASK,
-    ended=torch.tensor([True, True, True, False]),
-    logprobs=torch.where(RESPONSE_MASK, -0.5, 0.0),
-    values=torch.zeros(4, 3),
+    response_mask=RESPONSE_MASK, ended=torch.tensor([True, True, True, False]),
+    logprobs=torch.where(RESPONSE_MASK, -0.5, 0.0), values=torch.zeros(4, 3),
     index=torch.tensor([40, 40, 41, 41]),
-)
+)  # fmt: skip
 """Two responses of at most 3 tokens to each of 2 prompts, in a vocabulary of 10."""
 
 

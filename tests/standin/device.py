@@ -19,14 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 NAME = "standin"
 aten = torch.ops.aten
 READS = {
-    aten._local_scalar_dense.default: "item",
-    aten.nonzero.default: "nonzero",
-    aten.masked_select.default: "boolean index",
-    aten.equal.default: "item",
-    aten.unique_dim.default: "nonzero",
-    aten._unique2.default: "nonzero",
+    aten._local_scalar_dense.default: "item", aten.nonzero.default: "nonzero",
+    aten.masked_select.default: "boolean index", aten.equal.default: "item",
+    aten.unique_dim.default: "nonzero", aten._unique2.default: "nonzero",
     aten.repeat_interleave.Tensor: "nonzero",
-}
+}  # fmt: skip
 """Operation -> kind of synchronisation: the processor waits for a result of the device."""
 COPIES = {aten._to_copy.default, aten.copy_.default, aten._copy_from.default}
 INDEXED = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default,

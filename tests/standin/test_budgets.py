@@ -21,12 +21,9 @@ from .device import NAME, Counts, Device
 NEVER = (-1,)
 """End tokens that are never sampled."""
 BY_TOKEN = {
-    ("qwen3", "plain", False): 450,
-    ("qwen3", "fast", False): 234,
-    ("qwen3_5", "fast", False): 288,
-    ("qwen3", "plain", True): 546,
-    ("qwen3", "fast", True): 286,
-}
+    ("qwen3", "plain", False): 450, ("qwen3", "fast", False): 234, ("qwen3_5", "fast", False): 288,
+    ("qwen3", "plain", True): 546, ("qwen3", "fast", True): 286,
+}  # fmt: skip
 """Architecture, kernels, bf16 autocast -> operations that a decoded token of 2 layers launches; the
 weights are in fp32."""
 BY_MICROBATCH = {("qwen3", "plain"): 1172, ("qwen3", "fast"): 920, ("qwen3_5", "plain"): 1494}
