@@ -66,7 +66,9 @@ def options(group: str) -> list[str]:
 
 STAGES, MODELS = options("stages"), options("model")
 FORMS = [
-    name for name in options("data") if "defaults" in OmegaConf.load(CONF / "data" / f"{name}.yaml")
+    name
+    for name in options("data")
+    if {"defaults", "format"} <= {*OmegaConf.load(CONF / "data" / f"{name}.yaml")}
 ]
 """Presets that name a form of data and its sources, and have all else from data=files."""
 DATA = [name for name in options("data") if name not in FORMS]
