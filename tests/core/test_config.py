@@ -71,8 +71,9 @@ def test_values_that_do_not_go_together(changes: dict[str, Any], key: str, reaso
 
 def test_numbers_that_follow_from_others() -> None:
     words = allowed(get_type_hints(PPOConfig, include_extras=True)["advantage"])
-    assert tuple(words.split(", ")[:-1]) == tuple(ADVANTAGES)
-    for advantage in ADVANTAGES:
+    own = [name for name in ADVANTAGES if ":" not in name]  # the rest are of other tests
+    assert words.split(", ")[:-1] == own
+    for advantage in own:
         gdpo = {"kl_in": "loss", "kl_estimator": "k2"} if advantage == "gdpo" else {}
         config = ppo_config(advantage=advantage, samples_per_prompt=2, **gdpo)
         assert config.has_critic is (advantage == "gae")

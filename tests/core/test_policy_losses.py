@@ -150,7 +150,8 @@ def test_a_ratio_beyond_float32_has_a_finite_gradient(name: str) -> None:
 
 def test_the_names_in_the_configuration_are_those_of_the_table() -> None:
     words = allowed(get_type_hints(PPOConfig, include_extras=True)["policy_loss"])
-    assert tuple(words.split(", ")[:-1]) == tuple(POLICY_LOSSES)
+    own = [name for name in POLICY_LOSSES if ":" not in name]  # the rest are of other tests
+    assert words.split(", ")[:-1] == own
 
 
 @pytest.mark.parametrize(("loss", "fault"), [
