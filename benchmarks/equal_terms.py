@@ -5,8 +5,9 @@
 
 All sides start from the SFT model of their seed and learn from the same prompts and reward, with as
 many responses; dapo samples further ones for groups of equal scores. A run that has finished is not
-repeated, an interrupted one of ours goes on, and TRL's starts over: the same command continues. The
-runs go seed by seed, so that --table has whole seeds at any time.
+repeated, nor one in results/equal_terms.json, of whatever commit; an interrupted one of ours goes
+on, and TRL's starts over: the same command continues. The runs go seed by seed, so that --table has
+whole seeds at any time.
 """
 
 from __future__ import annotations
@@ -104,8 +105,7 @@ class Job:
         last = self.place / self.name / "ppo" / ("metrics.csv" if self.side == TRL else "final")
         if last.exists():
             return read_metrics(last.parent)
-        kept = json.loads((ROOT / RESULTS / "equal_terms.json").read_text())
-        curves: Curves | None = kept.get(self.task, {}).get(self.side, {}).get(str(self.seed))
+        curves: Curves | None = kept().get(self.task, {}).get(self.side, {}).get(str(self.seed))
         return None if self.rates else curves
 
     def words(self, stage: str) -> list[str]:
@@ -119,7 +119,7 @@ class Job:
         return [*step_overrides(read_recipe(RECIPES / self.task), stage, given, job)]
 
     def make(self, stage: str) -> bool:
-        """Make what is missing of a stage, or go on with it; return whether it is there."""
+        """Make a stage, or go on with it, unless its model is there; return whether it is now."""
         name, words = self.name if stage == "ppo" else stage, self.words(stage)
         if stage == "ppo" and self.rates is not None:
             place = str(self.place / name / stage)
@@ -127,8 +127,7 @@ class Job:
         else:
             clock = ["callbacks.clock._target_=equal_terms.ProcessorTime"] * (stage == "ppo")
             words = ["train.py", *words, "resume=auto", *clock]
-        is_there = self.curves if stage == "ppo" else (self.place / stage / "final").exists()
-        if is_there:
+        if stage != "ppo" and (self.place / stage / "final").exists():
             return True
         log, started = self.place / "logs" / f"{name}.txt", time.perf_counter()
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +140,12 @@ class Job:
         told = f"{time.perf_counter() - started:.0f} s" if done else f"failed, see {log}"
         print(f"{self.task} seed {self.seed} {name}: {told}", flush=True)
         return done
+
+
+def kept() -> dict[str, Any]:
+    """Return the numbers of the runs in the results: task -> side -> seed -> metrics."""
+    found: dict[str, Any] = json.loads((ROOT / RESULTS / "equal_terms.json").read_text())
+    return found
 
 
 def make(jobs: Sequence[Job], workers: int) -> None:
@@ -266,8 +271,11 @@ def write(tasks: Mapping[str, Runs], grids: Mapping[str, str], args: argparse.Na
         ]
     args.out.mkdir(parents=True, exist_ok=True)
     metrics = (HELD_OUT, HELD_OUT_KL, GOLD, PROCESSOR_S)
-    content = {task: {side: {seed: {m: x[m] for m in metrics if m in x} for seed, x in own.items()}
-                      for side, own in runs.items()} for task, runs in tasks.items()}  # fmt: skip
+    content = kept()  # with runs of tasks, sides and seeds that were not asked for
+    for task, side in ((task, side) for task, runs in tasks.items() for side in runs):
+        own = content.setdefault(task, {}).setdefault(side, {})
+        for seed, x in tasks[task][side].items():
+            own[str(seed)] = {m: x[m] for m in metrics if m in x}
     (args.out / "equal_terms.json").write_text(json.dumps(content) + "\n")
     draw(tasks, args.out / "equal_terms.png")
     text = "\n\n".join([*lines, "![learning curves](equal_terms.png)"]) + "\n"
@@ -293,8 +301,9 @@ def main() -> None:
     own = [side for side in args.sides if side != TRL]
 
     def made(some: Sequence[Job]) -> Sequence[Job]:
-        if some and not args.table:
-            make(some, args.jobs)
+        todo = [] if args.table else [job for job in some if job.curves is None]
+        if todo:
+            make(todo, args.jobs)
         return some
 
     for seed, task in itertools.product(args.seeds, args.tasks):

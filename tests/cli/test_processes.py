@@ -329,7 +329,6 @@ def children(parent: int) -> list[int]:
     return [*map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split())]
 
 
-@pytest.mark.matrix
 @pytest.mark.slow
 def test_two_launchers_stand_for_two_machines(place: Workplace) -> None:
     with socket.socket() as free:

@@ -3,9 +3,11 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.experience import AdvantageBatch
 from lightning_rlhf.core.policy_losses import made_up_batch, ppo
 from lightning_rlhf.core.ppo_config import PPOConfig
@@ -28,17 +30,17 @@ def test_the_gradient_of_the_first_update_is_that_of_dpo() -> None:
     rewards = -BETA * log_ratio.detach()
     rewards[torch.arange(6), MASK.sum(dim=1) - 1] += SCORES
     config = stage_config("ppo", PPOConfig, samples_per_prompt=2, kl_coef=BETA, missing_eos="none")
-    found = load_function(f"{RECIPE / 'pairs.py'}:pairs", "ppo.advantage")(
-        AdvantageBatch(
-            rewards=rewards,
-            values=torch.zeros_like(rewards),
-            mask=MASK,
-            component_scores=SCORES[:, None],
-            weights=torch.ones(1, dtype=torch.float64),
-            baseline=torch.zeros(6),
-            config=config,
-        )
+    estimator = load_function(f"{RECIPE / 'pairs.py'}:pairs", "ppo.advantage")
+    given = AdvantageBatch(
+        rewards=rewards,
+        values=torch.zeros_like(rewards),
+        mask=MASK,
+        component_scores=SCORES[:, None],
+        weights=torch.ones(1, dtype=torch.float64),
+        baseline=torch.zeros(6),
+        config=config,
     )
+    found = estimator(given)
     batch = replace(
         made_up_batch(config), logprobs=logprobs, old_logprobs=logprobs.detach(), ref_logprobs=ref,
         advantages=found.advantages, mask=MASK,
@@ -49,3 +51,5 @@ def test_the_gradient_of_the_first_update_is_that_of_dpo() -> None:
     (theirs,) = torch.autograd.grad(loss, logprobs)
     torch.testing.assert_close(ours, theirs / BETA, rtol=1e-12, atol=0)
     assert not ours[4:].any()
+    with pytest.raises(ConfigError, match=r"^ppo\.kl_estimator is 'k3'"):
+        estimator(replace(given, config=replace(config, kl_estimator="k3")))

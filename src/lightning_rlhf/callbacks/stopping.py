@@ -63,7 +63,7 @@ class EarlyStop(progress.Stateful):
     """Why the run ended; None while it has not."""
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """End a run at once that a rule has ended, and that is resumed to be handed over."""
+        """End a run at once that a rule has ended, and that is resumed to write `final/`."""
         trainer.should_stop = trainer.should_stop or self.reason is not None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:

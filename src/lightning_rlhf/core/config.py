@@ -126,7 +126,7 @@ class StageConfig:
     ]
     """Step whose model becomes `final/`: last, best or a number."""
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None
-    """Decay of the average of the weights that becomes `final/`; None hands over the weights."""
+    """Decay of the average of the weights that is `final/`; None for the weights themselves."""
     best: Annotated[BestConfig, validation.nested(BestConfig)]
     stop: Annotated[StopConfig, validation.nested(StopConfig)]
     step_key: ClassVar[str] = "batch_size"

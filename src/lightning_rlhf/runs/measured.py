@@ -32,7 +32,7 @@ class RunFiles:
     """Stage of the run; None for one that is not in the package."""
     curves: Curves
     manifest: Manifest | None
-    """Manifest of `final/`; None where the run has not finished, or hands over no model."""
+    """Manifest of `final/`; None where the run has not finished, or its stage writes no model."""
 
     @property
     def stage(self) -> str:

@@ -64,7 +64,7 @@ class Supervised(stage.Stage):
     metrics: ClassVar[type[Any]] = StepMetrics
     """Callback that logs the metrics of the module's steps."""
     role: ClassVar[str] = POLICY
-    """Role that is trained, and handed over."""
+    """Role that is trained, and written to `final/`."""
 
     def build(self, run: Run) -> tuple[LightningModule, batches.StageData, list[Callback]]:
         data, callbacks = self.read(run, run.rows(self.rows_of(run.settings.config)))
