@@ -50,6 +50,10 @@ class Setting:
     """Learning rate of the policy."""
     value_lr_factor: float = 1.0
     """Ratio of the critic's learning rate to the policy's."""
+    lr_schedule: str = "linear"
+    """Shape of the learning rates over the iterations: constant, linear or cosine, after the
+    warm-up."""
+    warmup_fraction: float = 0.0
     epochs: int = 4
     minibatches: int = 4
     kl_coef: float = 0.05
@@ -76,6 +80,8 @@ class Iteration:
 
     seconds: float
     """Duration in seconds, from the end of the previous iteration."""
+    processor_seconds: float
+    """Processor time in seconds, of all threads of this process."""
     gc_seconds: float
     """Seconds of it spent in Python's garbage collector."""
     optimizer_steps: int
@@ -97,10 +103,13 @@ class Clock:
     def __init__(self, setting: Setting, on_iteration: OnIteration) -> None:
         self.expected = setting.optimizer_steps
         self.on_iteration = on_iteration
-        self.steps = 0
-        self.gc_seconds = 0.0
         gc.callbacks.append(self.collect)
-        self.started = time.perf_counter()
+        self.start()
+
+    def start(self) -> None:
+        """Start an iteration."""
+        self.steps, self.gc_seconds = 0, 0.0
+        self.started, self.processor_started = time.perf_counter(), time.process_time()
 
     def collect(self, phase: str, info: object) -> None:
         """Add the time of a garbage collection; called at its start and end by `gc.callbacks`."""
@@ -117,19 +126,19 @@ class Clock:
         Raises RuntimeError where the number of optimizer steps is not the expected one.
         """
         seconds = time.perf_counter() - self.started
+        processor_seconds = time.process_time() - self.processor_started
         if self.steps != self.expected:
             raise RuntimeError(f"{self.steps} optimizer steps in an iteration, not {self.expected}")
         self.on_iteration(
             Iteration(
                 seconds=seconds,
+                processor_seconds=processor_seconds,
                 gc_seconds=self.gc_seconds,
                 optimizer_steps=self.steps,
                 response_tokens=response_tokens,
             )
         )
-        self.steps = 0
-        self.gc_seconds = 0.0
-        self.started = time.perf_counter()
+        self.start()
 
     def stop(self) -> None:
         """Stop timing garbage collections."""

@@ -53,7 +53,9 @@ TASKS = {"quickstart": 100, "arithmetic": 120}
 """Recipe -> iterations of a run; all sides of a seed share the models of the stages before ppo."""
 RESULTS = Path("benchmarks/results")
 TUNING_SEED = 100
-RATES, VALUE_FACTORS = (3e-4, 1e-3, 3e-3), (1.0, 3.0)
+RATES = {"quickstart": (3e-4, 1e-3, 3e-3), "arithmetic": (1e-4, 3e-4, 1e-3)}
+"""Recipe -> learning rates of TRL's grid; arithmetic trains all weights, not an adapter."""
+VALUE_FACTORS = (1.0, 3.0)
 EVALUATIONS = 10  # of a run, besides the first one
 PROCESSOR_S, KL_COEF = "time/processor_s", "update/kl_coef"
 LABELS = {HELD_OUT: "reward", GOLD: "gold score"}
@@ -310,7 +312,7 @@ def main() -> None:
         jobs += made([Job(task=task, side=side, seed=seed, runs=runs) for side in own])
     for task in args.tasks if TRL in args.sides else ():
         base = Job(task=task, side=TRL, seed=TUNING_SEED, runs=runs)
-        grid = [replace(base, rates=x) for x in itertools.product(RATES, VALUE_FACTORS)]
+        grid = [replace(base, rates=x) for x in itertools.product(RATES[task], VALUE_FACTORS)]
         rates, grids[task] = tuned(made(grid))
         for seed in args.seeds if rates else ():
             jobs += made([replace(base, seed=seed, rates=rates)])

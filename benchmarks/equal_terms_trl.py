@@ -5,14 +5,13 @@
 It gets what stage=ppo with these overrides gets: the SFT model, the prompts of all iterations, the
 reward, the price of responses that do not end, and the values of all hyperparameters that both
 have. Policy and value model are adapters of the same rank as ours, or train all weights where ours
-does. The learning rates fall linearly. FOLDER gets a metrics.csv.
+does. FOLDER gets a metrics.csv.
 """
 
 from __future__ import annotations
 
 import gc
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -35,7 +34,7 @@ from lightning_rlhf.models.config import POLICY
 from lightning_rlhf.rollout.collector import decode_responses
 
 SAME = ("iterations", "kl_coef", "gamma", "gae_lambda", "clip_range", "clip_range_vf", "vf_coef",
-        "temperature", "adam_beta2", "adam_eps")  # fmt: skip
+        "temperature", "lr_schedule", "warmup_fraction", "adam_beta2", "adam_eps")  # fmt: skip
 """Hyperparameters that have the same names on both sides."""
 
 
@@ -50,7 +49,6 @@ class Peer:
         self.val = list(training.data.val_dataloader())
         self.index = {tuple(one.prompt): one.index for one in training.data.train}
         self.rows: list[dict[str, float]] = [self.evaluation()]
-        self.started = time.process_time()
 
     @torch.no_grad()
     def score(self, tokens: Tensor, response_mask: Tensor) -> Tensor:
@@ -95,15 +93,14 @@ class Peer:
         if theirs:
             raise KeyError(", ".join(theirs))
 
-    def finish(self, _: Iteration) -> None:
+    def finish(self, measured: Iteration) -> None:
         """Record an iteration, with an evaluation where stage=ppo has one."""
-        row = {PROCESSOR_S: time.process_time() - self.started, KL_COEF: self.module.config.kl_coef}
+        row = {PROCESSOR_S: measured.processor_seconds, KL_COEF: self.module.config.kl_coef}
         number, config = len(self.rows), self.module.config
         if number % config.val_every == 0 or number == config.iterations:
             self.take_over()
             row |= self.evaluation()
         self.rows.append(row)
-        self.started = time.process_time()
 
     def write(self) -> None:
         """Write metrics.csv."""

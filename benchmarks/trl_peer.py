@@ -182,7 +182,8 @@ def config_of(setting: Setting, folder: str, device: torch.device) -> trl_ppo.PP
         cliprange_value=setting.clip_range_vf,
         vf_coef=setting.vf_coef,
         learning_rate=setting.lr,
-        lr_scheduler_type="linear",
+        lr_scheduler_type=setting.lr_schedule.replace("constant", "constant_with_warmup"),
+        warmup_steps=setting.warmup_fraction,
     )
 
 
