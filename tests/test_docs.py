@@ -411,11 +411,11 @@ def test_metrics_table_is_the_one_in_the_code() -> None:
     text = (HOME / "docs" / "metrics.md").read_text()
     table = text.split("<!-- metrics table: begin -->")[1].split("<!-- metrics table: end -->")[0]
     rows = [
-        f"| `{name}` | {', '.join(m.stages)} | {m.phase} | {m.formula} | {m.unit} | {m.healthy} |"
+        f"| `{name}` | {', '.join(m.stages)} | {m.formula} | {m.unit} | {m.healthy} |"
         for name, m in METRICS.items()
     ]
     assert table.strip().splitlines()[2:] == rows
-    assert {row.count("|") for row in rows} == {7}
+    assert {row.count("|") for row in rows} == {6}
 
 
 def test_the_quickstart_has_the_same_numbers_in_both_tables() -> None:
@@ -424,7 +424,7 @@ def test_the_quickstart_has_the_same_numbers_in_both_tables() -> None:
     after = {row[1]: row[3] for row in rows if len(row) == 6}
     first = re.search(r"^\| nothing \|(.*)\|$", QUICKSTART, re.MULTILINE)
     assert first is not None
-    _, reward, gold, correct, polite, _, kl = (cell.strip() for cell in first[1].split("|"))
+    reward, gold, correct, polite, _, kl = (cell.strip() for cell in first[1].split("|"))
     names = ("reward", "gold score (hidden judge)", "correct", "polite")
     assert [reward, gold, correct, polite] == [after[name] for name in names]
     assert kl == after["KL to the SFT model, nats a response"]
