@@ -302,7 +302,7 @@ def decoded(*responses: str, **columns: list[Any]) -> Any:
 def test_the_function_in_the_docs_is_one() -> None:
     names: dict[str, Any] = {}
     exec(example("function"), names)
-    reward = FunctionReward(names["near"], {"price": 0.1}, "reward").for_columns(["answer"])
+    reward = FunctionReward(names["near"], {"cost": 0.1}, "reward").for_columns(["answer"])
     # One word, right; two words, wrong.
     found = reward(decoded("4", "is five", answer=[4, 4]))
     assert found == pytest.approx([1 - 0.1, -0.2])

@@ -1,4 +1,4 @@
-"""The doors to the command: train.py, python -m lightning_rlhf and the console command."""
+"""Entry points of the command: train.py, python -m lightning_rlhf and the console command."""
 
 import signal
 import sys

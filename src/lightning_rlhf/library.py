@@ -1,4 +1,4 @@
-"""The front door of the library: configurations, and modules with their data, for any Trainer."""
+"""The interface of the library: configurations, and modules with their data, for any Trainer."""
 
 from collections.abc import Collection, Mapping
 from copy import copy

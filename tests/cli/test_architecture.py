@@ -52,7 +52,7 @@ def test_a_reward_a_sampler_and_a_callback(place: Workplace) -> None:
     own(
         place, "stage=ppo", "run=own", "ppo.iterations=1", "ppo.critic_warmup=0",
         "ppo.rollout=cool.py:Cool", "callbacks.longest._target_=longest.Longest", "reward=function",
-        "reward.path=concise.py:concise", "reward.arguments.price=0.2",
+        "reward.path=concise.py:concise", "reward.arguments.cost=0.2",
         *(word for word in given(place) if not word.startswith("reward")),
     )  # fmt: skip
     [row] = [row for row in rows(place.stage("ppo", "own")) if "reward_mean" in row]

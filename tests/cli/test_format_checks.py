@@ -70,7 +70,7 @@ def test_a_classifier_of_which_the_text_alone_and_the_pairs_of_the_data_tell(
     assert lines[1].startswith("  text of a pair: '[start][start][user]")
     assert lines[2:] == [
         "  it starts with '[start]' twice",
-        "Mend the text; or reward.format_check=warn goes on all the same",
+        "Fix the text; or reward.format_check=warn continues",
     ]
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     rows = [json.loads(line) for line in (SHIPPED / "preferences_val.jsonl").open()][:8]

@@ -93,11 +93,11 @@ def test_every_term_by_hand() -> None:
     #   (1 - 1)^2 = 0 but clipped to 0.5 it is 0.25;  0.0625;  1, clipped to 1.5 it is 2.25; halved
     kl = [(LOG(1.5) + 0.5) ** 2 / 2, LOG(1.1) ** 2 / 2, LOG(0.5) ** 2 / 2]
     policy, value = 0.25 * -1.2 + 0.25 * 1.1 + 0.5 * -1, 0.25 * 0.125 + 0.25 * 0.03125 + 0.5 * 1.125
-    leash, entropy = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2], 0.25 * 1 + 0.25 * 2 + 0.5 * 3
+    kl_loss, entropy = 0.25 * kl[0] + 0.25 * kl[1] + 0.5 * kl[2], 0.25 * 1 + 0.25 * 2 + 0.5 * 3
     check(
         terms(config()),
-        policy_loss=policy, kl_loss=leash, value_loss=value,
-        loss=policy + 2.0 * leash + 0.5 * value - 0.1 * entropy,
+        policy_loss=policy, kl_loss=kl_loss, value_loss=value,
+        loss=policy + 2.0 * kl_loss + 0.5 * value - 0.1 * entropy,
         entropy=6 / 3, clip_fraction=2 / 3, value_clip_fraction=2 / 3,
         ratio_mean=(1.5 + 1.1 + 0.5) / 3, ratio_max=1.5,
         approx_kl=(0.5 - LOG(1.5) + 0.1 - LOG(1.1) - 0.5 - LOG(0.5)) / 3,

@@ -185,7 +185,7 @@ def test_it_learns_what_is_rewarded(make_ppo: Make, architecture: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_leash_pulls_back(make_ppo: Make) -> None:
+def test_the_kl_penalty_pulls_back(make_ppo: Make) -> None:
     """With nothing to gain and a price on KL, a policy that has strayed turns to the reference."""
     settings = LEARNING | {
         "fresh": False, "reward": lambda decoded: torch.zeros(len(decoded)), "lr": 3e-3,

@@ -1,4 +1,4 @@
-"""The leash: a price in the reward or a term of the loss."""
+"""The penalty on the KL: in the reward or as a term of the loss."""
 
 from dataclasses import replace
 

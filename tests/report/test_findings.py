@@ -62,7 +62,7 @@ def test_a_model_that_adds_a_bonus_for_each_token_is_flagged() -> None:
     assert "prefers the longer" in told.findings[2].words
     assert "length gap, length within pairs" in told.verdict.words
     assert told.verdict.words.startswith("Fit with reservations")
-    assert "length may be what is paid" in told.advice
+    assert "length may be what is rewarded" in told.advice
 
 
 # 34 pairs of each: 20 right where chosen is longer, 13 where it is shorter.

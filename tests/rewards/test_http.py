@@ -204,7 +204,7 @@ def test_a_server_need_not_know_what_to_say_of_nothing(script: Script, answer: A
 
     server, told = script(broken if answer is None else answer), list[str]()
     make_reward(server.url, warn=told.append).greet()
-    assert ["did not answer the greeting: it gave no" in line for line in told] == (
+    assert ["did not answer the first request: it gave no" in line for line in told] == (
         [True] * (answer is None)
     )
     assert server.requests == [{"prompts": [], "responses": [], "columns": {}}]

@@ -267,7 +267,7 @@ nothing_ends | rollout/ended < {LEAST_ENDED} {IN_A_ROW}
     teaches no end; ppo.missing_eos=none where responses need no end
 length_extreme | rollout/response_tokens is at least {FULL} ppo.max_response_tokens, or at most
     {EMPTY}, {IN_A_ROW}
-    | the reward pays for length, or for saying nothing
+    | the reward favours long responses, or empty ones
     | look at samples/, and at the length bias in the reward's fitness report; ppo.length_penalty,
     ppo.missing_eos_penalty, a larger ppo.kl_coef
 kl_negative | kl_divergence over {STREAK} iterations is below -{LEAST_KL:g} nats, and below 0 by
@@ -294,7 +294,7 @@ responses_identical | rollout/most_common >= {COMMON} {IN_A_ROW}, of 4 prompts o
     | the reward does not depend on the prompt, or the policy has collapsed
     | look at samples/ and at the reward; a larger ppo.kl_coef, a smaller ppo.lr
 responses_repeat | rollout/repetition > {REPEATED} {IN_A_ROW}
-    | responses repeat the same words: the reward pays for it, or the model loops
+    | responses repeat the same words: the reward favours it, or the model loops
     | look at samples/; a smaller ppo.max_response_tokens, a larger ppo.kl_coef or ppo.temperature,
     a reward that sees repetition
 critic_worse | rollout/explained_variance over {CRITIC_FOR} iterations is below {CRITIC_AT_MOST:g}
@@ -314,12 +314,12 @@ reward_flat | after {FLAT_AFTER} to {KEPT} iterations, reward_mean of the last t
 reward_against_gold | {HELD_OUT} rises and {GOLD} falls in two evaluations in a row, by more than
     {FALL:.0%} of its range so far and {FALL_ERRORS:g} standard errors of the difference prompt by
     prompt
-    | the policy exploits the reward: what it pays for is no longer what is wanted
+    | the policy exploits the reward: what it favours is no longer what is wanted
     | take the checkpoint with the best gold score; a larger ppo.kl_coef, fewer ppo.iterations, a
     better reward; compare samples/eval_*.jsonl
 reward_against_perplexity | eval/response_perplexity is more than {PERPLEXITY:g} times that of the
     first evaluation, while {HELD_OUT} is higher
-    | the policy has left the language of the data for what the reward pays
+    | the policy has left the language of the data for what the reward favours
     | look at samples/eval_*.jsonl; a larger ppo.kl_coef, fewer ppo.iterations
 """,
     vars(),

@@ -232,14 +232,14 @@ def importance_factors(
     learned; None weighs all by 1. They have no gradient, and are 1 on padding.
 
     Returns: None where neither key asks for factors.
-    Raises: ConfigError where the sampler told no log-probabilities; stage: section that it names.
+    Raises: ConfigError where the sampler returned no log-probabilities; stage: section to name.
     Source: Yao et al. 2025, truncated importance sampling, https://fengyao.notion.site/off-policy-rl
     """
     keys = {"importance_cap": config.importance_cap, "importance_mask": config.importance_mask}
     if all(value is None for value in keys.values()):
         return None
     if (told := batch.sampler_logprobs) is None:
-        allowed = "null for a sampler that is exact, or tells no log-probabilities"
+        allowed = "null for a sampler that is exact, or returns no log-probabilities"
         key = next(key for key, value in keys.items() if value is not None)
         raise errors.ConfigError(errors.refusal(f"{stage}.{key}", keys[key], allowed))
     factors = torch.ones_like(told)

@@ -116,32 +116,30 @@ rollout/score_p75 | ppo | score: 75% quantile of the score over responses
 rollout/score_p95 | ppo | score: 95% quantile of the score over responses -> far from score_p50
     only while responses differ
 rollout/groups_alike | ppo | share: share of prompts whose responses all have the same score, from
-    which rloo, grpo and dr_grpo learn nothing but the KL -> below 0.5; near 1 nothing is learned:
-    harder or easier prompts, more samples_per_prompt
-rollout/groups_alike_first | ppo | share: the same before ppo.resample_groups replaced any; only
-    with it -> what rollout/groups_alike would be
-rollout/resample_rounds | ppo | 1: rounds in which groups were replaced; only with
-    ppo.resample_groups -> below it; at it groups that are alike are left
-rollout/prompts_drawn | ppo | prompts: prompts of the batch and of those rounds together; likewise
-    -> near the batch; twice as many cost twice the sampling
-rollout/prompts_effective | ppo | prompts: prompts whose responses do not all have the same score;
-    where groups are compared, as the next two -> near the prompts of the batch
+    which estimators that compare them learn nothing but the KL -> below 0.5; near 1 take prompts of
+    other difficulty or more samples_per_prompt
+rollout/groups_alike_first | ppo | share: the same before ppo.resample_groups replaced any -> as
+    rollout/groups_alike without that key
+rollout/resample_rounds | ppo | 1: rounds in which ppo.resample_groups replaced groups -> below that
+    key; at it some groups stay alike
+rollout/prompts_drawn | ppo | prompts: prompts of the batch and of these rounds together -> near the
+    batch; twice as many cost twice the sampling
+rollout/prompts_effective | ppo | prompts: prompts whose responses do not all have the same score,
+    where an estimator compares them -> near the prompts of the batch
 rollout/score_std_within | ppo | score: root of the mean over prompts of the variance of the score
     over a prompt's responses, denominator samples_per_prompt -> above 0; what the estimator learns
     from
 rollout/score_std_between | ppo | score: standard deviation over prompts of the mean score of their
-    responses; its square and that of score_std_within sum to that of reward_std -> of any size; far
-    above score_std_within, prompts differ in difficulty more than responses in quality
+    responses; its square and that of score_std_within sum to that of reward_std -> far above
+    score_std_within where prompts differ in difficulty
 rollout/importance_masked | ppo | share: share of responses that ppo.importance_mask leaves out of
-    the policy's loss; only with it -> below 0.05; near 1 nothing is learned, and the sampler has
-    other weights
+    the policy's loss -> below 0.05; near 1 the sampler has other weights
 rollout/reward/<component> | ppo | the component's: mean over responses of one of several components
     of the reward, before its weight -> no component rises at the cost of all others
-rollout/reward_paid | ppo | score: mean over responses of the score that PPO is paid, before its own
-    shaping; only if a component has a running normalization or a clip -> follows reward_mean; near
-    0 by construction with running normalization
-rollout/reward_paid_range | ppo | score: largest less smallest of the same scores; only where
-    reward_paid is logged -> above 0
+rollout/reward_paid | ppo | score: mean over responses of the score that PPO maximises, before its
+    shaping, where a component has a running normalization or a clip -> follows reward_mean; near 0
+    with running normalization
+rollout/reward_paid_range | ppo | score: largest less smallest of these scores -> above 0
 rollout/kl_std | ppo | nats a response: standard deviation over responses of sum_t kl_t, denominator
     B -> of the size of kl_divergence; kl_std / sqrt(B) is the standard error of kl_divergence
 rollout/most_common | ppo | share: share of responses that equal the most common response of the
@@ -151,18 +149,16 @@ rollout/repetition | ppo | share: share of 4-grams of tokens that occurred earli
 rollout/response_tokens | ppo | tokens: mean over responses of their tokens, end token included ->
     no steady drift to the limit or to 1
 rollout/ended | ppo | share: share of responses that end with an end token or stop string -> near 1
-rollout/logprob_gap_mean | ppo | nats a token | ..0.02: mean over response tokens of the difference,
-    without sign, of the log-probability that the sampler tells from that of the model that is
-    trained; only for samplers that are not exact and tell it, as ppo.rollout=vllm -> 1e-6 with
-    float32 on both sides, below 0.02 with bfloat16, and not growing; where it grows, the sampler
-    has other weights
-rollout/logprob_gap_max | ppo | nats a token | ..2: largest such difference of any token -> 1e-5
-    with float32 on both sides, below 2 with bfloat16
-rollout/padding | ppo | share: share of padding among the positions read for scoring,
-    microbatch_size rows at a time -> lower costs less; a smaller microbatch_size lowers it, with
-    more passes
+rollout/logprob_gap_mean | ppo | nats a token | ..0.02: mean over response tokens of the absolute
+    difference between the sampler's log-probability and that of the trained model, of samplers that
+    are not exact, as ppo.rollout=vllm -> 1e-6 in float32, below 0.02 in bfloat16; where it grows,
+    the sampler has other weights
+rollout/logprob_gap_max | ppo | nats a token | ..2: largest such difference of any token -> 1e-5 in
+    float32, below 2 in bfloat16
+rollout/padding | ppo | share: share of padding among the positions read for scoring -> lower costs
+    less; a smaller microbatch_size lowers it, with more passes
 rollout/shaped_return | ppo | score: mean over responses of sum_t rewards_t: the shaped score, less
-    the KL if kl_in=reward -> rises; this is what PPO maximises (with ppo.kl_in=loss, less the KL)
+    the KL if kl_in=reward -> rises; this is what PPO maximises
 rollout/value_mean | ppo | score: mean over response tokens of the critic's value at sampling time;
     0 without a critic -> follows shaped_return
 rollout/explained_variance | ppo | 1 | 0..: 1 - Var(returns - values) / Var(returns) over tokens;
@@ -174,8 +170,7 @@ update/value_loss | ppo | score^2: mean over minibatches of half the clipped squ
 update/kl_loss | ppo | nats a token: mean over minibatches of the KL to the reference in the loss,
     as kl_estimator says -> as kl_divergence; 0 if the KL is in the reward
 update/ptx_loss | ppo | nats a token: mean over minibatches of the negative log-likelihood of a
-    batch of demonstrations, mean over its target tokens; ptx_coef weighs it -> no steep rise; 0 if
-    ptx_coef is 0
+    batch of demonstrations, mean over its target tokens -> no steep rise
 update/approx_kl | ppo | nats a token | ..0.05: mean over minibatches of KL(policy at sampling,
     policy now), estimator k3 -> below 0.05; above if steps are too large
 update/clip_fraction | ppo | share | ..0.3: share of tokens whose ratio left the clip range -> below

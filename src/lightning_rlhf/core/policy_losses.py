@@ -262,7 +262,7 @@ def fault_of_kl(estimator: kl.Estimator, config: ppo_config.PPOConfig) -> str | 
     return fault_in({"estimates": found}, batch.mask, wanted)
 
 
-DOORS: Mapping[str, tuple[dict[str, Any], Callable[..., str | None], str]] = {
+FORMULAS: Mapping[str, tuple[dict[str, Any], Callable[..., str | None], str]] = {
     "policy_loss": (POLICY_LOSSES, fault_of_loss, f"PolicyLosses of a PolicyBatch, see {__name__}"),
     "advantage": (
         experience.ADVANTAGES,

@@ -251,8 +251,8 @@ def check_formats(run: Run, reward: Reward) -> None:
             print_line(line, "" if fits else "bold red")
         if not fits and config.format_check == "strict":
             is_text = result.problems or result.rendered != result.own_rendered
-            advice = "Mend the text" if is_text else "Its numbers differ by dtype or quantization"
-            way = f"{stage.reward_key(settings, name)}.format_check=warn goes on all the same"
+            advice = "Fix the text" if is_text else "Its numbers differ by dtype or quantization"
+            way = f"{stage.reward_key(settings, name)}.format_check=warn continues"
             raise errors.CheckpointError(f"{lines[0]}. {advice}; or {way}")
 
 

@@ -138,15 +138,15 @@ def _of_file(path: str) -> ModuleType:
     return sys.modules[name]
 
 
-def enter_formulas(doors: Mapping[str, tuple[Any, Any, str]], config: Any, stage: str) -> None:
+def enter_formulas(formulas: Mapping[str, tuple[Any, Any, str]], config: Any, stage: str) -> None:
     """Enter the functions of the user's that a section names in the tables of formulas.
 
-    doors: key -> table of functions by name; function that tries one with the section and returns
+    formulas: key -> table of named functions; function that tries one with the section and returns
         what is wrong, as the end of "FUNCTION, ...", or None; description of those that pass.
 
     Raises ConfigError where there is no such function, or where it fails or has a fault.
     """
-    for key, (table, fault_of, allowed) in doors.items():
+    for key, (table, fault_of, allowed) in formulas.items():
         source = getattr(config, key)
         if ":" not in source:
             continue

@@ -98,7 +98,7 @@ def start_from(
         allowed = "the final/ folder of stage=sft, ppo or dpo"
         raise CheckpointError(f"{sft.path} is a reward model; allowed: {allowed}")
     if sft.manifest is None and sft.is_adapter:
-        told = f"{sft.path} has no fingerprint: nothing tells whether it belongs to this base model"
+        told = f"{sft.path} has no fingerprint that shows whether it belongs to this base model"
         warnings.warn(told, stacklevel=2)
     if trainable:
         roles = Roles(whole_weights(config, sft, None, seed), config.kernels)
@@ -174,7 +174,7 @@ def warn_of_one_head(roles: Roles, role: str, uncertainty_coef: float, key: str)
     if uncertainty_coef > 0 and heads.linear.out_features == 1:
         warnings.warn(
             f"{key}.uncertainty_coef is {uncertainty_coef:g}, but the reward model has one head: "
-            "there is no deviation to price; rm.heads=5 trains an ensemble",
+            "there is no deviation to penalise; rm.heads=5 trains an ensemble",
             stacklevel=2,
         )
 

@@ -79,7 +79,7 @@ class PPOModule(optim.StageModule):
             microbatch=self.microbatch, sampler=sampler, stage=stage, replicas=replicas,
         )  # fmt: skip
         self.ptx = ptx
-        own = {key: getattr(config, key) for key in formulas.DOORS}
+        own = {key: getattr(config, key) for key in formulas.FORMULAS}
         self.digests = {key: code_digest(name) for key, name in own.items() if ":" in name}
         """Key of a formula of the user's -> hash of its code."""
         self.update_number = 0
@@ -402,7 +402,7 @@ class PPOModule(optim.StageModule):
 
     def setup(self, stage: str) -> None:
         """Find the formulas of the user's, which an export does not load."""
-        enter_formulas(formulas.DOORS, self.config, self.stage)
+        enter_formulas(formulas.FORMULAS, self.config, self.stage)
 
     def on_fit_start(self) -> None:
         super().on_fit_start()

@@ -29,7 +29,7 @@ CHARACTERS = 200
 MIN_COUNT, MIN_PROBES = 30, 5
 """Minimum number of pairs or samples to judge a share, whose standard error is then at most 0.09,
 and of prompts to judge a median."""
-LENGTH_IS_PAID = "watch `rollout/response_tokens`, since length may be what is paid"
+LENGTH_IS_REWARDED = "watch `rollout/response_tokens`, since length may be what is rewarded"
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ better than guessing | 0.5: guessing ranks half of the pairs right; the whole 95
     above it
 better than length | 0: the value is the accuracy less that of always choosing the longer response,
     or the shorter if that is right more often; the whole 95% interval must be above that rule's
-    accuracy, else the accuracy cannot be distinguished from length -> {LENGTH_IS_PAID}
+    accuracy, else the accuracy cannot be distinguished from length -> {LENGTH_IS_REWARDED}
 length gap | 0.2: a model that is right in 75% of pairs would be right in 85% of one half and 65% of
     the other; the 95% interval must exclude 0 as well, so that chance alone is no flag ->
-    {LENGTH_IS_PAID}
+    {LENGTH_IS_REWARDED}
 length within pairs | 0.5: at 0.5 length explains a quarter (its square) of the variance of score
-    differences in a pair -> {LENGTH_IS_PAID}
+    differences in a pair -> {LENGTH_IS_REWARDED}
 overconfidence | 0.1: an ECE of 0.1 is ten points between confidence and accuracy; the 95% interval
     of confidence less accuracy must be above 0 as well, because an ECE of few pairs is never 0 ->
     trust its order more than its distances
@@ -221,7 +221,7 @@ CONCLUSIONS = {
     "not tested": (
         f"Not enough data: {MIN_COUNT} held-out pairs, of at least two prompts, are needed to say "
         "if it beats guessing.",
-        "It may run, but nothing says that what it is paid is what people chose: hold out more "
+        "It may run, but nothing says that its reward is what people chose: hold out more "
         "pairs, of more prompts, and measure again."),
     "flag": (
         "Not fit: on held-out pairs it is not surely better than guessing.",

@@ -108,7 +108,7 @@ class LearnedConfig(ComponentConfig):
     unfit: Unfit
     """Conduct of stage=ppo where its fitness report says that the reward is unfit."""
     uncertainty_coef: Coefficient
-    """Price of the deviation between the heads of an ensemble that stage=rm trained."""
+    """Penalty on the deviation between the heads of an ensemble that stage=rm trained."""
 
 
 @dataclass(frozen=True, kw_only=True, config=validation.STRICT)
@@ -158,7 +158,7 @@ class FunctionConfig(ComponentConfig):
 class HTTPConfig(ComponentConfig):
     """A server that is asked for scores."""
 
-    no_scale = "a server tells no scale"
+    no_scale = "a server has no scale"
     url: Annotated[str, validation.described(ALLOWED)]
     batch_size: validation.PositiveInt
     timeout_s: Annotated[float, Field(gt=0, le=DAY_S)]

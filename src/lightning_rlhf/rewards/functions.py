@@ -251,7 +251,7 @@ class FunctionReward:
         try:
             return inspect.signature(self.function)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self._called} does not tell what it takes: {error}") from error
+            raise ConfigError(f"{self._called} has no readable signature: {error}") from error
 
     @property
     def _called(self) -> str:

@@ -223,7 +223,7 @@ class HTTPReward:
         try:
             answer, data = self._client.send(_body([]), min(self._config.timeout_s, GREETING_S))
         except NoAnswer as error:
-            self._client.tell(f"did not answer the greeting: it {error}; the run goes on")
+            self._client.tell(f"did not answer the first request: it {error}; the run continues")
             return
         if answer.status == 200:
             self._scores(data, [])

@@ -54,7 +54,7 @@ class PPO(stage.Stage):
         judge = evaluation.load_judge(settings.data.judge) if settings.data.judge else None
         if config.rollout not in collector.OURS:
             collector.load_sampler(config.rollout, f"{self.name}.rollout")
-        user_code.enter_formulas(policy_losses.DOORS, config, self.name)
+        user_code.enter_formulas(policy_losses.FORMULAS, config, self.name)
         self.verdicts = build_rewards.verdicts_on(run, refuses=True)
         ptx = read_ptx(run, config)
         rows = run.rows("prompts")
