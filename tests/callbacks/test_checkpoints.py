@@ -151,7 +151,7 @@ def test_of_equally_accurate_reward_models_the_one_of_the_lower_loss_is_best(
         state = saver.state_dict()
         saver = saver_of("rm", tmp_path)
         saver.load_state_dict(state)
-    assert (saver.best, saver.best_step) == ((0.75, 0.5), 2)
+    assert (saver.best, saver.best_step, saver.last) == ((0.75, 0.5), 2, (0.75, 0.5))
     assert saver.best_text() == (
         "eval/accuracy 0.750 (higher is better), then eval/rm_loss 0.500 (lower is better)"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_rlhf.core.errors import CheckpointError
-from lightning_rlhf.evaluation.diminishing import paired_stop, print_diminishing
+from lightning_rlhf.evaluation.diminishing import paired_stop, write_diminishing
 
 from .conftest import Workplace
 
@@ -25,7 +25,7 @@ def metrics(folder: Path, iterations: int, end: str = "\n") -> Path:
 
 def test_a_run_with_too_few_iterations(tmp_path: Path, workplace: Workplace) -> None:
     folder = metrics(tmp_path / "ppo", 11)
-    assert print_diminishing(folder, "run") == 11
+    assert write_diminishing(folder, "run") == 11
     assert [path.name for path in folder.iterdir()] == ["metrics.csv"]
     for path, told in (("pppo", f"the nearest is {folder}; "), ("ppo", "has 11 iterations of")):
         assert told in workplace.call("diminishing", str(tmp_path / path)).error

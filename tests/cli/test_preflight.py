@@ -26,7 +26,7 @@ def test_a_run_is_the_same_bit_for_bit_with_and_without_it(
     finished: Workplace, stage: str, checks: int
 ) -> None:
     words = [f"stage={stage}", "run=checked", *given(finished)[: STAGES.index(stage)]]
-    out = finished.mini(*words, "preflight=warn").succeeded.out
+    out = finished.mini(*words, "preflight=warn", "debug=true").succeeded.out
     assert passed(out) == checks
     assert "memory plan" not in out
     checked, plain = finished.stage(stage, "checked"), finished.stage(stage)

@@ -146,7 +146,7 @@ def test_processes_that_share_the_base_leave_what_one_does(
     """Also where one process goes on, which then holds the whole base."""
     found = place.copied(tmp_path / "work")
     words = ["stage=ppo", "run=shared", *given(place), "trainer.strategy=fsdp"]
-    outcome = in_processes(found, 2, *words, "preflight=strict", folder=tmp_path)
+    outcome = in_processes(found, 2, *words, "debug=true", folder=tmp_path)
     assert outcome.status == 0, outcome.err
     assert "kernels: plain (the weights are sharded)" in outcome.out
     one, shared = place.stage("ppo"), found.stage("ppo", "shared")

@@ -132,7 +132,7 @@ def test_the_first_call_runs_the_stages_and_sums_up(
     for stage in STAGES:
         assert (kitchen.folder(stage) / "final" / "manifest.json").is_file()
     assert out.count("On held-out prompts") == 1
-    assert "The same prompts" in out
+    assert out.count("held-out prompts:\n  prompt        ") == len(STAGES)
     assert "Small: what it promises" in out
     assert out.count(" kept ") == 3
     assert "Read a book." in out

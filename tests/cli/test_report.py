@@ -12,6 +12,7 @@ import torch
 from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.evaluation.compare import keep_recipe, runs_of, write_report
 from lightning_rlhf.runs.folders import CONFIG
+from lightning_rlhf.runs.measured import RunFiles, unequal
 from lightning_rlhf.stages.supervised import sample_held_out
 
 from ..report.pages import check
@@ -122,3 +123,16 @@ def test_steps_of_a_recipe_come_first_in_its_page(tmp_path: Path) -> None:
     (folder / "steps.json").write_text("3")
     with pytest.raises(CheckpointError, match=r"steps\.json is damaged"):
         runs_of(folder)
+
+
+def test_runs_of_other_rewards_or_held_out_data_are_told(tmp_path: Path) -> None:
+    tree = {"reward.weight": 1, "reward.checkpoint": "a", "data.prompts.val": "v"}
+    kinds = {
+        "reward.weight": "rewards",
+        "data.prompts.val": "held-out data",
+        "reward.checkpoint": "",
+    }
+    for key, told in kinds.items():
+        curves, trees = {"eval/reward_mean": ([1], [0.5])}, (tree, tree | {key: "b"})
+        found = unequal([RunFiles(tmp_path, one, None, curves, None) for one in trees])
+        assert "".join(found) == told

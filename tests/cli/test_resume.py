@@ -33,7 +33,7 @@ def test_the_run_goes_on_from_the_checkpoint_that_is_named(
     """The best one, that of step 2."""
     folder, unbroken = finished.stage("ppo"), pipeline.stage("ppo")
     shutil.rmtree(folder / "final")
-    out = finished.mini("stage=ppo", "resume=best").succeeded.out
+    out = finished.mini("stage=ppo", "resume=best", "debug=true").succeeded.out
     assert weights(folder) == weights(unbroken)
     assert rows(folder) == rows(unbroken)
     assert samples(folder) == samples(unbroken)
@@ -129,7 +129,6 @@ def test_a_signal_saves_the_running_step(
     (path,) = numbered(workplace.stage("sft") / "checkpoints")
     found = torch.load(path, weights_only=True)
     assert read_stamp(path)["step"] == found["global_step"] == int(path.stem) > 0
-    assert f"checkpoint {int(path.stem)}: " in said
     assert "a second SIG" in said
     assert said.count("stopped; resume=auto goes on from the checkpoint of step ") == 1
 

@@ -113,7 +113,7 @@ def test_uncertainty_has_its_price_of_a_model_that_reads_text_too(ensemble: Work
     final = ensemble.outputs / "default" / "mini" / "three" / "rm" / "final"
     text = ("reward=model", f"reward.name_or_path={final}", "reward.normalization=stored")
     command = ("stage=ppo", "job=text", *text, "reward.uncertainty_coef=2", "ppo.iterations=1")
-    outcome = ensemble.mini(*command).succeeded
+    outcome = ensemble.mini(*command, "debug=true").succeeded
     assert "differ by 0.000 of their standard deviation" in outcome.out
     written = find(str(final), "").require_manifest("rm")
     for sample in before_training(ensemble, "text"):

@@ -66,7 +66,7 @@ def test_warn_runs_and_tells_it_at_the_start_in_the_table_and_in_the_manifest(
     start, table, end = out.partition("On held-out prompts")
     assert f"reward head: {NOT_FIT}" in start
     assert "PPO is run on it all the same." in start
-    assert "reward head: Not fit: on held-out pairs" in table + end
+    assert "Reward head: Not fit: on held-out pairs" in table + end
     manifest = find(str(backwards.stage("ppo", "warned") / "final"), "").require_manifest("ppo")
     assert manifest.verdicts["head"].is_unfit
     assert manifest.verdicts["head"].words.startswith(NOT_FIT)

@@ -5,27 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.cells import cell_len
+from rich.console import Console
 
-from lightning_rlhf.report.tables import before_after_table, collapsed, side_by_side
-
-
-def shown(renderable: RenderableType, width: int = 120) -> str:
-    console = Console(width=width, file=io.StringIO(), record=True)
-    console.print(renderable)
-    return console.export_text()
-
-
-def cells(table: str) -> list[list[str]]:
-    rows = [line.strip("│┃ \n") for line in table.splitlines() if line[:1] in "│┃"]
-    return [[cell.strip() for cell in row.replace("┃", "│").split("│")] for row in rows]
+from lightning_rlhf.report import tables
 
 
 def test_before_and_after_with_their_difference() -> None:
     before = {"eval/reward_mean": 0.125, "eval/kl": 0.0, "eval/judge/words": 9.0}
     after = {"eval/judge/words": 8.5, "eval/kl": 2.5, "eval/reward_mean": 1.0}
     after["eval/judge/rude"] = 0.02
-    assert cells(shown(before_after_table(before, after, {})))[1:] == [
+    output = io.StringIO()
+    Console(width=120, file=output).print(tables.before_after_table(before, after))
+    rows = [line.strip("│").split("│") for line in output.getvalue().splitlines() if "│" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
         ["reward", "0.12", "1.00", "+0.88"],
         ["KL to the SFT model, nats a response", "0.00", "2.50", "+2.50"],
         ["rude", "-", "0.02", "-"],
@@ -46,10 +39,15 @@ def test_the_same_prompts_side_by_side(tmp_path: Path) -> None:
     # Of ten prompts the even ones are answered differently: 0, 2, 4, 6, 8; two spread: 0 and 4.
     before = samples(tmp_path / "b.jsonl", ["same"] * 10, {"gold": -1.0})
     after = samples(tmp_path / "a.jsonl", ["new", "same"] * 5, {"gold": 0.5})
-    text = shown(side_by_side(before, after, n=2))
-    assert [i for i in range(10) if f"question {i} [x]" in text] == [0, 4]
-    assert "gold -1.00, reward +0.00" in text
-    assert "gold +0.50, reward +4.00" in text
+    (first, _), (_, last) = tables.paired_samples(before, after, 2)
+    assert [first["prompt"], last["prompt"]] == ["question 0 [x]", "question 4 [x]"]
+    assert tables.score_text(first) == "gold -1.00, reward +0.00"
+    assert tables.score_text(last) == "gold +0.50, reward +4.00"
+    pair = {"prompt": "a\nb\x1b", "before": "\u6f22" * 99, "after": "c", "before_numbers": "x: 1"}
+    for width in (40, 80):  # a wide character takes two columns
+        lines = tables.samples_shown([pair | {"after_numbers": "y"}], width).plain.splitlines()
+        assert (cell_len(lines[1]), lines[1].endswith("  1")) == (width, width == 80)
+        assert lines[0].endswith(" a b\\x1b")
 
 
 # Of a run that went well: 4 nats over 14 tokens.
@@ -70,5 +68,5 @@ WELL = {"kl_divergence": 4.0, "rollout/response_tokens": 14.0, "entropy": 0.4}
 def test_a_policy_collapses_far_from_the_reference_or_sure_of_every_token(
     change: dict[str, float], told: str | None
 ) -> None:
-    found = collapsed(WELL | change, "own")
+    found = tables.collapsed(WELL | change, "own")
     assert found is None if told is None else told in str(found)

@@ -96,7 +96,7 @@ class Checkpoints(progress.Stateful):
       counters together at the end of a step. Sharded trained weights are saved after signals alone.
     """
 
-    kept: ClassVar[tuple[str, ...]] = ("best", "best_step", "evaluated")
+    kept: ClassVar[tuple[str, ...]] = ("best", "last", "best_step", "evaluated")
     folder: Path
     config: StageConfig
     """Section of the stage; the checkpoint of its `final` is kept where that is a step."""
@@ -110,6 +110,8 @@ class Checkpoints(progress.Stateful):
     """Step of the latest evaluation of this process."""
     best: tuple[float, ...] | None = field(default=None, init=False)
     """Values of the `goal` metrics at the best evaluation so far."""
+    last: tuple[float, ...] | None = field(default=None, init=False)
+    """Values of the `goal` metrics at the latest evaluation."""
     best_step: int | None = field(default=None, init=False)
     """Step of the best evaluation so far."""
     evaluated: int | None = field(default=None, init=False)
@@ -203,7 +205,7 @@ class Checkpoints(progress.Stateful):
             told = f"{stage} has diverged: after step {step}, {' and '.join(bad)}"
             raise DivergedError(f"{told}. {divergence_advice(stage, made)}")
         self.evaluated = self.measured = step
-        found = tuple(metrics[name] for name, _ in self.goal)
+        self.last = found = tuple(metrics[name] for name, _ in self.goal)
         if self.goal and (self.best is None or self.ranked(found) > self.ranked(self.best)):
             self.best, self.best_step = found, step
             if self.replicas.is_first:
@@ -247,7 +249,7 @@ class Checkpoints(progress.Stateful):
         if self.replicas.is_first:
             self.delete_surplus()
             size = storage.readable(path.stat().st_size)
-            console.print_line(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
+            console.print_detail(f"checkpoint {step}: {size}, {monotonic() - started:.2f} s")
         self._saved, self._since = (step, self.evaluated), monotonic()
 
     def delete_surplus(self) -> None:

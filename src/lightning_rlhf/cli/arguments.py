@@ -140,9 +140,13 @@ def check_command(words: Sequence[str], given: Namespace) -> None:
             "environment variable with the token in reward.token_env"
         )
     modes = [word for word, mode in WITHOUT_RUN.items() if f"preflight={mode}" in given.overrides]
-    if modes and (given.multirun or "recipe" in keys):
-        raise ConfigError(f"a {modes[0]} is of one stage; allowed: {modes[0]} stage=NAME")
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
+    if modes and (is_sweep or "recipe" in keys):
+        told = (
+            f"a {modes[0]} is of one stage, not of a {'sweep' if is_sweep else 'recipe'}; allowed"
+        )
+        way = " with one value a key, without -m" * is_sweep
+        raise ConfigError(f"{told}: {program_name()} {modes[0]} stage=NAME{way}")
     for word in given.overrides:
         if word in PLUGINS:
             optional(PLUGINS[word], "sweeps", word)

@@ -37,7 +37,8 @@ from lightning_rlhf.runs.resume import state_of
 from lightning_rlhf.runs.settings import folder_names, plain, read_settings
 from lightning_rlhf.runs.stage import AUTO, STAGES, stage_names
 
-NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts")}
+NEXT = {"sft": ("rm", "preferences"), "rm": ("ppo", "prompts"), "ppo": ("eval_policy", "prompts"),
+        "eval_reward": ("ppo", "prompts")}  # fmt: skip
 """Stage -> the one that follows it, and the data that this one reads."""
 ONCE = ("stage", "final", "resume", "overwrite", "preflight", "record")
 """Keys of a command that are not those of the next one."""
@@ -230,8 +231,10 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
     else:
         fit.fit(settings)
     is_alone = not in_sweep and launch.IN_RECIPE not in os.environ
-    if is_alone and definition.hands_over == "model":
-        words = ["chat", str(folders.folder_of(settings) / folders.FINAL)]
+    if is_alone and settings.stage != "rank":
+        talking = ("ppo", "dpo") if settings.stage == "eval_policy" else (settings.stage,)
+        finals = (folders.folder_of(settings, x) / folders.FINAL for x in ("sft", *talking))
+        words = ["chat", *(str(final) for final in finals if final.is_dir())]
         if settings.stage in NEXT:
             given = [o for o in arguments.parse_overrides(overrides) if o.key_or_group not in ONCE]
             kept = [str(o.input_line) for o in given if arguments.stage_of(o, STAGES) is None]
@@ -240,4 +243,4 @@ def execute(cfg: DictConfig, overrides: Sequence[str], in_sweep: bool) -> None:
             if getattr(settings.data, data).train is None:
                 words.append(f"data.{data}.train=FILE.jsonl")
         line = f"next: {arguments.program_name()} {shlex.join(words)}"
-        print_line(arguments.without_secrets(line, overrides))
+        print_line(arguments.without_secrets(line, overrides), is_command=True)

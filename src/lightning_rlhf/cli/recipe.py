@@ -230,7 +230,7 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         ran = run_steps(stages, words, folder, start_over=cfg.overwrite)
     # Imported here, with torch and Lightning: what names and folders tell comes before.
     from lightning_rlhf.callbacks.compute import PEAK, compute_line
-    from lightning_rlhf.evaluation import compare, diminishing
+    from lightning_rlhf.evaluation import compare
     from lightning_rlhf.runs import measured
 
     places = {step: folders.folder_of(settings) for step, settings in stages.items()}
@@ -238,10 +238,6 @@ def run_recipe(recipe: Recipe, cfg: DictConfig, given: Sequence[str]) -> None:
         step: measured.metrics_of(place / folders.FINAL, stages[step].definition)
         for step, place in places.items()
     }
-    if "ppo" in stages:
-        if stages["ppo"].samples and (samples := measured.evaluation_files(places["ppo"])):
-            get_console().print(tables.side_by_side(*samples, n=5))
-        diminishing.repeat_conclusion(places["ppo"])
     if counted := [step for step in stages if PEAK in metrics[step]]:
         print_line(compute_line([metrics[step] for step in counted], f" of {', '.join(counted)}"))
     last = words[recipe.stages[-1]][1:]

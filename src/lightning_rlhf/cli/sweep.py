@@ -306,7 +306,8 @@ class Jobs:
         places = [Path(job.folder) for job in self.results if job.folder]
         stage = "ppo" if "ppo" in names or not names else names[0]
         known = find_stage(stage)
-        goal = self.goal or next(iter(() if known is None else known.goal), None)
+        is_fair = not any(key.startswith(("reward", "data")) for key in self.varied)
+        goal = self.goal or next(iter(known.goal if known is not None and is_fair else ()), None)
         table = jobs_table(self.results, goal)
         # No cell is broken where the output is no terminal.
         console = get_console() if get_console().is_terminal else Console(width=10_000)

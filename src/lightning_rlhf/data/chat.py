@@ -135,6 +135,11 @@ class ChatFormat:
             )
         return text
 
+    def without_template(self, prompt: str) -> str:
+        """Return a rendered prompt without what the template writes around a single user turn."""
+        before, text, after = self.opened(_SENTINELS[0].content).partition(_SENTINELS[0].content)
+        return prompt.removeprefix(before).removesuffix(after) if text else prompt
+
     def _encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False).input_ids)
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, pairwise
@@ -20,7 +21,7 @@ from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report import estimates, run_page, tables
 from lightning_rlhf.report.curves import KL_AXIS, PALETTE, Area, Plot, Point, Series, joined, points
 from lightning_rlhf.runs import folders
-from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json, read_run
+from lightning_rlhf.runs.measured import RunFiles, damage_named, optional_json, read_run, unequal
 from lightning_rlhf.runs.stage import STAGES, Stage, find_stage
 
 STEPS = "steps.json"
@@ -43,7 +44,8 @@ def write_report(folder: Path) -> Path:
             f"{folder} holds no run{nearest_path(str(folder))}; allowed: the folder of a stage, as "
             "outputs/<run>/<model>/ppo, or the one above it"
         )
-    return write(list(map(read_run, runs)), folder)
+    write(list(map(read_run, runs)), folder)
+    return folder / folders.PAGE
 
 
 def runs_of(folder: Path) -> list[Path]:
@@ -136,6 +138,8 @@ class RunComparison:
     """Metrics of the table; the first ones are the most important."""
     plotted: Sequence[str]
     """Metrics whose curves are laid over each other."""
+    unequal: Sequence[str] = ()
+    """What the runs were evaluated with that is not the same in all of them."""
 
     def results(self) -> tables.Table:
         """Return a row for each group, with the means over its seeds."""
@@ -147,6 +151,9 @@ class RunComparison:
         columns = ["runs", "seed", *map(heading_of, self.metrics)]
         note = "Mean over seeds with its 95% t-interval: mean ± t s / √n. One seed has none."
         note *= any(len(group.runs) > 1 for group in self.groups)
+        if self.unequal:
+            told = f"Not comparable: evaluated with different {' and '.join(self.unequal)}."
+            note = f"{told} {note}".strip()
         return tables.Table(title="Results", columns=columns, rows=rows, note=note)
 
     def differences(self) -> tables.Table:
@@ -161,7 +168,8 @@ class RunComparison:
 
     def frontiers(self) -> Iterator[tables.Table]:
         """Yield the reward, and the gold score, of each group at equal KL."""
-        for metric in (HELD_OUT, GOLD):
+        fair = () if "held-out data" in self.unequal else (HELD_OUT, GOLD)
+        for metric in fair[-1:] if self.unequal else fair:
             paths = [
                 [joined(run.curves, HELD_OUT_KL, metric) for run in group.runs]
                 for group in self.groups
@@ -218,7 +226,9 @@ class RunComparison:
                 label = group.label if run is group.runs[0] else ""
                 line = joined(run.curves, HELD_OUT_KL, HELD_OUT)
                 series.append(Series(label=label, color=color, points=line, dots=True))
-                names.append(f"{group.label}: {run.name}, seed {run.tree.get(SEED)}")
+                page, text = run.folder / folders.PAGE, f"{run.name}, seed {run.tree.get(SEED)}"
+                address = os.path.relpath(page, path.parent) if page.is_file() else ""
+                names.append((f"{group.label}: {text}", address))
         heading = "Reward against KL on held-out prompts"
         by_kl = Plot(title=heading, x_label=KL_AXIS, unit="score", series=series)
         sections = [
@@ -226,10 +236,10 @@ class RunComparison:
             ("", "" if jobs is None else jobs.html("jobs")),
             ("Curves", run_page.part("plots", curves, note, True)),
             *(("", table) for table in frontiers[:1]),
-            ("", run_page.part("plots", [by_kl] if frontiers else [])),
+            ("", run_page.part("plots", [by_kl] if frontiers and not self.unequal else [])),
             *(("", table) for table in frontiers[1:]),
             ("", self.differences().html(wide)),
-            ("Runs", run_page.part("list", names)),
+            ("Runs", run_page.part("links", names)),
         ]
         run_page.write_page(path, title, [run_page.StageReport(sections=sections)])
 
@@ -262,7 +272,8 @@ def compare_runs(places: Sequence[Path], stage: str | None, *, fewest: int) -> R
     plotted = [name for name in dict.fromkeys([*first, *known.headlines]) if name in measured]
     evaluated = sorted(name for name in measured if name.startswith("eval/"))
     unit, groups = "step" if definition is None else definition.unit, grouped(runs)
-    return RunComparison(chosen, unit, groups, first or evaluated, plotted or evaluated)
+    told = unequal(runs)
+    return RunComparison(chosen, unit, groups, first or evaluated, plotted or evaluated, told)
 
 
 def runs_in(folder: Path) -> list[Path]:

@@ -373,7 +373,7 @@ def paired_stop(folder: Path) -> GoldStop | None:
     return find_gold_stop(gold, reward)
 
 
-def print_diminishing(folder: Path, title: str) -> int:
+def write_diminishing(folder: Path, title: str) -> int:
     """Write diminishing.json and diminishing.png into a run's folder, and print the conclusion.
 
     Nothing is written or printed where a run has fewer than FEWEST_POINTS iterations.
@@ -400,18 +400,7 @@ def print_diminishing(folder: Path, title: str) -> int:
     sentence = conclusion["sentence"]
     heading = f"{title}. {sentence[:1].upper()}{sentence[1:]}"
     figures.draw_plots(folder / PICTURE, heading, [*others, replace(by_compute, series=series)])
-    repeat_conclusion(folder)
     return iterations
-
-
-def repeat_conclusion(folder: Path) -> None:
-    """Print the conclusion that a run left in diminishing.json, if it left one.
-
-    Raises CheckpointError where the file is damaged.
-    """
-    with measured.damage_named(folder / NUMBERS) as file:
-        if (found := measured.optional_json(file)) is not None:
-            console.print_line(f"diminishing returns: {found['sentence']} ({folder / PICTURE})")
 
 
 def again(folder: Path) -> None:
@@ -420,7 +409,9 @@ def again(folder: Path) -> None:
     if not folder.is_dir():
         found = "is no folder" if folder.exists() else "does not exist"
         raise CheckpointError(f"{folder} {found}{user_code.nearest_path(str(folder))}; {allowed}")
-    count = print_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
+    count = write_diminishing(folder, "/".join(folder.resolve().parts[-4:]))
     if count < FEWEST_POINTS:
         found = f"{folder / folders.METRICS} has {counted(count, 'iteration')} of stage=ppo"
         raise CheckpointError(f"{found}; {allowed}, with {FEWEST_POINTS} or more")
+    sentence = json.loads((folder / NUMBERS).read_text(encoding="utf-8"))["sentence"]
+    console.print_line(f"diminishing returns: {sentence} ({folder / PICTURE})")

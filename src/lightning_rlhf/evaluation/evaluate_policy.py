@@ -24,7 +24,6 @@ from lightning_rlhf.io.console import json_line, print_line
 from lightning_rlhf.models.checkpoint import Final, versions
 from lightning_rlhf.models.config import SFT
 from lightning_rlhf.report import comparison
-from lightning_rlhf.report.tables import verdict_lines
 from lightning_rlhf.rollout.sampler import GREEDY
 from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
@@ -79,8 +78,6 @@ class EvalPolicy(stage.Stage):
             for name in ("sampled", "greedy", "pass@k", "sampled, paired"):
                 if name in tables:
                     get_console().print(tables[name].console())
-            if (lines := verdict_lines(task.verdicts)) is not None:
-                get_console().print(lines)
             log_evaluation(loggers, content, rows)
             names = ", ".join((*sources, *best))
             title = f"{folders.run_name(settings)}: {names} and the SFT model"

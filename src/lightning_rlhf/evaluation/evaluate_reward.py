@@ -25,7 +25,7 @@ from lightning_rlhf.data.config import DataConfig
 from lightning_rlhf.data.problems import find_problems, print_problems
 from lightning_rlhf.data.rows import Preference, Rows, prompt_row
 from lightning_rlhf.evaluation import build_rewards, run_report
-from lightning_rlhf.io.console import Working, print_line
+from lightning_rlhf.io.console import Working, print_detail, print_line
 from lightning_rlhf.io.storage import written_whole
 from lightning_rlhf.models import build_roles, checkpoint
 from lightning_rlhf.models.roles import Roles
@@ -163,11 +163,9 @@ def measure_reward(
 def write_fitness(
     report: fitness_page.FitnessReport, folder: Path, loggers: Sequence[Logger], step: int
 ) -> None:
-    """Write the report, send its picture to the loggers, and print the verdicts."""
+    """Write the report, and send its picture to the loggers."""
     report.write(folder)
     log_pictures(loggers, {fitness_page.SCORES: folder / fitness_page.PICTURE}, step)
-    for verdict in report.words:
-        print_line(verdict)
 
 
 def check_sampling(
@@ -248,7 +246,7 @@ def check_formats(run: Run, reward: Reward) -> None:
         fits = result.fits(config.format_tolerance)
         lines = result.lines(name, config.format_tolerance, shows_text=settings.debug)
         for line in lines:
-            print_line(line, "" if fits else "bold red")
+            print_detail(line) if fits else print_line(line, "bold red")
         if not fits and config.format_check == "strict":
             is_text = result.problems or result.rendered != result.own_rendered
             advice = "Fix the text" if is_text else "Its numbers differ by dtype or quantization"

@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 from matplotlib.ticker import EngFormatter
+from rich import get_console
 
 from lightning_rlhf.callbacks import files
 from lightning_rlhf.core.errors import RLHFError
@@ -17,14 +18,18 @@ from lightning_rlhf.models.checkpoint import PAGE as FITNESS_PAGE
 from lightning_rlhf.models.checkpoint import Verdict as Judgement
 from lightning_rlhf.report import comparison, fitness_page, run_page
 from lightning_rlhf.report.curves import FAN_PANEL, curve_plots, frontier_plots, kl_note
-from lightning_rlhf.report.tables import Table, paired_samples, score_text, with_sign
+from lightning_rlhf.report.tables import Table, paired_samples, samples_shown, score_text, with_sign
+from lightning_rlhf.rewards import format_check
 from lightning_rlhf.runs import measured
 from lightning_rlhf.runs.folders import CONFIG, FAILED, FINAL, METRICS, PAGE, flatten
 from lightning_rlhf.runs.stage import Stage
 
 PROMISES = "promises.json"
-PAIRS, MOST_TOKENS = 6, 400
-"""Number of held-out prompts whose responses are shown, and largest number of tokens of one."""
+PAIRS, SHOWN, MOST_TOKENS = 6, 5, 400
+"""Number of held-out prompts whose responses a page shows, and the terminal, and largest number of
+tokens of one."""
+STYLES = {"good": "green", "doubtful": "yellow", "bad": "red", "unknown": ""}
+"""Colour of each level of a verdict on the terminal."""
 PHASES = {
     "time/rollout_s": "sampling",
     "time/score_s": "scoring",
@@ -38,28 +43,39 @@ Pair = Mapping[str, str]
 
 
 def leave_report(folder: Path, definition: Stage) -> None:
-    """Write report.html of a run that ends, and print its path; a failure to do so is a warning.
+    """Write report.html of a run that ends, and print its path, and of a finished run samples and
+    the verdict; a failure to do so is a warning.
 
     Nothing is written where the run has no metrics. A failed.txt goes, which another command for
     the same folder may have left meanwhile.
     """
     try:
         storage.delete(folder / FAILED)
-        if (folder / CONFIG).is_file() and files.read_rows(folder / METRICS):
-            console.print_line(f"report: {write([measured.read_run(folder, definition)], folder)}")
+        if not ((folder / CONFIG).is_file() and files.read_rows(folder / METRICS)):
+            return
+        run = measured.read_run(folder, definition)
+        (page,) = write([run], folder)
+        if (folder / FINAL).is_dir() and page.verdict is not None:
+            if run.tree["samples"] and (samples := pairs(folder)[:SHOWN]):
+                console.print_line("held-out prompts:")
+                get_console().print(samples_shown(samples, get_console().width))
+            words = " ".join(run_page.clauses(page.verdict.words))
+            level = page.verdict.level
+            console.print_line(f"verdict: {run_page.WORDS[level]}. {words}", STYLES[level])
+        console.print_line(f"report: {folder / PAGE}")
     except (RLHFError, OSError) as error:
         console.print_line(f"warning: {folder / PAGE} was not written: {error}", "yellow")
 
 
-def write(runs: Sequence[measured.RunFiles], folder: Path) -> Path:
-    """Write report.html about the runs into a folder, with the promises in it; return its path."""
+def write(runs: Sequence[measured.RunFiles], folder: Path) -> list[run_page.StageReport]:
+    """Write report.html about the runs into a folder, with the promises in it; return its parts."""
     with measured.damage_named(folder / PROMISES) as path:
         promises = [run_page.PromiseRow(**row) for row in measured.optional_json(path) or ()]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
     stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
     with storage.written_whole(folder / PAGE, kind="page") as beside:
         run_page.write_page(beside, name, stages, promises)
-    return folder / PAGE
+    return stages
 
 
 def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageReport:
@@ -107,6 +123,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         title=run.title,
         verdict=verdict,
         sections=[
+            ("", run_page.part("links", other_pages(run.folder))),
             ("Curves", run_page.part("plots", curve_plots(curves, panels, unit))),
             ("Distribution of the reward", run_page.part("plots", fan)),
             ("Frontiers and the point of diminishing returns", returned),
@@ -121,6 +138,20 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
             ("", run_page.part("folded", versions, "Versions")),
         ],
     )
+
+
+def other_pages(folder: Path) -> list[tuple[str, str]]:
+    """Return the pages of the other stages beside a run, that of all stages, and comparisons in the
+    folders above that link to the run, as texts and addresses."""
+    pages = [page for page in sorted(folder.parent.glob(f"*/{PAGE}")) if page.parent != folder]
+    found = [(page.parent.name, f"../{page.parent.name}/{PAGE}") for page in pages]
+    found += [("all stages", f"../{PAGE}")] if (folder.parent / PAGE).is_file() else []
+    encoded, page = run_page.environment().filters["urlencode"], (folder / PAGE).resolve()
+    for up, place in enumerate(page.parents[1:], start=1):
+        other = place / "compare.html"
+        if other.is_file() and f'"{encoded(str(page.relative_to(place)))}"' in other.read_text():
+            found.append(("comparison", f"{'../' * up}compare.html"))
+    return found
 
 
 def fitness_tables(run: measured.RunFiles) -> list[Table]:
@@ -245,13 +276,14 @@ def pairs(folder: Path) -> list[Pair]:
     """Return two responses beside each other to each of some held-out prompts.
 
     They are those of the first evaluation and of the one in `final/`; of an evaluation of policies
-    the greedy ones of the SFT model and of the first policy; after SFT the demonstrations, and
-    samples of the trained model. [] for a run without such files.
+    the greedy ones of the SFT model and of the first policy; after SFT and DPO those of the data,
+    and samples of the trained model; of a reward model the chosen and the rejected response. [] for
+    a run without such files.
     """
     found = measured.evaluation_files(folder)
     if found is not None and found[0] != found[1]:
         samples = paired_samples(*found, PAIRS)
-        return [pair_of(a["prompt"], ("first", a), ("last", b)) for a, b in samples]
+        return [pair_of(a["prompt"], ("before", a), ("after", b)) for a, b in samples]
     final, shown = folder / FINAL, folder / files.SAMPLES / files.HELD_OUT
     path = final / comparison.SAMPLES
     if (final / comparison.NUMBERS).is_file() and path.is_file():
@@ -260,7 +292,13 @@ def pairs(folder: Path) -> list[Pair]:
                 :PAIRS
             ]
             return [pair_of(row["prompt"], *list(row["responses"].items())[:2]) for row in rows]
-    kinds = {"before_numbers": "demonstration", "after_numbers": "sampled from the trained model"}
+    known = format_check.read_pairs(final) if not shown.is_file() else []
+    if known:
+        return [{"prompt": str(one.row["prompt"]), "before": one.chosen, "after": one.rejected,
+                 "before_numbers": f"chosen: score {one.chosen_score:+z.2f}",
+                 "after_numbers": f"rejected: score {one.rejected_score:+z.2f}"}
+                for one in known[:PAIRS]]  # fmt: skip
+    kinds = {"before_numbers": "in the data", "after_numbers": "trained model"}
     with measured.damage_named(shown):
         rows = [row for _, row in storage.json_lines(shown)] if shown.is_file() else []
         names = {"prompt": "prompt", "before": "demonstration", "after": "response"}

@@ -53,14 +53,27 @@ def is_hidden(character: str) -> bool:
     return unicodedata.category(character) in CATEGORIES and character not in JOINERS
 
 
-def print_line(message: str, style: str = "") -> None:
+details = False
+"""Whether `print_detail` prints anything: the key `debug` of the run."""
+
+
+def print_detail(message: str) -> None:
+    """Print a line that debug=true alone shows."""
+    if details:
+        print_line(message, "dim")
+
+
+def print_line(message: str, style: str = "", *, is_command: bool = False) -> None:
     """Print a line without markup, with control characters made visible.
 
-    style: a Rich style, for example "yellow".
+    A terminal gets it broken between words, unless one of them, as a path, is longer than a line.
+
+    style: a Rich style, for example "yellow". is_command: True never breaks it.
     """
-    get_console().print(
-        visible(message), style=style, markup=False, highlight=False, soft_wrap=True
-    )
+    console, text = get_console(), visible(message)
+    is_whole = is_command or max(map(len, text.split()), default=0) > console.width
+    is_whole |= not console.is_terminal
+    console.print(Text(text, style), soft_wrap=is_whole)
 
 
 def clock_text(seconds: float) -> str:

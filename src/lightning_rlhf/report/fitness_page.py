@@ -227,7 +227,7 @@ CONCLUSIONS = {
         "Not fit: on held-out pairs it is not surely better than guessing.",
         "Do not run it on this reward: it would maximise what is not surely better than guessing."),
     "flagged": (
-        "Fit with reservations: PPO will look for the weak spots below.",
+        "Fit with reservations: PPO will look for its weak spots.",
         "It may run, with an eye on the flags: {}."),
     "clear": (
         "No check found a fault in it.",

@@ -15,7 +15,6 @@ from lightning_rlhf.core.errors import CheckpointError
 from lightning_rlhf.core.metrics import BEFORE_AFTER, EVAL_PART, JUDGE, KL, label_of
 from lightning_rlhf.io.console import visible, visible_line
 from lightning_rlhf.io.storage import damaged_line, is_number, json_lines
-from lightning_rlhf.models.checkpoint import Verdict
 
 ABSENT = "-"
 Sample = Mapping[str, Any]
@@ -85,13 +84,8 @@ def cut(text: str, characters: int = CHARACTERS) -> str:
     return text if len(text) <= characters else text[: characters - 1] + "…"
 
 
-def before_after_table(
-    before: Mapping[str, float], after: Mapping[str, float], verdicts: Mapping[str, Verdict]
-) -> RichTable:
-    """Return a table of the SFT model's and PPO's metrics on the same held-out prompts.
-
-    verdicts: verdict of the fitness report on each component of the reward, shown under the table.
-    """
+def before_after_table(before: Mapping[str, float], after: Mapping[str, float]) -> RichTable:
+    """Return a table of the SFT model's and PPO's metrics on the same held-out prompts."""
     parts = sorted(name for name in after if name.startswith((JUDGE, EVAL_PART)))
     rows = []
     for name in dict.fromkeys(name for name in (*BEFORE_AFTER, *parts) if name in after):
@@ -101,32 +95,27 @@ def before_after_table(
             start, change = f"{before[name]:z.2f}", f"{after[name] - before[name]:+z.2f}"
         rows.append([label.removeprefix("eval/"), start, f"{after[name]:z.2f}", change])
     columns = ["", "SFT", "after PPO", "change"]
-    table = Table(title="On held-out prompts", columns=columns, rows=rows).console()
-    table.caption = verdict_lines(verdicts)
-    return table
+    return Table(title="On held-out prompts", columns=columns, rows=rows).console()
 
 
-def verdict_lines(verdicts: Mapping[str, Verdict]) -> Text | None:
-    """Return the verdict on each component of the reward, for below a table; None without any."""
-    lines = [(visible_line(f"reward {name}: {x.words}"), x.style) for name, x in verdicts.items()]
-    return Text("\n").join(Text(*line) for line in lines) if lines else None
+NARROW = 60
+"""Number of columns of a terminal below which samples are shown without their numbers."""
 
 
-def side_by_side(before_jsonl: Path, after_jsonl: Path, n: int) -> RichTable:
-    """Return a table of `n` held-out prompts with the SFT model's and PPO's responses.
+def samples_shown(pairs: Sequence[Mapping[str, str]], width: int) -> Text:
+    """Return prompts with two responses each, every text cut to a line of `width` columns.
 
-    Raises CheckpointError if a file is damaged.
+    pairs: `prompt`, `before` and `after`, and of both the name with the numbers.
     """
-    table = RichTable(title="The same prompts", title_justify="left", show_header=False)
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(justify="right", no_wrap=True)
-    for before, after in paired_samples(before_jsonl, after_jsonl, n):
-        table.add_section()
-        table.add_row("prompt", Text(visible(before["prompt"]), style="bold"), "")
-        table.add_row("SFT", Text(visible(before["response"])), score_text(before))
-        table.add_row("PPO", Text(visible(after["response"])), score_text(after))
-    return table
+    lines = []
+    for pair in pairs:
+        for side, style in {"prompt": "bold", "before": "", "after": ""}.items():
+            name, _, numbers = pair.get(f"{side}_numbers", side).partition(": ")
+            name, numbers = f"  {name:13} ", f"  {numbers}" if numbers and width >= NARROW else ""
+            text = Text(visible(" ".join(pair[side].split())) or "(empty)", style)
+            text.truncate(width - len(name + numbers), overflow="ellipsis", pad=bool(numbers))
+            lines.append(Text.assemble((name, "dim"), text, (numbers, "dim")))
+    return Text("\n").join(lines)
 
 
 def paired_samples(before_jsonl: Path, after_jsonl: Path, n: int) -> list[tuple[Sample, Sample]]:

@@ -1,7 +1,7 @@
 """The contents of a run's folder, for its report and for comparisons, with 95% intervals."""
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from lightning_rlhf.models.checkpoint import MANIFEST, Manifest, find, json_obje
 from lightning_rlhf.report import comparison, run_page
 from lightning_rlhf.report.curves import Curves
 from lightning_rlhf.report.estimates import Ends, Interval, mean_interval, rate_interval, single
-from lightning_rlhf.runs.folders import CONFIG, FINAL, METRICS, read_config, read_ending
+from lightning_rlhf.runs import folders
 from lightning_rlhf.runs.stage import Stage, find_stage
 
 
@@ -65,13 +65,14 @@ def read_run(folder: Path, definition: Stage | None = None) -> RunFiles:
         of the user's own is not loaded.
     Raises CheckpointError where a file is damaged.
     """
-    tree = read_config(folder / CONFIG, "a report cannot be written")
+    file = folder / folders.CONFIG
+    tree = folders.read_config(file, "a report cannot be written")
     match tree:
         case {"stage": str() as stage, "model": {"name": str()}}:
             definition = definition or find_stage(stage)
         case _:
-            raise CheckpointError(f"{folder / CONFIG} is damaged: it names no stage and no model")
-    file = folder / FINAL / MANIFEST
+            raise CheckpointError(f"{file} is damaged: it names no stage and no model")
+    file = folder / folders.FINAL / MANIFEST
     manifest = read_manifest(file) if file.is_file() else None
     return RunFiles(folder, tree, definition, read_metrics(folder), manifest)
 
@@ -82,7 +83,7 @@ def read_metrics(folder: Path) -> dict[str, tuple[list[int], list[float]]]:
     Raises CheckpointError where the file is damaged.
     """
     curves: dict[str, tuple[list[int], list[float]]] = {}
-    for step, row in read_rows(folder / METRICS).items():
+    for step, row in read_rows(folder / folders.METRICS).items():
         for name, x in row.items():
             steps, values = curves.setdefault(name, ([], []))
             steps.append(step)
@@ -131,15 +132,15 @@ def with_intervals(
     first: Samples = []
     last: Samples = []
     intervals: dict[str, Interval] = {}
-    if folder is not None and (folder / FINAL / comparison.NUMBERS).is_file():
-        with damage_named(folder / FINAL / comparison.NUMBERS) as file:
+    if folder is not None and (folder / folders.FINAL / comparison.NUMBERS).is_file():
+        with damage_named(folder / folders.FINAL / comparison.NUMBERS) as file:
             content = json_object(file)
             policies = content["policies"]
             sft, policy, *_ = policies
             intervals = content.get("pass_intervals", {}).get(policy, {})
             numbers = policies[sft]["sampled"].items()
             metrics = {f"start/{name}": x for name, x in numbers if x is not None} | {**metrics}
-        with damage_named(folder / FINAL / comparison.SAMPLES) as file:
+        with damage_named(folder / folders.FINAL / comparison.SAMPLES) as file:
             rows = [row for _, row in json_lines(file) if row["decoding"] == "sampled"]
             first, last = (
                 [{"index": row["index"], **row["responses"][name]} for row in rows]
@@ -174,11 +175,33 @@ def evaluation_files(folder: Path) -> tuple[Path, Path] | None:
     Raises CheckpointError for a damaged ending.json.
     """
     files = sorted((folder / SAMPLES).glob("eval_*.jsonl"))
-    ending = read_ending(folder)
+    ending = folders.read_ending(folder)
     if ending is None:
         return (files[0], files[-1]) if files else None
     chosen = eval_samples(folder, ending.step)
     return (files[0], chosen) if chosen in files else None
+
+
+def unequal(runs: Sequence[RunFiles]) -> list[str]:
+    """Return what the runs were evaluated with that is not the same in all of them.
+
+    Held-out data are the prompts of the samples, else the keys of the data; a reward is its keys
+    and the digests of the models that it reads.
+    """
+    found: dict[str, set[str]] = {"held-out data": set(), "rewards": set()}
+    for run in runs:
+        flat, files = folders.flatten(run.tree), evaluation_files(run.folder)
+        kind = f"data.{run.definition.data if run.definition else 'prompts'}."
+        without = f"{kind}train" if flat.get(f"{kind}val") else ""
+        seen = [x for x in flat.items() if x[0].startswith(kind) and x[0] != without]
+        if files is not None:
+            seen = [row["prompt"] for _, row in json_lines(files[0])]
+        found["held-out data"].add(json.dumps(seen))
+        with damage_named(run.folder / folders.PARENTS) as path:
+            parts = sorted({**flat, **(optional_json(path) or {})}.items())
+        own = [x for x in parts if x[0].startswith("reward") and not x[0].endswith(".checkpoint")]
+        found["rewards"].add(json.dumps(own if HELD_OUT in run.metrics else []))
+    return [name for name, values in found.items() if len(values) > 1]
 
 
 def by_prompt(samples: Samples, name: str) -> np.ndarray:

@@ -91,7 +91,9 @@ def hand_over(
     )  # fmt: skip
     if export is None:
         leave_report(run.folder, settings.definition)
-    console.print_line(f"{settings.stage} {'finished' if export is None else 'exported'}: {folder}")
+    done = "finished" if export is None else "exported"
+    seconds = run_page.duration(manifest.metrics["time/stage_s"])
+    console.print_line(f"{settings.stage} {done} in {seconds}: {folder}", "bold")
     return folder
 
 

@@ -24,7 +24,7 @@ from lightning_rlhf.core.config import StageConfig
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, TrainingError, counted
 from lightning_rlhf.evaluation import select
 from lightning_rlhf.evaluation.run_report import leave_report
-from lightning_rlhf.io.console import Working, print_line
+from lightning_rlhf.io import console
 from lightning_rlhf.models.roles import Roles
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import ONE
@@ -97,7 +97,8 @@ def fit(settings: Settings) -> Path:
             check_state(run.checkpoint, module, data)
         preflight.preflight(run, module, data, resumed=run.checkpoint is not None)
         replicas.first(run.claim)
-        config, stop = rhythm(run.settings, steps), Stop()
+        config, stop = run.settings.config, Stop()
+        config = replace(config, val_every=config.validation_interval(steps))
         # A logger that does nothing in the other processes: callbacks may refuse to run without.
         loggers: list[Logger] = run.open_loggers() if replicas.is_first else [DummyLogger()]
         goal, gain = select.goal_of(run.settings), select.goal_of(run.settings, "stop")
@@ -129,7 +130,7 @@ def fit(settings: Settings) -> Path:
             if exit_code and replicas.size > 1:
                 # Another process may have ended before: the launcher then ends those that are left.
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            with Working("closing the loggers"):
+            with console.Working("closing the loggers"):
                 close_loggers(loggers, exit_code)
             if exit_code and replicas.is_first:
                 leave_report(run.folder, stage)
@@ -141,7 +142,7 @@ def fit(settings: Settings) -> Path:
         last_row = next((row for row in reversed(rows) if compute.PEAK in row), None)
         if last_row is not None:  # else the run had ended before its compute was counted
             computed = {n: x for n, x in last_row.items() if n.startswith(compute.PREFIX)}
-            print_line(compute.compute_line([computed]))
+            console.print_detail(compute.compute_line([computed]))
             told |= computed
         return stage.finish(run, module, told)
 
@@ -231,6 +232,7 @@ def entered(settings: Settings, **given: Any) -> Iterator[tuple[Stage, Run]]:
     Errors name the keys of the stage's section, and those of a training come with advice.
     given: as for `Run.of`.
     """
+    console.details = settings.debug
     accelerator.quiet_libraries()
     accelerator.check_devices(settings)
     set_up(settings)
@@ -257,12 +259,12 @@ class KernelsLine(Callback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if not isinstance(roles := getattr(pl_module, "roles", None), Roles):
             return
-        print_line(str(roles.kernels))
+        console.print_detail(str(roles.kernels))
         config = roles.causal_lm.config
         kinds = getattr(config, "layer_types", None) or ()
         missing = [name for module, name in LINEAR_ATTENTION.items() if find_spec(module) is None]
         if roles.device.type == "cuda" and "linear_attention" in kinds and missing:
-            print_line(
+            console.print_line(
                 f"{config.model_type} is slow: its linear attention is computed by a loop of "
                 f"transformers without {' and '.join(missing)}; pip install 'lightning-rlhf[gpu]'",
                 "yellow",
@@ -302,7 +304,7 @@ def trainer_of(
     if not has_bar and options.get("enable_progress_bar") is not False:
         callbacks.append(progress.Progress(stage.name, stage.headlines))
     if run.checkpoint is not None:
-        print_line(f"going on from {run.checkpoint}")
+        console.print_line(f"going on from {run.checkpoint}")
     return objects.build_trainer(
         run.settings.trainer,
         run.arguments,
@@ -318,18 +320,6 @@ def trainer_of(
         enable_checkpointing=False,
         default_root_dir=run.folder,
     )
-
-
-def rhythm(settings: Settings, steps: int) -> StageConfig:
-    """Return the section of the stage, with `val_every` as a run of so many steps has it."""
-    config: StageConfig = settings.config
-    val_every = config.validation_interval(steps)
-    if val_every != config.val_every:
-        print_line(
-            f"validating every {counted(val_every, 'step')}, a tenth of the {steps} of the run: "
-            f"{settings.stage}.val_every is {config.val_every}, more than it has"
-        )
-    return replace(config, val_every=val_every)
 
 
 def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
@@ -348,14 +338,15 @@ def check_state(checkpoint: Path, module: L.LightningModule, data: Any) -> None:
 
 
 def print_curves(run: Run, stage: Stage, saver: checkpoints.Checkpoints) -> None:
-    """Draw the curves, and print which evaluation was the best unless it was the last one."""
+    """Draw the curves, and print which evaluation was the best where it beats the last one."""
     title = f"{stage.title}: {folders.run_name(run.settings)}"
-    curves, path = measured.read_metrics(run.folder), run.folder / "curves.png"
+    curves = measured.read_metrics(run.folder)
     panels = (stage.panels or panel_for_each)(curves)
-    draw_plots(path, title, [panel.measured(curves, stage.unit) for panel in panels])
-    print_line(f"curves: {path}")
-    if saver.config.final == "last" and saver.best_step not in (None, saver.evaluated):
-        print_line(
+    draw_plots(
+        run.folder / "curves.png", title, [panel.measured(curves, stage.unit) for panel in panels]
+    )
+    if saver.config.final == "last" and saver.best not in (None, saver.last):
+        console.print_line(
             f"the best evaluation was that of step {saver.best_step}: {saver.best_text()}. final/ "
             "is the last step"
         )

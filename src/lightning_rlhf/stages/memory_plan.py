@@ -416,7 +416,7 @@ def print_plan(settings: stage.Settings) -> None:
     print_line(
         f"for {'one process' if count == 1 else f'each of {count} processes'} on a "
         f"{settings.trainer.accelerator.upper()}, with prompts of {data.max_prompt_tokens} and "
-        f"responses of {response} tokens, without what libraries take; models of earlier stages "
+        f"responses of {response} tokens; models of earlier stages "
         "are taken to be LoRA adapters on this base (finetune=lora), and no weights were read"
     )
     if settings.config.microbatch_size == "auto":
@@ -436,7 +436,8 @@ def plan_shown(plan: MemoryPlan) -> Table:
     larger = "the larger of rollout and update" if phases else "update"
     table = Table(
         title="memory plan", title_justify="left", caption_justify="left", box=box.SIMPLE_HEAD,
-        caption=f"peak: {readable(plan.peak(plan.rows))} = all roles + {larger}",
+        caption=f"peak: {readable(plan.peak(plan.rows))} = all roles + {larger}, "
+        "without what libraries take",
         padding=(0, 1, 0, 0), pad_edge=False,
     )  # fmt: skip
     for column in ("", *vars(plan.rollout)):

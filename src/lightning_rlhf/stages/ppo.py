@@ -139,12 +139,12 @@ class PPO(stage.Stage):
         ending = folders.read_ending(run.folder)
         assert first is not None and last is not None and ending is not None  # noqa: PT018
         last = last if ending.step == ending.last_step else metrics
-        get_console().print(tables.before_after_table(first, last, self.verdicts))
+        get_console().print(tables.before_after_table(first, last))
         trained = files.read_rows(run.folder / folders.METRICS).values()
         final = next((row for row in reversed(trained) if KL in row), None)
         if final is not None and (why := tables.collapsed(final, self.name)) is not None:
             console.print_line(f"warning: {why}", "yellow")
-        diminishing.print_diminishing(run.folder, folders.run_name(run.settings))
+        diminishing.write_diminishing(run.folder, folders.run_name(run.settings))
         return {f"start/{name}": value for name, value in first.items()} | last
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:

@@ -81,7 +81,8 @@ def preflight(
         checks, plan = examine(ready, module, data, resumed=resumed)
     failed = [check for check in checks if check.verdict == "failed"]
     told = [*(check for check in checks if check.verdict == "warning"), *failed]
-    if mode in ("strict", "only") or told:
+    is_told = mode in ("strict", "only") or bool(told)
+    if is_told:
         names = ("check", "measured", "allowed", "verdict")
         columns = (Column(name, overflow="fold") for name in names)
         table = Table(*columns, title="preflight", title_justify="left")
@@ -93,7 +94,8 @@ def preflight(
             get_console().print(plan_shown(plan))
     count = sum(check.verdict == "passed" for check in checks)
     passed = f"{count} of {count + len(told)} checks" if told else errors.counted(count, "check")
-    console.print_line(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
+    tell = console.print_line if is_told else console.print_detail
+    tell(f"preflight: {passed} passed in {time.perf_counter() - started:.1f} s")
     if failed and mode != "warn":
         raise errors.PreflightError(f"preflight: {'; '.join(map(str, failed))}")
     for check in told:

@@ -25,7 +25,7 @@ from lightning_rlhf.data import batches, formats, lengths, problems, readers
 from lightning_rlhf.data.chat import ChatFormat
 from lightning_rlhf.data.rows import Preference, prompt_row
 from lightning_rlhf.evaluation import evaluate_reward
-from lightning_rlhf.io.console import Working, print_line, visible_line
+from lightning_rlhf.io.console import Working, print_detail, print_line
 from lightning_rlhf.models import build_roles, checkpoint, heads
 from lightning_rlhf.models.config import POLICY, REFERENCE, REWARD
 from lightning_rlhf.models.config import SFT as SFT_ROLE
@@ -72,6 +72,11 @@ class Supervised(stage.Stage):
 
     def restore(self, run: Run) -> LightningModule:
         return self.make_module(run, run.load_model().to(run.device))
+
+    def summarise(self, run: Run, module: Any, metrics: dict[str, float]) -> dict[str, float]:
+        if self.role != REWARD:
+            sample_held_out(run, module.roles, self.batches, self.role)
+        return super().summarise(run, module, metrics)
 
     def finish(self, run: Run, module: Any, metrics: Mapping[str, float]) -> Path:
         return hand_over(run, module.roles, self.role, metrics, head=None)
@@ -179,9 +184,7 @@ class SFT(Supervised):
         if data.val:
             texts = ([e.imitated for e in some] for some in (data.train, data.val))
             metrics = metrics | {"eval/unigram_perplexity": unigram_perplexity(*texts)}
-        metrics = super().summarise(run, module, metrics)
-        sample_held_out(run, module.roles, data)
-        return metrics
+        return super().summarise(run, module, metrics)
 
 
 class RM(Supervised):
@@ -219,10 +222,6 @@ class RM(Supervised):
         prompts = [e.prompt for e in data.train]
         roles.to(run.device)
         self.below = roles.probe(REFERENCE)  # the SFT model before it is trained
-        print_line(
-            f"first {config.calibration_samples} responses of the SFT model are sampled "
-            f"({self.name}.calibration_samples), for the scale of the reward"
-        )
         count = config.calibration_samples
         self.samples = evaluate_reward.sft_samples(run, roles, prompts, count, config)
         return self.make_module(run, roles), data, callbacks
@@ -264,7 +263,7 @@ class RM(Supervised):
         """Measure the scale on the samples and write `final/`."""
         rewards = scored_samples(module.roles.to(run.device), self.samples)
         mean, std = collector.reward_moments(rewards)
-        print_line(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
+        print_detail(f"reward on {len(rewards)} SFT samples: mean {mean:z.3f}, std {std:.3f}")
         report = None if self.fitness is None else Path(self.fitness.name)
         verdict = None if report is None else fitness_page.read_judgement(report)
         verdicts = {"rm": verdict} if verdict else None
@@ -304,16 +303,18 @@ def scored_samples(
 
 
 RESPONSES, LONGEST_RESPONSE = 5, 128
-"""Number of responses that SFT samples at its end, and the largest number of their tokens."""
+"""Number of responses that a trained model samples at its end, and the largest number of their
+tokens."""
 
 
-def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
-    """Print and keep a response to each of RESPONSES held-out prompts, sampled at temperature 1.
+def sample_held_out(run: Run, roles: Roles, data: batches.StageData, role: str = SFT_ROLE) -> None:
+    """Keep a response of `role` to each of RESPONSES held-out prompts, sampled at temperature 1.
 
     The random numbers are the responses' own: the state of torch's generators stays as it is.
     """
     chat = run.chat
-    different = {tuple(e.prompt): e.response for e in data.val if e.prompt}
+    different = {tuple(e.prompt): getattr(e, "chosen", None) or e.response
+                 for e in data.val if e.prompt}  # fmt: skip
     some = tables.spread(list(different.items()), RESPONSES)
     limit: int = getattr(roles.causal_lm.config, "max_position_embeddings", None) or 10**9
     room = min(LONGEST_RESPONSE, limit - max((len(prompt) for prompt, _ in some), default=0))
@@ -327,18 +328,15 @@ def sample_held_out(run: Run, roles: Roles, data: batches.StageData) -> None:
         collector.shard([(batch, 1)], ONE, divides=False),
         sampler.SamplingParams(max_response_tokens=tokens, temperature=1.0, end_token_ids=ends),
         torch.Generator().manual_seed(run.settings.seed),
-        role=SFT_ROLE,
+        role=role,
     )
     said = masking.real_tokens(sampled.responses, sampled.response_mask)
     texts = []
     for i, response in zip(sampled.index.tolist(), said, strict=True):
         prompt, known, answer = map(chat.decode_response, (*some[i], response))
+        prompt = chat.without_template(prompt)
         texts.append({"prompt": prompt, "demonstration": known, "response": answer})
     files.write_samples(run.folder / files.SAMPLES / files.HELD_OUT, texts)
-    if run.settings.samples:
-        print_line("responses to held-out prompts, sampled from the trained model:")
-        for one in texts:
-            print_line(visible_line(f"  {one['prompt'][:160]} -> {one['response'][:160]}"))
 
 
 def unigram_perplexity(known: Iterable[Sequence[int]], texts: Iterable[Sequence[int]]) -> float:
