@@ -142,11 +142,9 @@ def check_command(words: Sequence[str], given: Namespace) -> None:
     modes = [word for word, mode in WITHOUT_RUN.items() if f"preflight={mode}" in given.overrides]
     is_sweep = given.multirun or "hydra.mode=MULTIRUN" in given.overrides
     if modes and (is_sweep or "recipe" in keys):
-        told = (
-            f"a {modes[0]} is of one stage, not of a {'sweep' if is_sweep else 'recipe'}; allowed"
-        )
-        way = " with one value a key, without -m" * is_sweep
-        raise ConfigError(f"{told}: {program_name()} {modes[0]} stage=NAME{way}")
+        many, way = ("sweep", ", without -m and one value a key") if is_sweep else ("recipe", "")
+        way = f"{program_name()} {modes[0]} stage=NAME{way}"
+        raise ConfigError(f"a {modes[0]} is of one stage, not of a {many}; allowed: {way}")
     for word in given.overrides:
         if word in PLUGINS:
             optional(PLUGINS[word], "sweeps", word)
