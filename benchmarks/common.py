@@ -51,8 +51,7 @@ class Setting:
     value_lr_factor: float = 1.0
     """Ratio of the critic's learning rate to the policy's."""
     lr_schedule: str = "linear"
-    """Shape of the learning rates over the iterations: constant, linear or cosine, after the
-    warm-up."""
+    """Shape of the learning rates after the warm-up: constant, linear or cosine."""
     warmup_fraction: float = 0.0
     epochs: int = 4
     minibatches: int = 4
@@ -129,15 +128,11 @@ class Clock:
         processor_seconds = time.process_time() - self.processor_started
         if self.steps != self.expected:
             raise RuntimeError(f"{self.steps} optimizer steps in an iteration, not {self.expected}")
-        self.on_iteration(
-            Iteration(
-                seconds=seconds,
-                processor_seconds=processor_seconds,
-                gc_seconds=self.gc_seconds,
-                optimizer_steps=self.steps,
-                response_tokens=response_tokens,
-            )
-        )
+        measured = Iteration(
+            seconds=seconds, processor_seconds=processor_seconds, gc_seconds=self.gc_seconds,
+            optimizer_steps=self.steps, response_tokens=response_tokens,
+        )  # fmt: skip
+        self.on_iteration(measured)
         self.start()
 
     def stop(self) -> None:

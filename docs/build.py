@@ -10,6 +10,7 @@ from pathlib import Path
 
 HOME = Path(__file__).resolve().parents[1]
 DOCS, CONF, PACKAGE, SITE = HOME / "docs", HOME / "conf", HOME / "src/lightning_rlhf", HOME / "site"
+NOTEBOOK = HOME / "examples/notebook.py"
 FENCE = re.compile(r"(^```.*?^```)", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[([^\]]*)\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
 KEY = re.compile(r"( *)([\w+@.-]+):(?: +(?!#)(.*?))?(?: +# (.*))?")
@@ -22,28 +23,42 @@ def place(path: Path) -> str:
         return "keys.md"
     if path.is_relative_to(DOCS) and path != DOCS:
         return str(path.relative_to(DOCS))
+    if path == NOTEBOOK:
+        return "notebook.md"
     name = "README.md" if path == DOCS else f"source/{path.relative_to(HOME)}"
     return name if path.suffix in (".md", ".png") else f"{name}.md"
 
 
 def shown(path: Path) -> str:
-    """Return the page of a file or folder: Markdown as it is, anything else as its text."""
+    """Return the page of a file or folder: Markdown as it is, anything else as its text, but for
+    the notebook, whose cells are prose and code."""
     if path.suffix == ".md":
         return path.read_text()
+    if path == NOTEBOOK:
+        return "\n\n".join(map(cell, path.read_text().split("# %%")[1:])) + "\n"
     names = "\n".join(sorted(one.name for one in path.glob("[!_.]*")))
     text = names if path.is_dir() else path.read_text()
     title = f"---\nsearch: {{exclude: true}}\n---\n# {path.relative_to(HOME)}"
     return f'{title}\n\n``````{path.suffix[1:] or "text"} linenums="1"\n{text}\n``````\n'
 
 
+def cell(text: str) -> str:
+    """Return a cell of a notebook as Markdown; text: what follows the mark `# %%`."""
+    kind, _, body = text.partition("\n")
+    if "[markdown]" in kind:
+        return re.sub(r"^# ?", "", body.strip(), flags=re.MULTILINE)
+    return f"```python\n{body.strip()}\n```"
+
+
 def staged() -> dict[str, bytes]:
     """Return the files of the site by their places, with links among each other."""
     made = {"keys": keys_page(), **api_pages()}
     pages = {f"{name}.md": text.encode() for name, text in made.items()}
-    todo = sorted(DOCS.glob("*.md"))
+    todo = [*sorted(DOCS.glob("*.md")), NOTEBOOK]
     for path in todo:  # which grows by what they link to
         parts = FENCE.split(shown(path) if path.suffix != ".png" else "")
-        for number in range(0, len(parts) if path.suffix == ".md" else 0, 2):
+        is_prose = path.suffix == ".md" or path == NOTEBOOK
+        for number in range(0, len(parts) if is_prose else 0, 2):
             for found in LINK.finditer(parts[number]):
                 target = (path.parent / found[2]).resolve()
                 todo += [] if place(target) in pages or target in todo else [target]

@@ -45,7 +45,7 @@ def test_a_reward_gets_a_report_and_a_page(place: Workplace) -> None:
     assert page.startswith(f"# Is this reward fit to be maximised? {named}\n\n**Not enough data: ")
     assert numbers["verdict"] in page
     assert numbers["verdict"] in out
-    report = check((place.stage("eval_reward", "head") / "report.html").read_text()).text
+    report = check(place.stage("eval_reward", "head") / "report.html").text
     assert numbers["verdict"].rstrip(".") in report
     pictures = [line.partition("(")[2][:-1] for line in page.splitlines() if line[:2] == "!["]
     assert pictures

@@ -76,7 +76,7 @@ def test_every_policy_is_shown_by_the_shortest_name_that_is_its_own(evaluated: E
     prompts = [json.loads(line)["prompt"] for line in lines]
     found = Counter((x["prompt"], x["decoding"]) for x in evaluated.samples)
     assert found == {(p, d): n for p in prompts for d, n in (("sampled", 2), ("greedy", 1))}
-    page = check((evaluated.folder / "report.html").read_text())
+    page = check(evaluated.folder / "report.html")
     assert f"{EARLIER} - {FINAL}" in page.text
 
 

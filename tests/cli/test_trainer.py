@@ -73,6 +73,13 @@ def test_auto_is_the_gpu_where_there_is_one(
     assert given["precision"] == "auto"
 
 
+def test_short_names_of_a_precision_are_lightnings() -> None:
+    for name, found in ((32, "32-true"), ("bf16", "bf16-mixed")):
+        assert settings_of(trainer={"precision": name}).trainer.precision == found
+    with pytest.raises(ConfigError, match=r"'16-mixed'; allowed: auto, 32-true .*bf16-mixed"):
+        settings_of(trainer={"precision": "16-mixed"})
+
+
 def test_callbacks_change_no_number_and_the_run_goes_on_without_them(finished: Workplace) -> None:
     """Nor does a configuration that was written before there was the section."""
     folder = finished.stage("sft")

@@ -9,14 +9,15 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, callbacks
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.utils.data import DataLoader
 
-from lightning_rlhf.callbacks.metrics import PPOMetrics
+from lightning_rlhf.callbacks.metrics import PPOMetrics, StepMetrics
+from lightning_rlhf.core.errors import ConfigError
 from lightning_rlhf.core.results import IterationResult
 
-from .conftest import Outputs, prompts
+from .conftest import Outputs, fit, prompts
 from .experiences import Make
 from .test_supervised import STAGES
 
@@ -64,7 +65,8 @@ def test_they_are_logged_by_the_iteration_and_our_callback_logs_the_same_once(
     rows = [(step, metrics) for step, metrics in plain.rows if "reward_mean" in metrics]
     assert [step for step, _ in rows] == [1, 2]
     assert all(set(HEADLINE) <= set(metrics) for _, metrics in rows)
-    _, logger = train(make_ppo(), PPOMetrics())
+    _, logger = train(make_ppo(), PPOMetrics(), bar := Bar())
+    assert {*bar.shown} == {*HEADLINE}
     found = Counter((step, name) for step, row in logger.rows for name in row)
     for name in HEADLINE:
         assert [found[step, name] for step in (1, 2)] == [1, 1]
@@ -88,6 +90,31 @@ def test_supervised_stages_log_theirs(stage: str) -> None:
     for name, number in expected.items():
         assert float(trainer.callback_metrics[name]) == pytest.approx(number, rel=1e-5)
         assert [step for step, row in logger.rows if name in row] == [1, 2]
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm"])
+def test_a_validation_logs_what_our_callback_does(stage: str) -> None:
+    build, batch, _ = STAGES[stage]
+    held_out = [batch(), batch().select(slice(0, 2))]  # of unequal size
+    both = (fit(build(), [batch()], x, held_out).callback_metrics for x in ([], [StepMetrics()]))
+    plain, ours = ({n: float(x) for n, x in one.items() if n[:5] == "eval/"} for one in both)
+    assert len(plain) == (1 if stage == "sft" else 2)
+    assert plain == pytest.approx({name: ours[name] for name in plain})
+
+
+@pytest.mark.parametrize(("own", "instead"), [
+    (callbacks.StochasticWeightAveraging(1e-3), "WeightAverage"),
+    (callbacks.BatchSizeFinder(), "microbatch_size"), (callbacks.LearningRateFinder(), "finetune"),
+])  # fmt: skip
+def test_callbacks_that_do_not_fit_are_refused(make_ppo: Make, own: Any, instead: str) -> None:
+    told = rf"^a callback of the Trainer is a {type(own).__name__}, which .*{instead}"
+    with pytest.raises(ConfigError, match=told):
+        train(make_ppo(), own)
+
+
+def test_a_precision_that_rounds_trained_weights_is_refused(make_ppo: Make) -> None:
+    with pytest.raises(ConfigError, match="'bf16-true'; allowed: 32-true, bf16-mixed"):
+        fit(make_ppo(), [prompts()], accelerator="cpu", precision="bf16-true")
 
 
 def test_updates_that_are_not_finite_are_in_no_mean() -> None:

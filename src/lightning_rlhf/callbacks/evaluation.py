@@ -172,6 +172,7 @@ class Evaluation(progress.Stateful):
                 path.unlink()
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.logs_evaluation = False
         self._samples: list[files.Sample] = []
 
     def on_validation_batch_end(

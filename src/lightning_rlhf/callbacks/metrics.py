@@ -7,7 +7,7 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from lightning_rlhf.callbacks import compute
 from lightning_rlhf.callbacks.loggers import MetricsFile, RunTensorBoard, log_histograms
 from lightning_rlhf.callbacks.progress import Stateful, is_evaluation, latest, position
 from lightning_rlhf.core import logprobs, losses, records, results, shaping
-from lightning_rlhf.core.metrics import FAN, PART, QUANTILES, check_names
+from lightning_rlhf.core.metrics import FAN, HEADLINES, PART, QUANTILES, check_names
 from lightning_rlhf.parallel.replicas import Replicas
 
 NGRAM = 4
@@ -194,12 +194,19 @@ def step_metrics(batches: Sequence[Mapping[str, Tensor]], phase: str) -> dict[st
     return {f"{phase}/{name}": value for name, value in found.items()}
 
 
-def publish(trainer: Trainer, pl_module: Any, metrics: Mapping[str, float]) -> None:
-    """Give metrics to every logger and to `trainer.callback_metrics`, where others monitor them."""
+def publish(
+    trainer: Trainer, pl_module: Any, metrics: Mapping[str, float], shown: Collection[str] = ()
+) -> None:
+    """Give metrics to every logger and to `trainer.callback_metrics`, where others monitor them.
+
+    shown: names of those that are also given to a progress bar of Lightning.
+    """
     check_names(metrics)
     for logger in trainer.loggers:
         logger.log_metrics(dict(metrics), step=position(trainer, pl_module))
-    pl_module.log_dict(dict(metrics), logger=False)
+    for is_shown in (False, True):
+        chosen = {name: x for name, x in metrics.items() if (name in shown) == is_shown}
+        pl_module.log_dict(chosen, logger=False, prog_bar=is_shown)
 
 
 class FileRows(Callback):
@@ -289,7 +296,7 @@ class PPOMetrics(StepRows):
             columns = {term.name: part for term, part in zip(terms, parts.T, strict=True)}
             metrics |= {PART + name: part.mean().item() for name, part in columns.items()}
             log_histograms(trainer.loggers, columns, position(trainer, pl_module))
-        publish(trainer, pl_module, metrics)
+        publish(trainer, pl_module, metrics, HEADLINES)
 
 
 @dataclass(eq=False)
@@ -332,10 +339,11 @@ class StepMetrics(StepRows):
             "update/nonfinite": float(self.nonfinite),
             "update/grad_norm": result.grad_norm.item(),
         }
-        publish(trainer, pl_module, metrics | computed)
+        publish(trainer, pl_module, metrics | computed, result.headline)
         self.nonfinite, self.logged_step = 0, step
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        pl_module.logs_evaluation = False
         self._validation: list[dict[str, Tensor]] = []
 
     def on_validation_batch_end(
@@ -359,7 +367,7 @@ class SharedMetrics(Callback):
     replicas: Replicas
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        pl_module.logs_headline = False
+        pl_module.logs_headline = pl_module.logs_evaluation = False
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
         self.on_validation_epoch_end(trainer, pl_module)

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from lightning_rlhf.core import records
+from lightning_rlhf.core import metrics, records
 
 RESULT = "result"
 """Key of the record that a training step returns."""
@@ -60,6 +60,17 @@ class EvaluationResult:
     rollout: records.Rollout
     decoded: records.DecodedResponses
     scores: records.Scores
+
+    @property
+    def headline(self) -> dict[str, Float[Tensor, ""]]:
+        """Return the mean score, and the mean KL of a response to the reference, by name."""
+        rollout = self.rollout
+        log_ratio = rollout.logprobs - self.scores.ref_logprobs
+        kl = torch.where(rollout.response_mask, log_ratio, 0.0).float().sum(dim=1)
+        return {
+            metrics.HELD_OUT: self.scores.score.float().mean(),
+            metrics.HELD_OUT_KL: kl.mean(),
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,8 +179,16 @@ class Step:
     @property
     def headline(self) -> dict[str, Float[Tensor, ""]]:
         """Return the headline metrics of the step by name; of pairs they are means."""
-        scores = self.scores
-        if isinstance(scores, SFTScores):
+        if isinstance(self.scores, SFTScores):
             return {"update/loss": self.loss}
-        name = f"update/{scores.loss_name}"
-        return {name: scores.losses.mean(), "update/accuracy": scores.ranked_right.mean()}
+        return headline(self.scores, "update")
+
+
+def headline(
+    scores: SFTScores | PairScores | LabelScores, phase: str
+) -> dict[str, Float[Tensor, ""]]:
+    """Return the headline metrics of a batch by name: means over target tokens, pairs or rows."""
+    if isinstance(scores, SFTScores):
+        return {f"{phase}/loss": scores.nll_sum / scores.tokens}
+    loss, right = scores.losses.mean(), scores.ranked_right.mean()
+    return {f"{phase}/{scores.loss_name}": loss, f"{phase}/accuracy": right}

@@ -6,12 +6,13 @@ Dimensions: B sequences, S and R tokens of whole sequences, P prompt tokens.
 import hashlib
 import json
 import marshal
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from functools import cached_property, partial
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Sampler
 
+from lightning_rlhf.core.config import SupervisedConfig
 from lightning_rlhf.core.errors import CheckpointError
+from lightning_rlhf.core.ppo_config import PPOConfig
 from lightning_rlhf.core.records import Demonstrations, Labels, Preferences, Prompts, Record
 from lightning_rlhf.data import lengths
 
@@ -120,6 +123,38 @@ class StageData(LightningDataModule):
         super().__init__()
         self.train, self.val, self.columns = train, val, columns
         self.collate, self.val_batch_size, self.schedule = collate, val_batch_size, schedule
+
+    @classmethod
+    def of(
+        cls, train: Sequence[Any], val: Sequence[Any], config: SupervisedConfig | PPOConfig,
+        pad_id: int, *, seed: int = 0, pool_batches: int = 1,
+        columns: Sequence[Mapping[str, Any]] = (),
+    ) -> Self:  # fmt: skip
+        """Return the batches of a run of a section: its `epochs` or `iterations`.
+
+        Args:
+            train, val: examples of one class of lengths.py, as `tokenise` returns them.
+            pad_id: id of the padding token.
+            seed, pool_batches: as for `Schedule`.
+            columns: as for the class; empty where no reward reads any.
+        """
+        kind = type(train[0])
+        if isinstance(config, PPOConfig):
+            batch_size, batches = config.prompts_per_iteration, config.iterations
+            val_rows = config.rollout_batch_size
+        else:
+            batch_size = config.batch_size
+            batches = math.ceil(round(config.epochs * len(train), 6) / batch_size)
+            # The KL of kto is one of a whole batch.
+            val_rows = batch_size if kind is lengths.LabelTokens else config.microbatch_rows
+        return cls(
+            train=train, val=val, columns=columns, collate=partial(COLLATE[kind], pad_id=pad_id),
+            val_batch_size=val_rows,
+            schedule=Schedule(
+                lengths=[example.length for example in train], batch_size=batch_size,
+                batches=batches, seed=seed, pool_batches=pool_batches,
+            ),
+        )  # fmt: skip
 
     def train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of the training batches from `schedule.start` on."""
@@ -257,6 +292,15 @@ def collate_prompts(examples: Sequence[lengths.PromptTokens], pad_id: int) -> Pr
     """Return prompts left-padded to the longest [B,P]."""
     tokens, mask = pad([e.prompt for e in examples], pad_id, "left")
     return Prompts(tokens=tokens, mask=mask, index=torch.tensor([e.index for e in examples]))
+
+
+COLLATE: Mapping[type, Callable[..., Record]] = {
+    lengths.DemonstrationTokens: collate_demonstrations,
+    lengths.PreferenceTokens: collate_preferences,
+    lengths.LabelTokens: collate_labels,
+    lengths.PromptTokens: collate_prompts,
+}
+"""Class of examples -> (examples, id of the padding token) -> batch."""
 
 
 def pad(

@@ -46,7 +46,7 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]
+        self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
         """Store the tokenizer and find its end and padding tokens.
 
@@ -58,14 +58,15 @@ class ChatFormat:
         Raises ConfigError where the template fails, or drops or rewrites the text of a turn, or no
         token can end a response, or `template_kwargs` has a name that the template never sees.
         """
+        template_kwargs = dict(template_kwargs or {})
         taken = {*signature(tokenizer.apply_chat_template).parameters} - {"tools", "documents"}
         names = ", ".join(sorted(taken & template_kwargs.keys()))
         allowed = f"variables of the chat template, which {names} is not"
-        require(not names, "data.chat_template_kwargs", dict(template_kwargs), allowed)
+        require(not names, "data.chat_template_kwargs", template_kwargs, allowed)
         if tokenizer.chat_template is None:
             tokenizer.chat_template = PLAIN_TEMPLATE
         self.tokenizer = tokenizer
-        self.template_kwargs = dict(template_kwargs)
+        self.template_kwargs = template_kwargs
         self.end_token_id, self.end_marker = self._find_end_token()
         """Last token of every response, which is the template's end-of-turn marker, else the eos
         token; and the text of the marker, None if the template has none."""

@@ -69,7 +69,7 @@ class PreferenceTokens:
     prompt: Sequence[int]
     chosen: Sequence[int]
     rejected: Sequence[int]
-    margin: float
+    margin: float = 0.0
     """Strength of the preference, a number >= 0; 0 if the row does not give one."""
 
     @property

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, pairwise
@@ -16,7 +15,7 @@ from scipy.special import stdtrit
 from lightning_rlhf.core.errors import CheckpointError, ConfigError, counted
 from lightning_rlhf.core.metrics import GOLD, HELD_OUT, HELD_OUT_KL, heading_of
 from lightning_rlhf.evaluation.run_report import PROMISES, write
-from lightning_rlhf.io.storage import written_whole
+from lightning_rlhf.io.storage import relative, written_whole
 from lightning_rlhf.io.user_code import nearest_path
 from lightning_rlhf.report import estimates, run_page, tables
 from lightning_rlhf.report.curves import KL_AXIS, PALETTE, Area, Plot, Point, Series, joined, points
@@ -227,7 +226,7 @@ class RunComparison:
                 line = joined(run.curves, HELD_OUT_KL, HELD_OUT)
                 series.append(Series(label=label, color=color, points=line, dots=True))
                 page, text = run.folder / folders.PAGE, f"{run.name}, seed {run.tree.get(SEED)}"
-                address = os.path.relpath(page, path.parent) if page.is_file() else ""
+                address = relative(page, path.parent) if page.is_file() else ""
                 names.append((f"{group.label}: {text}", address))
         heading = "Reward against KL on held-out prompts"
         by_kl = Plot(title=heading, x_label=KL_AXIS, unit="score", series=series)

@@ -72,13 +72,15 @@ def write(runs: Sequence[measured.RunFiles], folder: Path) -> list[run_page.Stag
     with measured.damage_named(folder / PROMISES) as path:
         promises = [run_page.PromiseRow(**row) for row in measured.optional_json(path) or ()]
     name = runs[0].name if len(runs) == 1 else runs[0].name.rpartition("/")[0]
-    stages = [stage_report(run, number) for number, run in enumerate(runs, start=1)]
+    stages = [stage_report(run, number, folder) for number, run in enumerate(runs, start=1)]
     with storage.written_whole(folder / PAGE, kind="page") as beside:
         run_page.write_page(beside, name, stages, promises)
     return stages
 
 
-def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageReport:
+def stage_report(
+    run: measured.RunFiles, number: int = 1, shown_in: Path | None = None
+) -> run_page.StageReport:
     """Return what the page says about a run, which is the `number`th one of the page."""
     curves, stage, folder = run.curves, run.definition, run.folder
     unit, panels = ("step", None) if stage is None else (stage.unit, stage.panels)
@@ -123,7 +125,7 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
         title=run.title,
         verdict=verdict,
         sections=[
-            ("", run_page.part("links", other_pages(run.folder))),
+            ("", run_page.part("links", other_pages(run.folder, shown_in or run.folder))),
             ("Curves", run_page.part("plots", curve_plots(curves, panels, unit))),
             ("Distribution of the reward", run_page.part("plots", fan)),
             ("Frontiers and the point of diminishing returns", returned),
@@ -140,18 +142,20 @@ def stage_report(run: measured.RunFiles, number: int = 1) -> run_page.StageRepor
     )
 
 
-def other_pages(folder: Path) -> list[tuple[str, str]]:
-    """Return the pages of the other stages beside a run, that of all stages, and comparisons in the
-    folders above that link to the run, as texts and addresses."""
-    pages = [page for page in sorted(folder.parent.glob(f"*/{PAGE}")) if page.parent != folder]
-    found = [(page.parent.name, f"../{page.parent.name}/{PAGE}") for page in pages]
-    found += [("all stages", f"../{PAGE}")] if (folder.parent / PAGE).is_file() else []
-    encoded, page = run_page.environment().filters["urlencode"], (folder / PAGE).resolve()
-    for up, place in enumerate(page.parents[1:], start=1):
-        other = place / "compare.html"
-        if other.is_file() and f'"{encoded(str(page.relative_to(place)))}"' in other.read_text():
-            found.append(("comparison", f"{'../' * up}compare.html"))
-    return found
+def other_pages(folder: Path, shown_in: Path) -> list[tuple[str, str]]:
+    """Return texts and addresses of the pages that belong to a run, but for that in `shown_in`.
+
+    They are those of the stages beside it, that of all stages, and comparisons in the folders above
+    that link to the run. Addresses are relative to `shown_in`.
+    """
+    found = [(page.parent.name, page) for page in sorted(folder.parent.glob(f"*/{PAGE}"))]
+    found += [("all stages", page) for page in folder.parent.glob(PAGE)]
+    encoded, own = run_page.environment().filters["urlencode"], (folder / PAGE).resolve()
+    for place in own.parents[1:]:
+        other, address = place / "compare.html", encoded(str(own.relative_to(place)))
+        if other.is_file() and f'"{address}"' in other.read_text():
+            found.append(("comparison", other))
+    return [(text, storage.relative(x, shown_in)) for text, x in found if x.parent != shown_in]
 
 
 def fitness_tables(run: measured.RunFiles) -> list[Table]:

@@ -238,6 +238,11 @@ def delete(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def relative(path: Path, folder: Path) -> str:
+    """Return the path from a folder to a file, with .. for folders above, as for a link."""
+    return os.path.relpath(path.resolve(), folder.resolve())
+
+
 def readable(size: int) -> str:
     """Return a number of bytes as text: 1234 -> 1.2 kB, 1234567 -> 1.2 MB, 1234567890 -> 1.2 GB."""
     unit, name = (1e3, "kB") if size < 1e6 else (1e6, "MB") if size < 1e9 else (1e9, "GB")

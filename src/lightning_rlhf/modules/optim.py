@@ -21,6 +21,31 @@ from lightning_rlhf.models.roles import layer_matrices
 from lightning_rlhf.parallel import sharding
 from lightning_rlhf.parallel.replicas import Replicas
 
+_OWN = L.pytorch.callbacks
+REFUSED: Mapping[tuple[type, ...], str] = {
+    (_OWN.GradientAccumulationScheduler, _OWN.BatchSizeFinder): "microbatch_size in the section of "
+    "the stage splits a batch",
+    (_OWN.StochasticWeightAveraging, _OWN.WeightAveraging): "ema_decay averages the weights of a "
+    "run, and WeightAverage(decay) of lightning_rlhf.callbacks.stopping those in a Trainer of your "
+    "own",
+    (
+        _OWN.ModelPruning,
+        _OWN.BaseFinetuning,
+        _OWN.LearningRateFinder,
+    ): "lr, finetune and model.lora say how the weights are trained",
+}
+"""Callbacks of Lightning that do not fit manual optimization -> what to use instead."""
+PRECISIONS = "32-true", "bf16-mixed"
+"""Precisions of a Trainer: trained weights are in fp32, and gradients are not scaled."""
+
+
+def refuse_object(one: Any, key: str, refused: Mapping[tuple[type, ...], str] = REFUSED) -> None:
+    """Raise ConfigError where an object is of one of the refused classes; key: its place."""
+    for classes, why in refused.items():
+        if isinstance(one, classes):
+            name = type(one).__name__
+            raise errors.ConfigError(f"{key} is a {name}, which is not to be set: {why}")
+
 
 def lr_factor(step: int, total_steps: int, config: StageConfig) -> float:
     """Return the learning rate of a step as a fraction of its peak: linear warm-up, then schedule.
@@ -173,8 +198,20 @@ class StageModule(L.LightningModule):
         """Number of updates in a row whose loss or gradient was not finite."""
         self.weights_version = 0
         """Number of changes of the weights so far: optimizer steps, and swaps for their average."""
-        self.logs_headline = True
-        """False where a callback logs the headline metrics together with all others."""
+        self.logs_headline = self.logs_evaluation = True
+        """False where a callback logs the headline metrics of training steps, or of validations,
+        together with all others."""
+
+    def configure_callbacks(self) -> list[L.Callback]:
+        """Return no callback; raise ConfigError where the Trainer has one that does not fit.
+
+        This is the first hook of a fit.
+        """
+        precision, allowed = self.trainer.precision, ", ".join(PRECISIONS)
+        errors.require(precision in PRECISIONS, "precision of the Trainer", precision, allowed)
+        for one in self.trainer.callbacks:  # type: ignore[attr-defined]
+            refuse_object(one, "a callback of the Trainer")
+        return []
 
     def on_fit_start(self) -> None:
         """Raise ConfigError unless the Trainer has one epoch, and the processes of `replicas`."""
@@ -271,11 +308,16 @@ class StageModule(L.LightningModule):
             )
         return False
 
-    def log_headline(self, metrics: Mapping[str, Tensor]) -> None:
-        """Log metrics of a step with Lightning, at this iteration, unless a callback does."""
-        if self.logs_headline:
-            self.log_dict(dict(metrics), prog_bar=True)
-            self.log("step", float(self.iteration))  # the step that Lightning's loggers use
+    def log_headline(self, metrics: Mapping[str, Tensor], count: int | None = None) -> None:
+        """Log metrics of a step with Lightning, at this iteration, unless a callback does.
+
+        count: number of what they are means over in a batch of a validation, whose mean is logged;
+            None in training.
+        """
+        if self.logs_headline if count is None else self.logs_evaluation:
+            self.log_dict(dict(metrics), prog_bar=True, batch_size=count)
+            # The step that Lightning's loggers use.
+            self.log("step", float(self.iteration), batch_size=count)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         state: dict[str, Any] = sharding.whole_tensors(trainable_state(self))

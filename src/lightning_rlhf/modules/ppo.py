@@ -398,7 +398,9 @@ class PPOModule(optim.StageModule):
         rollout = self.roll_out(prompts, self.generator(EVALUATION, batch_idx), evaluates=True)
         decoded = self.collector.decode(rollout, "val")
         scores = self.collector.score(decoded)
-        return results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
+        result = results.EvaluationResult(rollout=rollout, decoded=decoded, scores=scores)
+        self.log_headline(result.headline, len(prompts))
+        return result
 
     def setup(self, stage: str) -> None:
         """Find the formulas of the user's, which an export does not load."""
@@ -423,8 +425,7 @@ class PPOModule(optim.StageModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(checkpoint)
-        checkpoint["kl_coef"] = self.kl_coef
-        checkpoint["moments"] = asdict(self.moments)
+        checkpoint |= {"kl_coef": self.kl_coef, "moments": asdict(self.moments)}
         checkpoint["annotation_rows"] = self.collector.annotation_rows.rows
         checkpoint["generation_rows"] = self.collector.generation_rows.rows
         checkpoint |= {"formulas": self.digests, "mean_return": self.mean_return}
@@ -439,8 +440,7 @@ class PPOModule(optim.StageModule):
             if checkpoint["formulas"].get(key) != digest:
                 own = f"{self.stage}.{key}={getattr(self.config, key)}"
                 raise errors.CheckpointError(f"the code of {own} is not the one that it began with")
-        self.mean_return = checkpoint["mean_return"]
-        self.kl_coef = checkpoint["kl_coef"]
+        self.mean_return, self.kl_coef = checkpoint["mean_return"], checkpoint["kl_coef"]
         stored = checkpoint["moments"]
         self.moments = shaping.ScoreMoments(
             shaping.RunningMoments(**stored["whole"]),

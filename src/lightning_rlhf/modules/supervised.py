@@ -85,7 +85,9 @@ class SupervisedModule(optim.StageModule):
         """Return the scores of a batch."""
         rows = batch.select(self.replicas.rows)
         parts = self.microbatch.fitting(lambda n: [*map(self.scores, rows.split(n))])
-        return self.joined(parts, batch)
+        scores = self.joined(parts, batch)
+        self.log_headline(results.headline(scores, "eval"), int(self.total(batch)))
+        return scores
 
     @torch.no_grad()
     def row_losses(self, batch: records.Record) -> Float[Tensor, " B"]:

@@ -21,21 +21,16 @@ from lightning_rlhf.callbacks.stop import Stop
 from lightning_rlhf.callbacks.stopping import MaxTime
 from lightning_rlhf.core.errors import ConfigError, StorageError, first_line, require
 from lightning_rlhf.io import storage, user_code
-from lightning_rlhf.modules.optim import build_with, optimizer_faults
+from lightning_rlhf.modules import optim
 from lightning_rlhf.parallel.world import world
 from lightning_rlhf.runs import accelerator, folders
 from lightning_rlhf.runs.stage import AUTO, FSDP, Settings, TrainerConfig, section
 
-_AVERAGING = (lightnings.StochasticWeightAveraging, lightnings.WeightAveraging)
-_TUNING = (lightnings.ModelPruning, lightnings.BaseFinetuning, lightnings.LearningRateFinder)
 REFUSED: Mapping[tuple[type, ...], str] = {
     (lightnings.Checkpoint, CheckpointIO): "a run writes checkpoints from which it resumes exactly;"
     " checkpoint_every, checkpoint_minutes and checkpoints_kept in the section of the stage say "
     "when and how many",
-    (lightnings.GradientAccumulationScheduler, lightnings.BatchSizeFinder): "microbatch_size in "
-    "the section of the stage splits a batch",
-    (*_AVERAGING, *_TUNING): "lr, ema_decay, finetune and model.lora say how the weights are "
-    "trained",
+    **optim.REFUSED,
 }
 """Classes of Lightning that a run cannot use -> the reason, and what to use instead."""
 TAKEN = "a value that lightning.Trainer takes, or a mapping with _target_"
@@ -75,10 +70,7 @@ def own_objects(settings: Settings) -> dict[str, Any]:
             require(is_one, key, one, f"a {kind.__name__}: a mapping with its class as _target_")
     plugins = [("trainer.plugins", x) for x in listed(arguments.get("plugins"))]
     for key, one in (*found, *plugins):
-        for refused, why in REFUSED.items():
-            if isinstance(one, refused):
-                name = type(one).__name__
-                raise ConfigError(f"{key} is a {name}, which is not to be set: {why}")
+        optim.refuse_object(one, key, REFUSED)
     for key, value in arguments.items():
         require(not isinstance(value, Mapping), f"trainer.{key}", value, TAKEN)
     own = arguments.get("strategy")
@@ -115,8 +107,8 @@ def optimizer_class(settings: Settings) -> partial[Any]:
         weight = torch.nn.Parameter(torch.zeros(shape, device=accelerator.device_of(settings)))
         weight.grad = torch.zeros_like(weight)
         groups.append({"params": [weight], "lr": config.lr, "weight_decay": decay})
-    with optimizer_faults():
-        built = build_with(make, groups, config, {*groups[0]["params"]})
+    with optim.optimizer_faults():
+        built = optim.build_with(make, groups, config, {*groups[0]["params"]})
         is_one = isinstance(built, torch.optim.Optimizer)
         require(is_one, "optimizer._target_", target, "a class of kind torch.optim.Optimizer")
         built.step()

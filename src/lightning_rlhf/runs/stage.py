@@ -219,7 +219,10 @@ class TrainerConfig:
         described("a whole number >= 1, of GPUs of this machine or of processes on its CPU"),
     ]
     num_nodes: PositiveInt
-    precision: Literal["32-true", "bf16-mixed"]
+    precision: Annotated[
+        Literal["32-true", "bf16-mixed"],
+        described("auto, 32-true (or 32), bf16-mixed (or bf16), as trained weights stay in fp32"),
+    ]
     weights_dtype: sections.DType
     threads: Annotated[int, Field(ge=1, le=1024)] | None
     matmul_precision: Literal["highest", "high", "medium"]

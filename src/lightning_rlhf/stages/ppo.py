@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -74,20 +73,10 @@ class PPO(stage.Stage):
         evaluate_reward.check_formats(run, reward)
         splits = {"train": rows.train, "val": held_out}
         prompts = {name: [row.columns for row in some.rows] for name, some in splits.items()}
-        data = batches.StageData(
-            train=train.examples,
-            val=val.examples * config.val_samples_per_prompt,
-            columns=[*prompts["train"], *prompts["val"]],
-            collate=partial(batches.collate_prompts, pad_id=chat.pad_token_id),
-            val_batch_size=config.rollout_batch_size,
-            schedule=batches.Schedule(
-                lengths=[example.length for example in train.examples],
-                batch_size=config.prompts_per_iteration,
-                batches=config.iterations,
-                seed=settings.seed,
-                pool_batches=1,
-            ),
-        )
+        data = batches.StageData.of(
+            train.examples, val.examples * config.val_samples_per_prompt, config,
+            chat.pad_token_id, seed=settings.seed, columns=[*prompts["train"], *prompts["val"]],
+        )  # fmt: skip
         self.evaluation = evaluation.Evaluation(judge, run.folder)
         characters = 160 if settings.samples else None
         history = diagnosis.History(config, run.folder, prompts_cut=train.too_long)

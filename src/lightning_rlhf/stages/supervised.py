@@ -2,9 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -39,18 +38,12 @@ from lightning_rlhf.runs import folders, stage
 from lightning_rlhf.runs.run import Run
 from lightning_rlhf.stages.final import hand_over
 
-ROWS: Mapping[type, tuple[Callable[..., records.Record], str]] = {
-    lengths.DemonstrationTokens: (batches.collate_demonstrations, "the longest demonstration"),
-    lengths.PreferenceTokens: (
-        batches.collate_preferences,
-        "the longest prompt of a pair with its response",
-    ),
-    lengths.LabelTokens: (
-        batches.collate_labels,
-        "the longest prompt with the longest response, of which kto reads",
-    ),
+LONGEST: Mapping[type, str] = {
+    lengths.DemonstrationTokens: "the longest demonstration",
+    lengths.PreferenceTokens: "the longest prompt of a pair with its response",
+    lengths.LabelTokens: "the longest prompt with the longest response, of which kto reads",
 }
-"""Class of examples -> (examples, id of the padding token) -> batch; description of the longest."""
+"""Class of examples -> description of the longest."""
 
 
 class Supervised(stage.Stage):
@@ -88,26 +81,13 @@ class Supervised(stage.Stage):
         batch that no update can be made of."""
         config, settings = run.settings.config, run.settings
         self.held_out, train, val = run.tokenised(rows)
-        count, kind = len(train.examples), type(train.examples[0])
-        # The KL of kto is one of a whole batch.
-        val_rows = config.batch_size if kind is lengths.LabelTokens else config.microbatch_rows
-        steps = math.ceil(round(config.epochs * count, 6) / config.batch_size)
+        self.batches = data = batches.StageData.of(
+            train.examples, val.examples, config, run.chat.pad_token_id, seed=settings.seed,
+            pool_batches=settings.data.pool_batches,
+        )  # fmt: skip
+        count = len(train.examples)
         allowed = f"a number >= {1 / count:.6g}, which is 1 of the {count} examples"
-        errors.require(steps > 0, f"{self.name}.epochs", config.epochs, allowed)
-        self.batches = data = batches.StageData(
-            train=train.examples,
-            val=val.examples,
-            columns=(),
-            collate=partial(ROWS[kind][0], pad_id=run.chat.pad_token_id),
-            val_batch_size=val_rows,
-            schedule=batches.Schedule(
-                lengths=[example.length for example in train.examples],
-                batch_size=config.batch_size,
-                batches=steps,
-                seed=settings.seed,
-                pool_batches=settings.data.pool_batches,
-            ),
-        )
+        errors.require(len(data.schedule) > 0, f"{self.name}.epochs", config.epochs, allowed)
         source = replace(rows.train, rows=())  # the texts are not kept while it trains
         keeper = evaluation.KeepLastBatch(run.folder, source, train, data, run.chat)
         return data, [self.metrics(), keeper]
@@ -119,7 +99,7 @@ class Supervised(stage.Stage):
         longest = max(e.length for e in rows)
         if kind is lengths.LabelTokens:
             longest = max(len(e.prompt) for e in rows) + max(len(e.response) for e in rows)
-        build_roles.check_positions(roles, longest, ROWS[kind][1])
+        build_roles.check_positions(roles, longest, LONGEST[kind])
         return roles
 
     def make_module(self, run: Run, roles: Roles) -> LightningModule:
